@@ -1,91 +1,58 @@
-"""The base model of a run that trains an adapter: sums of its weights, kept in base.json and compared later."""
+"""The base model of a run that trains an adapter: a sum of its weights, kept in the run's base.json and compared."""
 
 import hashlib
 import json
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from longspan.config.keys import AUTO
-from longspan.config.sections import RANDOM, RunConfig
+from longspan.config.sections import RunConfig
 from longspan.errors import ModelError
-from longspan.files import parse_json, read_json, write_atomically
-from longspan.model.weights.folder import open_tensors
+from longspan.files import read_json, write_atomically
 from longspan.model.weights.hf_folder import weight_files
 
 BASE = "base.json"
-BLOCKS, BLOCK_BYTES = 8192, 1 << 14  # that a sum reads, spread evenly: a folder of 140 GB takes seconds
+BLOCKS, BLOCK_BYTES = 8192, 1 << 14  # that a sum reads, spread evenly: a folder of 140 GB takes a second or two
 
 
 def keep_base(run_dir: Path, config: RunConfig) -> None:
-    """Write the sums of the folders whose weights the run's adapter is trained over; without any, remove old ones."""
-    folders = _base_folders(config) if config.lora.rank else {}
-    sums = {key: [str(folder), weights_sum(folder)] for key, folder in folders.items()}
-    if sums:
-        write_atomically(run_dir / BASE, json.dumps(sums, indent=1))
-    else:
-        (run_dir / BASE).unlink(missing_ok=True)
+    """Write the sum of the folder over whose weights the run trains an adapter; without one, remove what is there."""
+    (run_dir / BASE).unlink(missing_ok=True)
+    if config.lora.rank and (folder := config.model.path):
+        record = {"folder": str(Path(folder).absolute()), "sum": weights_sum(Path(folder))}
+        write_atomically(run_dir / BASE, json.dumps(record, indent=1))
 
 
 def check_base(run_dir: Path, config: RunConfig) -> None:
-    """Raise ModelError where these folders are gone, or hold other weights than the run began with.
+    """Raise ModelError where the base model of a run's adapter is gone, or has other weights than the run began with.
 
     A run without base.json, which an earlier version began, may have any.
     """
-    sums: dict[str, Any] = read_json(run_dir / BASE) if has_kept_base(run_dir) else {}
-    for key, folder in _base_folders(config).items():
-        advice = "put them back" + ", or name a folder that has them with --model.path" * (key == "model.path")
-        if not folder.is_dir():
-            raise ModelError(f"the adapter of {run_dir} needs the weights of {folder} ({key}), which is gone; {advice}")
-        old_folder, old_sum = sums.get(key, ("", ""))
-        if old_sum and (new_sum := weights_sum(folder)) != old_sum:
-            raise ModelError(
-                f"the adapter of {run_dir} began over the weights of {old_folder} ({key}) with the sum {old_sum[:12]}, "
-                f"and {folder} has others now, with the sum {new_sum[:12]}; {advice}"
-            )
-
-
-def has_kept_base(run_dir: Path) -> bool:
-    return (run_dir / BASE).is_file()
-
-
-def _base_folders(config: RunConfig) -> dict[str, Path]:
-    paths = {"model.path": config.model.path, "mtp.weights": config.mtp.weights}
-    return {key: Path(path).absolute() for key, path in paths.items() if path not in ("", AUTO, RANDOM)}
+    if not (config.lora.rank and config.model.path):
+        return
+    folder = Path(config.model.path).absolute()
+    advice = "put them back, or name a folder that has them with --model.path"
+    if not folder.is_dir():
+        raise ModelError(
+            f"the adapter of {run_dir} needs the weights of {folder} (model.path), which is gone; {advice}"
+        )
+    if not (run_dir / BASE).is_file():
+        return
+    old_sum, new_sum = (old := read_json(run_dir / BASE))["sum"], weights_sum(folder)
+    if new_sum != old_sum:
+        raise ModelError(
+            f"the adapter of {run_dir} began over the weights of {old['folder']} (model.path) with the sum "
+            f"{old_sum[:12]}, and {folder} has others now, with the sum {new_sum[:12]}; {advice}"
+        )
 
 
 def weights_sum(folder: Path) -> str:
-    """Sum names, types, shapes and blocks of a folder's tensors: all of a small model's, of each tensor two or more.
-
-    SHA-256, as hexadecimal digits. In which files of safetensors the tensors stand does not matter.
-    """
-    digest, places = hashlib.sha256(), dict[str, tuple[Path, int, int]]()
-    files = weight_files(folder)
-    with ExitStack() as stack:
-        open_tensors(files, stack)  # raises ModelError for damaged files
-    for file in files:
-        places |= _tensor_places(file)
-    most = max(2, BLOCKS // max(1, len(places)))
-    for tensor, (file, start, end) in sorted(places.items()):
-        digest.update(tensor.encode())
-        count = min(most, -(-(end - start) // BLOCK_BYTES))
+    """Sum the sizes and blocks of a folder's files of weights, by SHA-256; of a small model every byte."""
+    digest, files = hashlib.sha256(), weight_files(folder)
+    sizes = [file.stat().st_size for file in files]
+    step = max(BLOCK_BYTES, sum(sizes) // BLOCKS)
+    for file, size in zip(files, sizes, strict=True):
+        digest.update(f"{size} ".encode())
         with file.open("rb", buffering=0) as opened:
-            for place in np.linspace(start, max(start, end - BLOCK_BYTES), count).astype(int):
+            for place in (*range(0, size, step), max(0, size - BLOCK_BYTES)):
                 opened.seek(place)
-                digest.update(opened.read(min(BLOCK_BYTES, end - start)))
+                digest.update(opened.read(BLOCK_BYTES))
     return digest.hexdigest()
-
-
-def _tensor_places(file: Path) -> dict[str, tuple[Path, int, int]]:
-    if file.suffix != ".safetensors":  # of torch.save: the file as a whole
-        return {file.name: (file, 0, file.stat().st_size)}
-    with file.open("rb") as opened:
-        first = 8 + (length := int.from_bytes(opened.read(8), "little"))
-        header = parse_json(opened.read(length))
-    return {
-        f"{name} {entry['dtype']} {entry['shape']}": (file, *(first + offset for offset in entry["data_offsets"]))
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }

@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,6 @@ from longspan.checkpoint.files import (
 )
 from longspan.checkpoint.storage import SafetensorsReader, first_failure_text, read_metadata
 from longspan.comm.all_ranks import LogLine
-from longspan.config.defaults import replace_base
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
@@ -229,7 +229,9 @@ def export_checkpoint(
     if merge and not run.lora.rank:
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
     if base:
-        run = replace_base(run, base)
+        if not (run.lora.rank and run.model.path):
+            raise ConfigError(f"--model.path is given, and {run_dir} trains no adapter over a folder; leave it out")
+        run = replace(run, model=replace(run.model, path=base))
     if merge or base:
         check_base(run_dir, run)
     checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)

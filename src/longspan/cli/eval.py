@@ -20,7 +20,7 @@ from longspan.cli.processes import (
     prints_results,
     run_on_ranks,
 )
-from longspan.config.defaults import replace_base, resolve_defaults
+from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN, check_bounds, section_keys
 from longspan.config.plan_section import PlanSection, inherit_keys
@@ -185,6 +185,8 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
             run=replace(second.config.run, machine=config.run.machine),
         )
         subjects.append(replace(second, config=other))
+    if flags.model.path and flags.model.path not in [x.config.model.path for x in subjects if x.config.lora.rank]:
+        raise ConfigError("--model.path is given, and no run trains an adapter over a folder; leave it out")
     return EvalRequest(
         subjects=tuple(subjects),
         paths=tuple(parse_named_paths(flags.data).items()),
@@ -208,13 +210,12 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
 
 def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]) -> Subject:
     explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)}
-    path = explicit.pop("path", "")
     run_dir, own = weights.run_dir, RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
     if run_dir is not None:
         own = load_config(run_dir / "config.toml")
+        if not (own.lora.rank and own.model.path):
+            explicit.pop("path", None)
         flags = parse_eval(argv, own)  # again, so that keys of the layout that no flag gives are the run's
-    if path and (own.lora.rank or not flags.compare):  # of two subjects one may have no adapter
-        own = replace_base(own, path)
     if weights.base and not own.lora.rank:
         raise ConfigError(
             f"--compare {BASE} is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out, or name "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
 from longspan.config.plan_section import ContextConfig, EvalConfig, inherit_keys
 from longspan.config.sections import RANDOM, ModelConfig, RunConfig, held_out_set
-from longspan.errors import ConfigError, LongspanError, plural
+from longspan.errors import LongspanError, plural
 from longspan.hub import find_local_path
 from longspan.model.presets import PRESETS
 from longspan.plan.shape.model_shape import has_mixers
@@ -117,22 +117,7 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     )
 
 
-def replace_base(config: RunConfig, path: str) -> RunConfig:
-    """Name another folder, or a name of the hub, for the base model of a run's adapter; ConfigError without one."""
-    if not (config.lora.rank and config.model.path):
-        raise ConfigError(
-            f"--model.path is {path!r}, the new place of an adapter's base model, and the run trains no adapter over a "
-            "folder; leave it out"
-        )
-    return replace(config, model=replace(config.model, path=find_local_path(path, "--model.path", weights=True)))
-
-
-_PATHS = {
-    "model": ("path", "config"),
-    "data": ("path", "tokenizer", "chat_template", "cache"),
-    "mtp": ("weights",),
-    "run": ("machine",),
-}
+_PATHS = {"model": ("path", "config"), "data": ("path", "tokenizer", "chat_template", "cache"), "mtp": ("weights",)}
 
 
 def set_absolute_paths(config: RunConfig) -> RunConfig:
