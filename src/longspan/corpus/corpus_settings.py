@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.defaults import absolute_paths
-from longspan.config.sections import DataConfig
+from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.builder import Recipe, cache_folder
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
@@ -33,6 +33,12 @@ class CorpusSettings:
     folder: str = "corpus"
     prefix: str = "data."
     num_labels: int = 0
+
+    @classmethod
+    def of_set(cls, config: RunConfig, path: str, longest: int, **names: str) -> "CorpusSettings":
+        """Return the settings of an evaluation set: those of the run, but for its path and where texts are cut."""
+        data = replace(config.data, path=path, sources=(), max_document_tokens=longest)
+        return cls(data, num_labels=config.model.num_labels, **names)
 
     def source_paths(self) -> tuple[tuple[str, str], ...]:
         """Return the key and the path of each source; without any, the standard library is the only one."""

@@ -24,7 +24,7 @@ from longspan.comm.all_ranks import (
     silence_warnings_of_other_ranks,
 )
 from longspan.config.keys import NOT_GIVEN
-from longspan.config.sections import DataConfig, RunConfig
+from longspan.config.sections import RunConfig
 from longspan.corpus.build import corpus_line, documents_with_images
 from longspan.corpus.builder import build_documents
 from longspan.corpus.corpus_settings import CorpusSettings, left_out_lines, make_recipe, row_lines
@@ -120,9 +120,7 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    run_dir, config = weights.run_dir, subject.config
-    if run_dir is not None and (config.lora.rank or weights.base):
-        run_on_first_rank(world, lambda: check_base(run_dir, config), ModelError)
+    run_on_first_rank(world, lambda: check_base(subject.folder, subject.config), ModelError)
     configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
@@ -167,21 +165,14 @@ def _open_held_out_documents(subject: Subject) -> CorpusDocuments:
 
 def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
     """The first rank builds corpora, as the first subject's run but for flags; all map them, then their folder goes."""
-    run_data, longest = request.subjects[0].config.data, request.max_document_tokens
-    data = DataConfig(
-        max_document_tokens=run_data.max_document_tokens if longest == NOT_GIVEN else longest,
-        parse_special_tokens=run_data.parse_special_tokens,
-        columns=run_data.columns,
-        end_of_chat=run_data.end_of_chat,
-    )
+    config, longest = request.subjects[0].config, request.max_document_tokens
+    longest = config.data.max_document_tokens if longest == NOT_GIVEN else longest
     builds = is_first_rank(world)
     with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
 
         def build_corpora() -> None:
             for index, (_, path) in enumerate(request.paths):
-                settings = CorpusSettings(
-                    replace(data, path=path), num_labels=request.subjects[0].config.model.num_labels
-                )
+                settings = CorpusSettings.of_set(config, path, longest)
                 _build_corpus(settings, tokenizer, Path(folder, str(index)), log)
 
         def open_corpora() -> Sets:

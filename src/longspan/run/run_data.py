@@ -81,8 +81,8 @@ def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log:
 
 
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
-    data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
-    return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix, config.model.num_labels)
+    names = {"folder": f"evaluation/{entry.name}", "prefix": entry.prefix}
+    return CorpusSettings.of_set(config, entry.path, entry.max_document_tokens, **names)
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
