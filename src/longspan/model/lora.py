@@ -9,6 +9,7 @@ import math
 import re
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_of_prepared_model, adapter_parameters, peft_modules
+from longspan.model.adapters import Adapter, adapter_of_prepared_model, adapter_parameters, is_adapted, peft_modules
 from longspan.model.layers import SCORE_HEADS, architecture_name, decoder_layers, towers_beside_text_model
 from longspan.model.mtp import PREFIX, select_depth_weights, unwrap_trained_depths
+from longspan.model.parts import is_tied
 from longspan.model.seams.attention_calls import find_indexers
 from longspan.model.seams.call_rules import SAVES, refuse_call
 from longspan.model.weights.fill import WeightSource, has_meta_parameters
@@ -103,6 +105,27 @@ def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list
         else:
             refused += [name] if name not in (config.target_modules or ()) else []
     return refused
+
+
+def adapter_lines(model: PreTrainedModel) -> Iterator[str]:
+    """Yield lines about what has no adapter in the decoder layers of an adapted model, and where none can be merged."""
+    sizes, total = Counter[str](), 0
+    for layer in decoder_layers(model).values():
+        for name, parameter in layer.named_parameters():
+            if parameter.ndim > 1 and ".lora_" not in name:
+                total += parameter.numel()
+                owner = [part for part in name.split(".")[:-1] if not part.isdigit()][-1]
+                sizes[owner] += parameter.numel() * (owner != "base_layer")
+    if large := [name for name, size in sizes.most_common() if size >= total / 100]:
+        share = 100 * sum(sizes[name] for name in large) / total
+        yield f"lora: {', '.join(large)} ({share:.1f} % of the weights of decoder layers) have no adapter"
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if is_tied(model) and any(map(is_adapted, ends)):
+        yield (
+            "caution: lora.targets has the head, which shares its weight with the embedding (tie_word_embeddings): "
+            "longspan export --merge will refuse this adapter, which stock peft reads over its base model; leave the "
+            "head out of lora.targets if it is to be merged"
+        )
 
 
 # ---- drawing

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
-from longspan.checkpoint.base import check_base, has_kept_base, keep_base
+from longspan.checkpoint.base import BASE, check_base, keep_base
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
@@ -25,7 +25,7 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.files import write_atomically
-from longspan.model.load import check_folder_weights, torch_dtype
+from longspan.model.load import torch_dtype
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
@@ -47,6 +47,7 @@ from longspan.train.starts import Starts
 from longspan.train.terms.mtp import depths_line
 from longspan.train.training import (
     AnyModel,
+    check_run_model,
     load_run_model,
     make_model_without_weights,
     make_optimizer,
@@ -191,7 +192,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
     fixed += ["encoder.train"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
-    free = (*_FREE_KEYS, *["model.path"] * has_kept_base(Path(config.run.dir)))  # by which `check_base` compares it
+    free = (*_FREE_KEYS, *["model.path"] * Path(config.run.dir, BASE).is_file())  # by which `check_base` compares it
     for name in (name for name in fixed if name not in free):
         section, _, key = name.partition(".")
         value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
@@ -227,15 +228,6 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
     log("the run has come to its end: it is shown; its config.toml and what is in metrics.jsonl stay")
 
 
-def compare_base(config: RunConfig, *, resumed: bool) -> None:
-    """Compare the base model of an adapter with the one that a resumed run began with; keep that of a new run."""
-    run_dir = Path(config.run.dir)
-    if resumed and config.lora.rank:
-        check_base(run_dir, config)
-    if not (resumed and has_kept_base(run_dir)):
-        keep_base(run_dir, config)
-
-
 def open_run_documents(
     config: RunConfig, checkpoint: Path | None, state: dict[str, Any], world: World, log: LogLine
 ) -> tuple[RunConfig, RunConfig, RunData]:
@@ -244,12 +236,15 @@ def open_run_documents(
         config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
     node_size, config = config.context.node_size, set_node_size(config, world)
     set_world_machine(config, world)
-    if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made
-        run_on_every_rank(world, lambda: check_folder_weights(config.model.path), ModelError)
-    run_on_first_rank(world, lambda: compare_base(config, resumed=checkpoint is not None), ModelError)
+    if checkpoint is not None:
+        run_on_first_rank(world, partial(check_base, Path(config.run.dir), config), ModelError)
     model_config = run_on_every_rank(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )
+    if checkpoint is None:  # what is wrong with the model is found before a corpus is made
+        for line in run_on_every_rank(world, lambda: check_run_model(config, world, model_config), ModelError):
+            log(line)
+        run_on_first_rank(world, partial(keep_base, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
     # not node_size and the steps of epochs: a run that goes on may be on other hosts, and resolves both anew

@@ -3,6 +3,7 @@
 Nothing here needs a corpus or a run's folder: `longspan train` and `longspan bench step` build on the same functions.
 """
 
+import warnings
 import zlib
 from collections.abc import Callable
 from copy import deepcopy
@@ -24,12 +25,14 @@ from longspan.errors import ConfigError, ModelError, plural
 from longspan.hub import hub_name
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
+from longspan.model.exactness.check_model import check_unconnected
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.float8_layers import device_lack
 from longspan.model.layers import SCORE_HEADS
 from longspan.model.mtp import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_scaling_factor
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
@@ -172,6 +175,27 @@ def load_run_model(
     return add_configured_depths(config, load_model(model.path or None, config=configuration, **options))
 
 
+def check_run_model(config: RunConfig, world: World, configuration: PreTrainedConfig) -> list[str]:
+    """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines.
+
+    Of a model that may read images, which the data decide, less is checked.
+    """
+    from longspan.model.lora import adapter_lines
+
+    parallel, sees_images = config.parallel, getattr(configuration, "vision_config", None) is not None
+    adapts = config.lora.rank and not (sees_images and any("." in target for target in config.lora.targets))
+    with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
+        model = load_run_model(config, config.data.vocab_size, configuration)
+        if adapts:
+            add_configured_adapter(config, model)
+    _check_comm_types_fit_layers(config, model)
+    if not (sees_images or config.mtp.depths or config.model.num_labels):
+        stages: Any = {"virtual_stages": parallel.vpp, "pipeline_schedule": parallel.pipeline_schedule}
+        options = PrepareOptions(sequence_parallel=parallel.sequence_parallel, **stages)
+        check_unconnected(model, options.placement(world), stages=options.pipeline(world).stages)
+    return [*adapter_lines(model)] if adapts else []
+
+
 def make_model_without_weights(
     config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False
 ) -> PreTrainedModel:
@@ -187,7 +211,7 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     from longspan.model.lora import NewAdapter, add_lora
 
     lora, folder = config.lora, Path(config.model.path).resolve()
-    base = hub_name(folder)
+    name = hub_name(folder) if config.model.path else ""
     adapter = NewAdapter(
         rank=lora.rank,
         alpha=lora.alpha,
@@ -195,8 +219,8 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         targets=lora.targets,
         whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
-        base=base or str(folder) if config.model.path else "",  # is saved with the adapter
-        revision=folder.name if base else "",
+        base=name or str(folder) if config.model.path else "",  # is saved with the adapter
+        revision=folder.name if name else "",
     )
     return add_lora(model, adapter)
 

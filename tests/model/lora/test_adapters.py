@@ -1,6 +1,8 @@
 """What an adapter may not be, how a new one is drawn, what is saved, and its errors over a base model in bfloat16."""
 
 import copy
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model, without_adapter
 from longspan.model.adapters import find_adapter, unwrap_peft_model
 from longspan.model.exactness.check_model import check_adapter
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.lora import NewAdapter, adapter_lines, add_lora
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -111,6 +113,34 @@ def test_names_that_peft_takes_for_experts_have_no_adapter(family: str) -> None:
     assert not config.target_parameters and "o_proj" in config.target_modules
     with pytest.raises(ModelError, match=r"lora\.targets has down_proj, which peft .* or takes for its experts"):
         add_lora(moe_model(family, torch.float32), NewAdapter(rank=2, targets=("o_proj", "down_proj")))
+
+
+def test_weights_without_an_adapter_are_named_with_their_share() -> None:
+    def lines(model: Any, *targets: str) -> list[str]:
+        return [*adapter_lines(add_lora(model, NewAdapter(rank=2, targets=targets)).get_base_model())]
+
+    moe = moe_model("qwen3-moe", torch.float32)
+    sizes = {name: p.numel() for name, p in moe.named_parameters() if ".layers." in name and p.ndim > 1}
+    bare = sum(size for name, size in sizes.items() if ".self_attn." not in name)  # experts, and a dense layer
+    with warnings.catch_warnings(action="ignore"):  # that names of linears in the dense layer are left out
+        (line,) = lines(moe)
+    assert line.startswith("lora: experts, ")
+    assert line.endswith(
+        f" ({100 * bare / sum(sizes.values()):.1f} % of the weights of decoder layers) have no adapter"
+    )
+    assert lines(tiny("llama")) == []  # every linear has one
+    (line,) = lines(tiny("llama"), "q_proj", "k_proj", "v_proj", "o_proj")
+    assert re.match(r"lora: (gate|up|down)_proj, (gate|up|down)_proj, (gate|up|down)_proj \(", line)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
+def test_an_adapter_of_a_tied_head_is_told_that_it_is_not_merged() -> None:
+    for family, told in (("qwen3", True), ("llama", False)):
+        lines = adapter_lines(add_lora(tiny(family), NewAdapter(rank=2, targets=("lm_head",))).get_base_model())
+        words = (
+            "caution: lora.targets has the head, which shares its weight with the embedding (tie_word_embeddings): lo"
+        )
+        assert any(line.startswith(words) for line in lines) == told, family
 
 
 # ---- new adapters

@@ -1,5 +1,6 @@
 """Runs of models that are no preset: drawn from a configuration, and refused with their data."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from longspan.cli.main import main
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import ConfigError, DataError, LongspanError, ModelError
+from longspan.run import set_up
 from tests.model.deep import deep_config
 from tests.run.runs.homes import ALONE, refusals, train_rows
 from tests.train.small import small_config
@@ -43,6 +45,55 @@ def _folder(path: Path, rows: int = 300) -> Path:
     model = AutoModelForCausalLM.from_config(deep_config("qwen3", layers=2, vocabulary=rows), dtype="bfloat16")
     model.save_pretrained(path)
     return path
+
+
+def _quantized(folder: Path) -> Path:
+    config = json.loads((_folder(folder) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    return folder
+
+
+def _scores(folder: Path) -> Path:
+    config = deep_config("qwen3", layers=2, vocabulary=300)
+    config.num_labels = 2
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def _cross_attention(folder: Path) -> Path:
+    GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=300, add_cross_attention=True).save_pretrained(folder)
+    return folder
+
+
+LORA = {"lora__rank": 4, "train__lr": 1e-3}
+WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
+    (
+        LORA | {"lora__targets": ["q_prj"]},
+        ModelError,
+        "'q_prj', which is no linear of Qwen3For.*; did you mean 'q_proj'",
+    ),
+    (
+        LORA | {"model__path": _folder, "lora__targets": ["embed_tokens"]},
+        ModelError,
+        "'embed_tokens', which is no linear",
+    ),
+    ({"mtp__depths": 1, "mtp__weights": _folder}, ModelError, "has weights of 0 depths of multi-token"),
+    ({"model__path": _quantized}, ModelError, r"is quantized \(gptq"),
+    ({"model__path": _scores, "model__num_labels": 3}, ModelError, "of 2 scores, and model.num_labels is 3"),
+    ({"model__config": _cross_attention}, ModelError, "add_cross_attention is set"),
+    ({"context__cp_comm_type": ["p2p"] * 5}, ConfigError, "context.cp_comm_type lists 5 types, the model has"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(WITHOUT_DATA)))
+def test_what_the_model_alone_decides_is_refused_before_data_are_read(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, kind, message = WITHOUT_DATA[number]
+    made = {key: str(value(tmp_path / "model")) if callable(value) else value for key, value in keys.items()}
+    monkeypatch.setattr(set_up, "open_data", lambda *_: pytest.fail("data were read"))
+    with pytest.raises(kind, match=message):
+        train_rows(small_config(tmp_path, **ALONE | {"train__lr": 1e-3} | made), 1)
 
 
 def test_models_and_data_that_do_not_fit_are_refused_before_texts_are_read(

@@ -561,20 +561,27 @@ def check_model(
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     with unwrap_trained_depths_or_undo(model), _score_rows_or_undo(model):
-        refuse_unsupported_model(model)
-        assert isinstance(model, PreTrainedModel)  # others were refused
-        class_draws = refuse_inexact_class(model) if needs_class_trial(model) else ()
-        adapter = find_adapter(model)
-        if adapter is not None:
-            check_adapter(model, adapter, placement.world)
-        placement.check_placement(model, stages)
+        adapter, class_draws = check_unconnected(model, placement, stages=stages)
         if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
             check_equal_adapters(model, placement.world)
+    assert isinstance(model, PreTrainedModel)  # others were refused
     connect(model)
     record = record_calls_and_draws(model, class_draws)
     device, dtype = placement.world.device, placement.dtype_of(model)
     calls = check_kernel_for_calls(model, kernel, record.calls, device=device, dtype=dtype)
     return adapter, calls, record
+
+
+def check_unconnected(model: nn.Module, placement: Placement, *, stages: int) -> tuple[Adapter | None, tuple[str, ...]]:
+    """Raise ModelError as `check_model` for what a rank tells alone; returns the adapter, and draws of the class."""
+    refuse_unsupported_model(model)
+    assert isinstance(model, PreTrainedModel)  # others were refused
+    class_draws = refuse_inexact_class(model) if needs_class_trial(model) else ()
+    adapter = find_adapter(model)
+    if adapter is not None:
+        check_adapter(model, adapter, placement.world)
+    placement.check_placement(model, stages)
+    return adapter, class_draws
 
 
 def _score_rows_or_undo(model: nn.Module) -> AbstractContextManager[None]:
