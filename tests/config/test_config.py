@@ -149,7 +149,9 @@ SETS: list[tuple[dict[str, object], str]] = [
 IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
     ({"train.lr": 0.0}, r"train.lr is 0.0; it must be above 0"),
-    ({"train.weight_decay": float("inf")}, r"train.weight_decay is inf"),
+    ({"train.weight_decay": float("inf")}, r"train.weight_decay is inf; it must be a finite number, at least 0"),
+    ({"train.epochs": float("nan")}, r"train.epochs is nan; it must be a finite number, at least 0"),
+    ({"train.betas": (0.9, float("nan"))}, r"train.betas is \(0.9, nan\); it must be a finite number, at least 0, be"),
     ({"train.min_lr_ratio": 1.5}, r"train.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
         {"model.compute_dtype": "float64"},

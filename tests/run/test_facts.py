@@ -1,6 +1,7 @@
 """What a run says of itself: its facts in words, what its steps are compared with, the kernels of its layers."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from longspan.model.execution import Execution, model_execution
 from longspan.plan import Cost, Machine, plan_fixed
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run import records
-from longspan.run.facts import RunFacts
+from longspan.run.facts import RunFacts, TrainResult
 from longspan.run.records import mixers_text
 from longspan.train import step_figures as figures_module
 from longspan.train.step_figures import StepFigures, model_figures
@@ -52,6 +53,12 @@ def test_the_texts_of_lines_stand_in_one_column() -> None:
     assert (
         len({line.index(words) for line, (_, words) in zip(facts.text().splitlines(), facts.lines, strict=True)}) == 1
     )
+
+
+@pytest.mark.parametrize(("done", "words"), [(1, "goes on"), (2, "saves the model and makes the evaluations that are")])
+def test_what_is_left_of_a_stopped_run(done: int, words: str) -> None:
+    result = TrainResult(Path("run"), done, 2, "SIGTERM", 3.0, 300, ())
+    assert f"stopped by SIGTERM after step {done} of 2; the same command {words}" in result.text()
 
 
 def test_a_hybrid_says_what_its_partition_sends() -> None:

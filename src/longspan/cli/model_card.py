@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from longspan import __version__
 from longspan.checkpoint.export import Exported
+from longspan.checkpoint.files import read_state
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.errors import plural
@@ -43,7 +44,8 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     loader = "ImageTextToText" if "vision_config" in read_json(run_dir / "config.json") else "CausalLM"
     loader = "SequenceClassification" if model.num_labels else loader
     rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data)])))]
-    rows += _card_figures(run_dir, exported.step, config.train.steps)
+    steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]  # also of epochs, as the run counted them
+    rows += _card_figures(run_dir, exported.step, steps)
     table = "\n".join(f"| {name} | {value} |" for name, value in dict(rows).items())
     text = f"""---
 {metadata.to_yaml()}

@@ -166,7 +166,9 @@ def check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collectio
         if isinstance(value, str):
             if value != AUTO:
                 raise ConfigError(f'{name} is {value!r}; give a number, or "{AUTO}"')
-        elif not all(map(key.bound.allows, value if isinstance(value, tuple) else (value,))):
+        elif not all(map(math.isfinite, numbers := value if isinstance(value, tuple) else (value,))):
+            raise ConfigError(f"{name} is {value}; it must be a finite number, {key.bound}")
+        elif not all(map(key.bound.allows, numbers)):
             raise ConfigError(f"{name} is {value}; it must be {key.bound}")
 
 

@@ -113,7 +113,7 @@ def check_data(config: RunConfig) -> None:
         if not source.path:
             raise ConfigError(f"data.sources[{number}].path is empty; name a folder or file of rows")
         if not 0 < source.weight < math.inf:
-            raise ConfigError(f"data.sources[{number}].weight is {source.weight}; it must be above 0")
+            raise ConfigError(f"data.sources[{number}].weight is {source.weight}; it must be a finite number above 0")
 
 
 def check_paths_exist(config: RunConfig) -> None:

@@ -116,7 +116,7 @@ class RunLoggers:
                 loggers._loggers[name] = make(start)
             except Exception as error:
                 loggers.close()
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}".rstrip(".")
                 raise ConfigError(
                     f"the logger {name} of run.loggers cannot start: {reason}; or leave it out"
                 ) from error

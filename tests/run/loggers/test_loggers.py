@@ -85,6 +85,16 @@ def test_a_logger_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path) -
     assert "could not be closed: ConnectionError: still gone" in said_at_the_end
 
 
+def test_the_reason_of_a_logger_stands_in_a_sentence(tmp_path: Path) -> None:
+    def refuse(start: RunStart) -> Any:
+        raise RuntimeError("No key. Use `wandb login` to log in.")
+
+    with pytest.raises(
+        ConfigError, match=r"cannot start: RuntimeError: No key. Use `wandb login` to log in; or leave it"
+    ):
+        RunLoggers.open({"wandb": refuse}, start_of(tmp_path), print)
+
+
 def test_rows_by_the_names_that_loggers_show() -> None:
     assert scalars_by_display_name({"step": 3, "loss": 1, "note": "x", "missing": None}) == {"train/loss": 1}
     assert scalars_by_display_name(eval_row(3, 4) | {"seconds": 0.5}) == {

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longspan.cli.eval import main as eval_main
 from longspan.cli.plans.answer import open_run_documents
 from longspan.config.sections import RunConfig, SourceConfig
 from longspan.data.documents import Corpus
@@ -50,6 +52,35 @@ def chats() -> list[tuple[dict[str, Any], Answers]]:
         turns = [({"role": "user", "content": "q"}, {"role": "assistant", "content": a}) for a in answers]
         rows.append(({"messages": [message for turn in turns for message in turn]}, answers))
     return rows
+
+
+def test_a_file_is_evaluated_as_the_run_reads_it(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "base"))
+    thoughts = "{% if loop.last and m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}"
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("{{ m.content }}", thoughts + "{{ m.content }}"))
+    rows = [row for row, _ in chats()]
+    for row in rows:
+        for message in row["messages"][1::2]:
+            message["reasoning_content"] = "because"
+    long = {"messages": [{"role": "user", "content": "q" * 3000}, *rows[1]["messages"][1:]]}
+    path = rows_as("jsonl", tmp_path / "rows", [*rows[:4], {"messages": [{"role": "nobody"}]}, long])
+    train = rows_as("jsonl", tmp_path / "train", rows[4:])
+    keys: dict[str, Any] = {"data__turns": "split", "data__on_bad": "skip", "data__max_text_bytes": 2000, **ALONE}
+    keys |= {"eval": [{"name": "test", "path": str(path)}], "data__eval_documents": 0}
+    config = chat_config(tmp_path, folder, train, **keys, train__save_every=1)
+    lines_of(0, config, 1)
+    (of_run,) = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if row.get("eval_name") == "test"]
+    words = ["--data", f"test={path}", "--world", "1", "--device", "cpu", "--json"]
+    capsys.readouterr()
+    assert eval_main([config.run.dir, *words]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    names = ("eval_documents", "eval_tokens", "eval_targets", "eval_loss")
+    assert [evaluated[name] for name in names] == [of_run[name] for name in names]
+    assert of_run["eval_documents"] == 6 and of_run["eval_targets"] == 6 * len("<because>") + sum(
+        len(answer) + 1 for _, answers in chats()[:4] for answer in answers
+    )
 
 
 def test_a_run_on_chats_counts_what_the_assistant_says(tmp_path: Path, base: Path) -> None:
@@ -163,6 +194,16 @@ def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_pe
     config, lines = replace(config, data=replace(config.data, eval_documents=2)), list[str]()
     set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lines.append)
     assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
+
+
+def test_epochs_without_a_document_are_an_error(tmp_path: Path) -> None:
+    config = small_config(tmp_path, train__epochs=1e-9, data__eval_documents=0)
+    with pytest.raises(
+        ConfigError, match=r"train.epochs is 1e-09, by which not one of 40 documents .* at least 0.03, or"
+    ):
+        set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lambda _: None)
+    few = replace(config, train=replace(config.train, epochs=0.03, warmup_steps=0))
+    assert set_epoch_steps(few, order_lengths(few, np.full(40, 50)), lambda _: None).train.steps == 1
 
 
 def test_a_tenth_of_few_documents_is_held_out_unless_a_number_is_given() -> None:

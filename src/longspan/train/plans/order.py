@@ -11,7 +11,7 @@ from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture
-from longspan.errors import plural
+from longspan.errors import ConfigError, plural
 from longspan.train.optim.schedule import Schedule
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
@@ -19,10 +19,15 @@ HELD_OUT, ONE_IN = 32, 10  # texts held out by default: one in so many, at most 
 
 
 def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunConfig:
-    """Set the number of steps that `train.epochs` takes; ConfigError for a schedule that does not fit them."""
+    """Set the number of steps that `train.epochs` takes; ConfigError for none, and a schedule that does not fit."""
     if not config.train.epochs:
         return config
-    steps = order.count_steps()
+    steps, documents = order.count_steps(), order.stream.documents
+    if not steps:
+        raise ConfigError(
+            f"train.epochs is {config.train.epochs:g}, by which not one of {plural(documents, 'document')} is trained "
+            f"on; give at least {1 / documents:.1g}, or train.steps in its place"
+        )
     config = set_steps(config, steps)
     Schedule.of(config.train)  # raises where the schedule does not fit
     log(
