@@ -239,14 +239,15 @@ def open_run_documents(
         config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
     node_size, config = config.context.node_size, set_node_size(config, world)
     set_world_machine(config, world)
+    if checkpoint is not None:
+        run_on_first_rank(world, partial(check_base, Path(config.run.dir), config), ModelError)
     model_config = run_on_every_rank(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )
     if checkpoint is None:  # what is wrong with the model is found before a corpus is made
         for line in run_on_every_rank(world, lambda: check_run_model(config, world, model_config), ModelError):
             log(line)
-    keep_or_check = keep_base if checkpoint is None else check_base
-    run_on_first_rank(world, partial(keep_or_check, Path(config.run.dir), config), ModelError)
+        run_on_first_rank(world, partial(keep_base, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
     config = set_epoch_steps(config, data.order, log)
