@@ -61,12 +61,6 @@ def test_what_is_left_of_a_stopped_run(done: int, words: str) -> None:
     assert f"stopped by SIGTERM after step {done} of 2; the same command {words}" in result.text()
 
 
-@pytest.mark.parametrize(("done", "words"), [(1, "goes on"), (2, "saves the model and makes the evaluations that are")])
-def test_what_is_left_of_a_stopped_run(done: int, words: str) -> None:
-    result = TrainResult(Path("run"), done, 2, "SIGTERM", 3.0, 300, ())
-    assert f"stopped by SIGTERM after step {done} of 2; the same command {words}" in result.text()
-
-
 def test_a_hybrid_says_what_its_partition_sends() -> None:
     hybrid = Execution(torch.float32, torch.float32, torch.float32, (), mixers=3)
     device = torch.device("cpu")

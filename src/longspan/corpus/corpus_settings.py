@@ -35,7 +35,7 @@ class CorpusSettings:
     num_labels: int = 0
 
     @classmethod
-    def of_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":
+    def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":
         """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut."""
         data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
         return cls(data, num_labels=config.model.num_labels, **names)

@@ -179,7 +179,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
 
         def build_corpora() -> None:
             for index, (_, path) in enumerate(request.paths):
-                settings = CorpusSettings.of_set(config, path, request.split, longest)
+                settings = CorpusSettings.for_set(config, path, request.split, longest)
                 _build_corpus(settings, tokenizer, Path(folder, str(index)), log)
 
         def open_corpora() -> Sets:

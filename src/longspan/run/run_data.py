@@ -93,7 +93,7 @@ def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log:
 
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
     names = {"folder": f"evaluation/{entry.name}", "prefix": entry.prefix}
-    return CorpusSettings.of_set(config, entry.path, entry.split, entry.max_document_tokens, **names)
+    return CorpusSettings.for_set(config, entry.path, entry.split, entry.max_document_tokens, **names)
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
