@@ -29,6 +29,7 @@ BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers
 # come to talk to all others. A process has some 25 other files open in a bare world.
 CONNECTIONS, OTHER_FILES = 10, 256
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+STORE_SECONDS = 10.0  # in which a store answers
 _NEWEST = "longspan/newest"  # the prefix of the world that rank 0 began last
 _DECIDED, _OPENED = "decided", "opened"  # the first to add to it decides: rank 0 opens this world, or a rank leaves it
 
@@ -112,7 +113,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
     """
     try:
         begin = _open_world if place.rank == 0 else _join_world
-        return ask_store(partial(begin, store, place, timeout), timeout + STORE_SECONDS)
+        return LimitedStore(store).ask(partial(begin, store, place, timeout), timeout + STORE_SECONDS)
     except DistError as error:
         raise CommError(
             f"rank {place.rank} could not open a world of {plural(place.size, 'rank')}: their store does not answer; "
@@ -246,59 +247,43 @@ def defer_connections() -> Iterator[None]:
 STORE_SECONDS = 10.0  # in which a store answers
 
 
-def clone_store_connection(store: Store) -> Store:
-    """Its requests wait for STORE_SECONDS at most for a key."""
-    connection: Store = ask_store(store.clone)  # pyright: ignore[reportAttributeAccessIssue]
-    connection.set_timeout(timedelta(seconds=STORE_SECONDS))
-    return connection
-
-
-def ask_store(request: Callable[[], T], seconds: float = STORE_SECONDS) -> T:
-    """Return the answer to a request. torch waits without a limit for a store whose process stands still: the request
-    is left to a thread, and DistStoreError is raised after `seconds`.
-    """
-    return _answer(_begin_request(request), seconds)
-
-
-def _begin_request(request: Callable[[], T]) -> Future[T]:
-    future = Future[T]()
-
-    def run() -> None:
-        try:
-            future.set_result(request())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="longspan store", daemon=True).start()
-    return future
-
-
-def _answer(future: Future[T], seconds: float) -> T:
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        raise DistStoreError(f"the store did not answer in {seconds:g} s") from None
-
-
 class LimitedStore:
-    """A store whose requests raise DistStoreError after STORE_SECONDS, and at once while one of them is that late."""
+    """A store whose requests raise DistStoreError after STORE_SECONDS, and at once while one of them is that late.
+
+    torch waits without a limit for a store whose process stands still, so a thread makes each request.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._late: Future[Any] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
-            if self._late is not None and not self._late.done():
-                raise DistStoreError("the store has not answered an earlier request yet")
-            future = _begin_request(partial(getattr(self._store, name), *arguments))
-            try:
-                return _answer(future, STORE_SECONDS)
-            finally:
-                if not future.done():
-                    self._late = future
+        return lambda *arguments: self.ask(partial(getattr(self._store, name), *arguments), STORE_SECONDS)
 
-        return ask
+    def ask(self, request: Callable[[], T], seconds: float) -> T:
+        """Return what a function of requests returns, within so many seconds."""
+        if self._late is not None and not self._late.done():
+            raise DistStoreError("the store has not answered an earlier request yet")
+        future = Future[T]()
+        threading.Thread(target=_fulfil, args=(future, request), name="longspan store", daemon=True).start()
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            self._late = future
+            raise DistStoreError(f"the store did not answer in {seconds:g} s") from None
+
+
+def _fulfil(future: Future[T], request: Callable[[], T]) -> None:
+    try:
+        future.set_result(request())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def clone_store_connection(store: Store) -> Store:
+    connection: Store = LimitedStore(store).clone()
+    connection.set_timeout(timedelta(seconds=STORE_SECONDS))  # for keys that are not there
+    return connection
 
 
 def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:

@@ -7,8 +7,6 @@ names it with its module. Needs no torch: names are checked before any process s
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from configparser import ConfigParser
-from configparser import Error as ConfigParserError
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -72,6 +70,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 _WANDB_VARIABLES = {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}
+_NO_LOGIN = re.compile(r"^(mode *= *(offline|disabled|dryrun)|api_key *=)", re.MULTILINE)  # is needed, or one is there
 
 
 def check_logins(names: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -80,15 +79,13 @@ def check_logins(names: Sequence[str], environment: Mapping[str, str]) -> None:
     """
     if "wandb" not in names or any(map(environment.get, _WANDB_VARIABLES)):
         return
-    home, settings = Path(environment.get("HOME", "~")), ConfigParser(interpolation=None)
-    folders = [Path(environment.get("WANDB_CONFIG_DIR", home / ".config/wandb"))]
-    folders.append(Path(environment.get("WANDB_DIR", "."), "wandb"))
-    with suppress(ConfigParserError, OSError, UnicodeDecodeError):
-        settings.read(folder / "settings" for folder in folders)
-    mode = environment.get("WANDB_MODE") or settings.get("default", "mode", fallback="online")
-    is_off = mode in ("offline", "disabled", "dryrun") or settings.has_option("default", "api_key")
+    home = Path(environment.get("HOME", "~"))
+    folders = environment.get("WANDB_CONFIG_DIR", home / ".config/wandb"), environment.get("WANDB_DIR", ".") + "/wandb"
+    files = [folder / "settings" for folder in map(Path, folders)]
+    texts = [f"mode = {environment.get('WANDB_MODE', '')}"]
+    texts += [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
     netrc = [Path(environment.get("NETRC", home / ".netrc")), home / "_netrc"]
-    if not is_off and not any(file.is_file() and file.stat().st_size for file in netrc):
+    if not any(map(_NO_LOGIN.search, texts)) and not any(file.is_file() and file.stat().st_size for file in netrc):
         raise ConfigError(
             "run.loggers has 'wandb', and there is no login to it: wandb login, or set WANDB_API_KEY, or "
             "WANDB_MODE=offline, or leave it out"
