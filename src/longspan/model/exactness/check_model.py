@@ -562,9 +562,9 @@ def check_model(
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     with unwrap_trained_depths_or_undo(model), _score_rows_or_undo(model):
         adapter, class_draws = check_unconnected(model, placement, stages=stages)
+        assert isinstance(model, PreTrainedModel)  # others were refused
         if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
             check_equal_adapters(model, placement.world)
-    assert isinstance(model, PreTrainedModel)  # others were refused
     connect(model)
     record = record_calls_and_draws(model, class_draws)
     device, dtype = placement.world.device, placement.dtype_of(model)
