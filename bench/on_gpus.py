@@ -223,6 +223,17 @@ RUNS = (
         )
         for name, documents, compiled in (("one", 1, "none"), ("equal", 2, "none"), ("compiled", 2, "layers"))
     ),
+    *(  # two nodes of one GPU have no level inside a node
+        GpuRun(
+            f"evaluation-two-nodes-{gpus}",
+            130,
+            f"{NODES} python bench/evaluation/evaluation_two_nodes.py --out {{out}}",
+            gpus,
+        )
+        for gpus in (2, 4)
+    ),
+    *(GpuRun(f"bridge-{gpus}", 90, "{python} bench/bridge/bridge_time.py --out {out}", gpus) for gpus in (2, 4, 8)),
+    GpuRun("bridge-two-nodes", 120, f"{NODES} python bench/bridge/bridge_time.py --out {{out}}", gpus=4),
     GpuRun(
         "saves",
         240,

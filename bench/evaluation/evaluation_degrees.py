@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEGREES = (1, 2)
-KNOWN_DOCUMENTS, KNOWN_RANKS = 4, 8  # of the published figures, on 8 × H100
 VOCABULARY = 10240  # of the published figures: a tokenizer of 10,000 ids, an untied head
 
 
@@ -52,7 +51,7 @@ VOCABULARY = 10240  # of the published figures: a tokenizer of 10,000 ids, an un
 class EvaluationCase:
     """Equal documents through a model of a preset with so many layers, on `tp` x `pp` ranks a slot.
 
-    `known` are milliseconds at degrees 1 and 2 that were published for KNOWN_DOCUMENTS on KNOWN_RANKS.
+    `known` are milliseconds at degrees 1 and 2 that were published for 8 × H100: of one fixed batch on every rank.
     """
 
     name: str
@@ -103,6 +102,7 @@ CASES = (
     EvaluationCase(name="16k-pp4", tokens=16384, layers=8, pp=4, known=(117.7, 62.8)),
 )
 TINY_CASES = (
+    EvaluationCase(name="tiny-tp1", tokens=48, layers=2, preset="qwen3-tiny"),
     EvaluationCase(name="tiny-tp2", tokens=48, layers=2, tp=2, preset="qwen3-tiny"),
     EvaluationCase(name="tiny-pp2", tokens=48, layers=2, pp=2, preset="qwen3-tiny"),
 )
@@ -142,8 +142,8 @@ class EvalBenchFlags(BenchFlags):
 
     cases: str = ""
     """Names of cases, with commas between; empty: all on GPUs, tiny ones on CPUs."""
-    documents: int = KNOWN_DOCUMENTS
-    """Documents of an evaluation."""
+    documents: int = 4
+    """Documents of an evaluation; with 1 and --whole the work of the published figures."""
     layers: int = 0
     """Number of layers in place of the cases'; 0: theirs."""
     tokens: int = 0
@@ -239,7 +239,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class PreparedCase:
     """A case's model and documents, under training."""
 
     settings: EvaluationSettings
@@ -249,12 +249,13 @@ class _Bench:
     documents: Sequence[np.ndarray]
     options: PlanOptions  # of all plans, without a cap
 
-    def at_fixed_degree(self, degree: int) -> Plan:
-        """One document for each group of slots in a micro-batch, as published figures count."""
+    def at_fixed_degree(self, degree: int, **changes: Any) -> Plan:
+        """One document for each group of slots in a micro-batch, as published figures count; `changes` of options."""
         lengths, multiple = [len(document) for document in self.documents], self.options.row_multiple
         rows = -(-max(lengths) // degree)
         cap = -(-rows // multiple) * multiple
-        return plan_fixed(lengths, self.world.home, degree, options=self.options, max_tokens_per_slot=cap)
+        options = replace(self.options, **changes)
+        return plan_fixed(lengths, self.world.home, degree, options=options, max_tokens_per_slot=cap)
 
     def train_step(self, plan: Plan) -> None:
         """One optimizer step on the same documents."""
@@ -262,7 +263,7 @@ class _Bench:
         run_step(self.model, plan, self.documents, self.world, optimizer=self.optimizer)
 
 
-def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> _Bench:
+def prepare_case(case: EvaluationCase, settings: EvaluationSettings, world: World) -> PreparedCase:
     flags, configuration = settings.flags, case.configuration(settings.flags.vocabulary)
     dtype = torch.bfloat16 if settings.gpu else torch.float32
     loaded = load_model(config=configuration, sharded=True, dtype=dtype if flags.whole else torch.float32)
@@ -278,11 +279,11 @@ def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> 
         row_multiple=case.tp if split else 1,
         heads=query_heads(configuration),
     )
-    return _Bench(settings, world, model, build_optimizer(model, lr=1e-5), documents, options)
+    return PreparedCase(settings, world, model, build_optimizer(model, lr=1e-5), documents, options)
 
 
 def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: World) -> dict[str, Any]:
-    bench = _bench(case, settings, world)
+    bench = prepare_case(case, settings, world)
     degrees = case.degrees(settings.ranks)
     plans = {degree: bench.at_fixed_degree(degree) for degree in degrees}
     runs: list[dict[str, Any]] = []
@@ -290,9 +291,9 @@ def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: Wor
         bench.train_step(plans[trained])
         for degree in sorted(degrees, key=trained.__ne__):  # first that of training
             named = {"name": f"train {trained}, eval {degree}", "trained": trained, "degree": degree}
-            runs.append(named | _measure(bench, plans[degree]))
+            runs.append(named | measure_evaluation(bench, plans[degree]))
     dynamic: dict[str, Any] = vars(bench.options)  # with any number of rows on a slot
-    runs.append({"name": "planned"} | _measure(bench, PlanChoice.dynamic(**dynamic)))
+    runs.append({"name": "planned"} | measure_evaluation(bench, PlanChoice.dynamic(**dynamic)))
     losses = [[run["loss"] for run in runs if run.get("trained") == trained] for trained in degrees]
     difference = max(max(values) - min(values) for values in losses)
     kind = torch.bfloat16 if settings.gpu else torch.float32
@@ -301,7 +302,7 @@ def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: Wor
     return row
 
 
-def _measure(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
+def measure_evaluation(bench: PreparedCase, choice: Plan | PlanChoice) -> dict[str, Any]:
     """Seconds of whole evaluations, each of the slowest rank; the most memory of a rank, and the result."""
     settings, world = bench.settings, bench.world
     results: list[Evaluation] = []
@@ -343,19 +344,17 @@ _SUMMARY = (
     "ratio",
     "loss difference",
 )
-_RUNS = ("case", "run", "mean ms", "median", "deviation", "peak memory", "activations", "micro-batches", "loss")
+RUN_COLUMNS = ("case", "run", "mean ms", "median", "deviation", "peak memory", "activations", "micro-batches", "loss")
 
 
 def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal."""
-    tables = [text_table(_SUMMARY, _summary(record)), text_table(_RUNS, _runs(record), left=2)]
+    tables = [text_table(_SUMMARY, _summary(record)), text_table(RUN_COLUMNS, run_rows(record), left=2)]
     return "\n\n".join([_title(record), *tables, _cases_left_out(record)]).rstrip()
 
 
 def record_markdown(record: dict[str, Any]) -> str:
     """A record for people who read bench/records."""
-    documents, ranks = record["documents"], record["ranks"]
-    work = (documents / ranks) / (KNOWN_DOCUMENTS / KNOWN_RANKS)
     shapes = [
         (r["name"], r["preset"], f"{r['tokens']:,}", *(str(r[name]) for name in ("layers", "tp", "pp")))
         for r in record["rows"]
@@ -364,16 +363,16 @@ def record_markdown(record: dict[str, Any]) -> str:
         f"# {_title(record)}\n\n"
         f"{origin_text(record)}\n\n"
         f"{markdown_table(_SUMMARY, _summary(record))}\n\n"
-        f"Whole evaluations of {documents} documents, the slowest rank of each, means over {record['repeats']} after "
-        f"{record['warmup']}: planning, agreement of the ranks, reading, forward passes "
+        f"Whole evaluations of {record['documents']} documents, the slowest rank of each, means over "
+        f"{record['repeats']} after {record['warmup']}: planning, agreement of the ranks, reading, forward passes "
         f"{'with whole weights' if record.get('whole') else 'under FSDP2'}, loss, token "
         "accuracy, and sums over ranks. Both degrees run on the same ranks and weights, after a training step at one "
         "of them. At a fixed degree each group of slots has one document in a micro-batch; a ratio is the time at "
         "degree 1 over that at degree 2, or over the planned one. Loss difference: of the same documents, at degrees "
-        f"1 and 2. Published: {KNOWN_DOCUMENTS} documents on {KNOWN_RANKS} × H100, weights not sharded, loss alone; "
-        f"here each GPU has {work:g} × that work.\n\n"
+        "1 and 2. Published: on 8 × H100, weights not sharded, loss alone, one fixed batch that every rank has (here "
+        "--documents 1 --whole true).\n\n"
         f"{markdown_table(('case', 'shape', 'tokens', 'layers', 'TP', 'PP'), shapes)}\n\n"
-        f"{markdown_table(_RUNS, _runs(record))}\n\n{_cases_left_out(record)}\n"
+        f"{markdown_table(RUN_COLUMNS, run_rows(record))}\n\n{_cases_left_out(record)}\n"
     )
 
 
@@ -413,7 +412,7 @@ def _pair(times: Sequence[float | None] | None) -> tuple[str, str]:
     return f"{first:.1f} → {second:.1f}", f"{first / second:.2f}"
 
 
-def _runs(record: dict[str, Any]) -> list[tuple[str, ...]]:
+def run_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
             row["name"],

@@ -3,6 +3,8 @@
 Every rank changes the same line, runs the cases, and puts the line back.
 """
 
+from collections.abc import Sequence
+
 import pytest
 
 from longspan import World
@@ -10,7 +12,7 @@ from longspan.bridge import bridge
 from longspan.errors import LayoutError
 from longspan.testing import backend, run_ranks
 from tests.bridge.test_bridge import CASES, Case, wrong
-from tests.mutation import mutated
+from tests.mutation import Change, mutated
 
 NAMES = [  # in which rows are used by several slots, several times, in every order, and by nobody
     "2·3 to 3·1·2, two slots use a row",
@@ -47,13 +49,15 @@ MUTATIONS = [
     ),
 ]
 
+DAILY = (MUTATIONS[0], MUTATIONS[4], MUTATIONS[11])  # a term, a convention and an order
 
-def noticed(rank: int) -> list[bool]:
-    answers = [False] * (1 + len(MUTATIONS))
-    for home in dict.fromkeys(CASES[name].home for name in NAMES):
+
+def noticed(rank: int, names: Sequence[str], mutations: Sequence[Change]) -> list[bool]:
+    answers = [False] * (1 + len(mutations))
+    for home in dict.fromkeys(CASES[name].home for name in names):
         with World(home, backend=backend(), timeout=60) as world:
-            cases = [CASES[name] for name in NAMES if CASES[name].home == home]
-            for index, mutation in enumerate((None, *MUTATIONS)):
+            cases = [CASES[name] for name in names if CASES[name].home == home]
+            for index, mutation in enumerate((None, *mutations)):
                 with mutated(mutation):
                     errors = [errs(rank, case, world) for case in cases]  # every rank runs all of them
                     answers[index] |= any(errors)
@@ -68,9 +72,16 @@ def errs(rank: int, case: Case, world: World) -> bool:
         return True
 
 
-@pytest.mark.whole
-def test_every_change_is_noticed() -> None:
-    answers = [any(of_ranks) for of_ranks in zip(*run_ranks(noticed, 6, timeout=240), strict=True)]
+@pytest.mark.parametrize(
+    ("names", "mutations"),
+    [
+        pytest.param(NAMES[:1], DAILY, id="daily"),
+        pytest.param(NAMES, MUTATIONS, id="all", marks=pytest.mark.whole),
+    ],
+)
+def test_every_change_is_noticed(names: Sequence[str], mutations: Sequence[Change]) -> None:
+    of_ranks = run_ranks(noticed, 6, names, mutations, timeout=240)
+    answers = [any(answers) for answers in zip(*of_ranks, strict=True)]
     assert not answers[0]
-    survivors = [mutation for mutation, seen in zip(MUTATIONS, answers[1:], strict=True) if not seen]
+    survivors = [mutation for mutation, seen in zip(mutations, answers[1:], strict=True) if not seen]
     assert not survivors, "\n".join(map(str, survivors))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from bench.attention import attention_types
 from bench.attention.attention_types import AttentionFlags, AttentionSettings, forward_flops
+from bench.bridge import bridge_time
 from bench.evaluation import evaluation_degrees
 from bench.evaluation.evaluation_degrees import EvalBenchFlags
 from bench.training.step_peers import peer_cases
@@ -237,3 +238,29 @@ def test_evaluations_that_cannot_run() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             evaluation_degrees.make_settings(flags, 2, "gloo", ["bench"])
+
+
+def test_the_bridge_beside_gathering_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bridge.json"
+    words = ["--world", "2", "--rows", "24", "--hidden", "4", "--warmup", "0", "--repeats", "1", "--calls", "1"]
+    assert bridge_time.main([*words, "--out", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads(out.read_text())
+    rows = {row["layouts"]: row for row in record["rows"]}
+    assert [*rows] == ["1·2 → 1·2·1", "2·1 → 1·2·1"]
+    mib = 4 * 4 / 2**20
+    assert rows["1·2 → 1·2·1"]["mib"]["gathering"] == [12 * mib, 24 * mib] and rows["2·1 → 1·2·1"]["mib"] == {
+        "bridge": [0, 12 * mib],
+        "gathering": [0, 24 * mib],
+    }
+    assert all(seconds > 0 for row in rows.values() for seconds in row["seconds"].values())
+    assert out.with_suffix(".md").read_text() == bridge_time.record_markdown(record)
+
+
+def test_bytes_of_the_page_are_those_of_the_record() -> None:
+    root = Path(__file__).parents[2]
+    page, record = ((root / name).read_text() for name in ("docs/bridge.md", "bench/records/bridge-bytes.md"))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in record.splitlines() if " → " in line][1:]
+    assert len(rows) == 4
+    for name, _, _, width, gathering, bridge in rows:
+        assert re.search(rf"^\| {name} \| .* \| {width} \| {gathering} \| {bridge} \|$", page, re.M), name

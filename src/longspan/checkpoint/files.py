@@ -26,7 +26,7 @@ def checkpoints_root(run_dir: Path, named: str) -> Path:
     return require_local_root(named) if named else run_dir / "checkpoints"
 
 
-FORMAT = 2  # of what is written here; longspan 0.1 to 0.3 wrote format 1 (format_1.py)
+FORMAT = 2  # of what is written here; longspan 0.2 wrote format 1 (format_1.py)
 PARTIAL = ".partial"
 MANIFEST, STATE, OPTIMIZER, DAMAGED = "manifest.json", "state.json", "optimizer.json", "damaged.txt"
 Digest = tuple[int, str]  # bytes, SHA-256

@@ -1,4 +1,4 @@
-"""Checkpoints of format 1, which longspan 0.1 to 0.3 wrote, rewritten once in today's; goes with the next version.
+"""Checkpoints of format 1, which longspan 0.2 wrote, rewritten once in today's; goes with the next version.
 
 python -m longspan.checkpoint.format_1 runs/mine/checkpoints
 
