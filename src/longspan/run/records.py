@@ -187,8 +187,8 @@ def _scores_text(run: TrainingRun) -> str:
     scores, coefficient = run.config.model.num_labels, run.config.train.center_rewards_coefficient
     loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, run.corpus.labels.shape[1])
     if run.corpus.unit > 1:
-        loss = f"-log σ(chosen - rejected - margin) + {coefficient:g} (chosen + rejected)²"
-    return f"{plural(scores, 'score')} of the last token that is not {run.corpus.pad} (padding); loss: {loss}"
+        loss = "-log σ(chosen - rejected - margin)" + f" + {coefficient:g} (chosen + rejected)²" * (coefficient > 0)
+    return f"{plural(scores, 'score')} of the last token before padding (id {run.corpus.pad}); loss: {loss}"
 
 
 def _encoder_text(run: TrainingRun) -> str:
