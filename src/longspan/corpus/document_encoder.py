@@ -134,9 +134,10 @@ class _BatchDocuments:
     def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
         """`places` are those of the rows (file, position)."""
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
-        for row in rows:
-            self._notes.unread.update(encoding.list_unread(row.values))
-        for sample in encoding.encode(rows):
+        samples = encoding.encode(rows)
+        for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
+            self._notes.unread.update(encoding.list_unread(rows[number].values))
+        for sample in samples:
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)
                 continue

@@ -90,12 +90,9 @@ def write_model_files(
 def _add_stops(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
     """Add `ends` to eos_token_id of generation_config.json; return all ids there, and the names that it lacked."""
     file = directory / GENERATION
-    if file.is_file():
-        read_stop_token_ids(directory)  # raises DataError for a file that is none
-        settings = read_json(file)
-    else:
-        settings = GenerationConfig.from_model_config(config).to_diff_dict()
-        settings.pop("_from_model_config", None)
+    read_stop_token_ids(directory)  # raises DataError for a file that is none
+    settings = read_json(file) if file.is_file() else GenerationConfig.from_model_config(config).to_diff_dict()
+    settings.pop("_from_model_config", None)
     eos = settings.get("eos_token_id")
     stops = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
     missing = [name for name, end in ends.items() if end not in stops]

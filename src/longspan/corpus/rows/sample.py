@@ -6,7 +6,7 @@ A check raises what is wrong as one line. Files and tokenizers are not used here
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -124,7 +124,7 @@ class Unseen(NamedTuple):
     inside_tokens: int = 0
 
 
-def count_inside(spans: Integers, borders: Sequence[int]) -> int:
+def count_inside(spans: Integers, borders: Iterable[int]) -> int:
     """Count the borders that lie inside a token, by the characters (n, 2) of each token."""
     return sum(bool(((spans[:, 0] < border) & (border < spans[:, 1])).any()) for border in borders)
 
