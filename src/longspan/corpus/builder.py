@@ -302,7 +302,9 @@ class _Writer:
             largest_at=notes.largest[1],
             skipped=tuple(notes.skipped),
             unseen=dict(notes.unseen.most_common()),
+            unread=dict(notes.unread.most_common()),
             bad=tuple(notes.bad),
+            ends=notes.ends,
             left_out=LeftOut(**notes.left_out),
         )
 

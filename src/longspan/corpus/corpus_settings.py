@@ -11,7 +11,7 @@ from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.builder import Recipe, cache_folder
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_rows, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, Turns, rows_hold
+from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, Turns, rows_hold, short_repr
 from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
@@ -110,6 +110,9 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
             "learnt from inside a token of the prompt, which this tokenizer cannot take apart and inference never has: "
             f"{plural(left_out.inside_tokens, 'answer')}; let prompts end with a line break, or before a space"
         )
+    if manifest.unread:
+        shares = {short_repr(key).strip('"'): 100 * count / manifest.rows for key, count in manifest.unread.items()}
+        yield f"keys that nothing reads: {', '.join(f'{key} ({share:.3g} % of rows)' for key, share in shares.items())}"
     if manifest.unseen:
         parts = [plural(count, name) for name, count in list(manifest.unseen.items())[:5]]
         more_text = f" and messages of {len(manifest.unseen) - 5} other roles" if len(manifest.unseen) > 5 else ""
@@ -177,8 +180,8 @@ def rows_line(encoding: RowEncoding) -> str:
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }
     if encoding.settings.num_labels:
-        what = "of each pair both documents" if encoding.kind == PAIRS else "each document by its label"
-        return f"{rows_hold(encoding.kind)}: {surrounding_tokens}; a head scores {what}, by the last token"
+        scored = "both documents of each pair" if encoding.kind == PAIRS else "each document, which has a label,"
+        return f"{rows_hold(encoding.kind)}: {surrounding_tokens}; the model scores {scored} at the last token"
     if encoding.kind in CHATS:  # others may have no template
         targets = "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
         if encoding.template.has_marks(None):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 SHOWN = 3  # bad rows that messages name
+MOST_KEYS = 100  # of rows that are named, as each row may have another one
 
 
 class FileChunk(NamedTuple):
@@ -50,7 +51,9 @@ class Notes:
         self.sizes = dict[int, str]()  # how many numbers a document has as its label, and the place of its first row
         self.left_out: Counter[str] = Counter[str]()
         self.unseen: Counter[str] = Counter[str]()
+        self.unread: Counter[str] = Counter[str]()  # keys that nothing reads
         self.bad, self.skipped = list[str](), list[str]()  # the first bad rows, and files that are not UTF-8
+        self.ends = dict[str, int]()  # the special tokens with which answers end, and their ids
 
     def add_notes(self, other: "Notes") -> None:
         self.rows += other.rows
@@ -58,8 +61,12 @@ class Notes:
         self.sizes = {**other.sizes, **self.sizes}
         self.left_out.update(other.left_out)
         self.unseen.update(other.unseen)
+        self.unread.update(other.unread)
+        if len(self.unread) > MOST_KEYS:
+            self.unread = Counter(dict(self.unread.most_common(MOST_KEYS)))
         self.bad += other.bad[: SHOWN - len(self.bad)]
         self.skipped += other.skipped
+        self.ends |= other.ends
 
 
 class Encoded(NamedTuple):
@@ -130,13 +137,17 @@ class _BatchDocuments:
     def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
         """`places` are those of the rows (file, position)."""
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
-        for sample in encoding.encode(rows):
+        samples = encoding.encode(rows)
+        for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
+            self._notes.unread.update(encoding.list_unread(rows[number].values))
+        for sample in samples:
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)
                 continue
             counts = sample.unseen._asdict()
             self._notes.unseen.update(counts.pop("others"))
             self._notes.left_out.update(counts)
+            self._notes.ends |= encoding.learnt_end(sample)
             self._add_sample(sample, places[sample.row], rows[sample.row].where)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:

@@ -135,12 +135,10 @@ class TextTokenizer:
         """
         whole_length = max(len(text), 1)  # all in one piece: not every kind of tokenizer can encode in pieces
         piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
-        all_ids, all_spans = list[Integers](), list[Integers]()
-        for start, stop in pairwise((0, *(borders if self.joins_parts else ()), len(text))):
-            ids, spans = encode_with_spans(self.engine, text[start:stop], piece=piece)
-            all_ids.append(ids)
-            all_spans.append(spans + start)
-        return np.concatenate(all_ids), np.concatenate(all_spans)
+        edges = (0, *(borders if self.joins_parts else ()), len(text))
+        parts = [encode_with_spans(self.engine, text[start:stop], piece=piece) for start, stop in pairwise(edges)]
+        spans = [spans + start for (_, spans), start in zip(parts, edges, strict=False)]
+        return np.concatenate([ids for ids, _ in parts]), np.concatenate(spans)
 
     @cached_property
     def joins_parts(self) -> bool:

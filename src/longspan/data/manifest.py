@@ -162,8 +162,9 @@ class Manifest:
     language model), `pad_id` the tokenizer's token for padding, else for the end of a text (-1: none).
 
     `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
-    with `closing`. `largest_at` is the row with the token `largest_id`. `unseen` counts what chat templates leave out
-    beside assistant turns. `codes` is the type of the tokens' codes (empty: none).
+    with `closing`. `largest_at` is the row with the token `largest_id`. `ends` are special tokens that end answers, and
+    their ids. `unseen` counts what chat templates leave out beside assistant turns, `unread` rows with a key that
+    nothing reads. `codes` is the type of the tokens' codes (empty: none).
     """
 
     tokenizer_digest: str
@@ -190,7 +191,9 @@ class Manifest:
     opening: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
     bad: tuple[str, ...] = ()
+    ends: dict[str, int] = field(default_factory=dict[str, int])
     unseen: dict[str, int] = field(default_factory=dict[str, int])
+    unread: dict[str, int] = field(default_factory=dict[str, int])
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def to_json(self) -> str:

@@ -190,7 +190,7 @@ def _scores_text(run: TrainingRun) -> str:
     if run.corpus.unit > 1:
         loss = "-log σ(chosen - rejected - margin)"
         loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""
-    return f"{plural(scores, 'score')} of the last token that is not {run.corpus.pad} (padding); loss: {loss}"
+    return f"{plural(scores, 'score')} of the last token before padding (id {run.corpus.pad}); loss: {loss}"
 
 
 def _encoder_text(run: TrainingRun) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from longspan.checkpoint.base import BASE, check_base, keep_base
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
@@ -24,12 +25,12 @@ from longspan.corpus.build import check_ids_in_vocabulary
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
-from longspan.files import write_atomically
+from longspan.files import read_json, write_atomically
 from longspan.model.load import torch_dtype
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
-from longspan.model.weights.tokenizer_files import copy_generation_settings
+from longspan.model.weights.tokenizer_files import GENERATION, copy_generation_settings, read_stop_token_ids
 from longspan.plan import Cost
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
@@ -59,11 +60,13 @@ from longspan.train.training import (
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
 
+Ends = Mapping[str, int]  # of answers: names and ids of tokens
+
 
 def write_model_files(
-    directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
+    directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine, ends: Ends
 ) -> None:
-    """Write config.json, as the run trains the model, and generation_config.json into a folder."""
+    """Write config.json, as the run trains the model, and generation_config.json, which also stops at learnt `ends`."""
     source, config, dtype = Path(settings.source), deepcopy(configuration), torch_dtype(settings.dtype)
     if settings.source and isinstance(named := configuration.dtype, torch.dtype) and named.is_floating_point:
         dtype = named
@@ -72,11 +75,33 @@ def write_model_files(
         config.save_pretrained(directory)
     # model.config may name a file: generation_config.json is looked for beside it; a preset has none
     copy_generation_settings((source.parent if source.is_file() else source) if settings.source else None, directory)
+    stops, missing = _add_stops(directory, config, ends)
+    if missing:
+        name = settings.source or settings.preset_name
+        log(
+            f"answers end with {' and '.join(missing)}, at which {name} does not stop: saved and merged models get "
+            f"eos_token_id {stops} in generation_config.json; with an adapter alone give it to generate()"
+        )
     if dtype != torch_dtype(settings.dtype):
         log(
             f"model/ will be saved in {str(dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
             f"checkpoints are {settings.dtype}, which longspan export --dtype {settings.dtype} keeps"
         )
+
+
+def _add_stops(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
+    """Add `ends` to eos_token_id of generation_config.json; return all ids there, and the names that it lacked."""
+    file = directory / GENERATION
+    read_stop_token_ids(directory)  # raises DataError for a file that is none
+    settings = read_json(file) if file.is_file() else GenerationConfig.from_model_config(config).to_diff_dict()
+    settings.pop("_from_model_config", None)
+    eos = settings.get("eos_token_id")
+    stops = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
+    missing = [name for name, end in ends.items() if end not in stops]
+    stops += [ends[name] for name in missing]
+    if missing:
+        write_atomically(file, json.dumps({**settings, "eos_token_id": stops}, indent=2) + "\n")
+    return stops, missing
 
 
 def set_up_model(
@@ -109,7 +134,8 @@ def set_up_model(
     if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
         model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
     run_dir, architecture = Path(config.run.dir), type(model).__name__
-    keep = partial(write_model_files, run_dir, config.model, configuration, architecture, log)
+    ends = data.corpus.manifest.ends
+    keep = partial(write_model_files, run_dir, config.model, configuration, architecture, log, ends)
     run_on_first_rank(world, keep, RunFolderError)
     prepared = prepare_run_model(config, world, model, memory=memory, images=images)
     refuse_randomness(find_language_model(prepared))

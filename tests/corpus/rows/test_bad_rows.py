@@ -1,5 +1,7 @@
 """Rows that give no document: each is told in one line, in its place, and the rows beside it are read."""
 
+import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +9,11 @@ import numpy as np
 import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import KEYS, BadRow, Kind, Row, Sample
+from longspan.corpus.rows.sample import KEYS, BadRow, Kind, Row, Sample, rename_columns
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, TOOL, TOOLS, asks, says
-from tests.corpus.rows.families import FAMILIES, encode_one, encoding_of, refusal, write_folder
+from tests.corpus.rows.families import FAMILIES, decoded, encode_one, encoding_of, refusal, write_folder
 
 BEFORE = asks("Hi")
 CHAT = {"messages": PLAIN.messages}
@@ -224,6 +226,36 @@ def test_keys_by_which_other_trainers_act_are_refused_by_name(qwen: RowEncoding)
         question, answer = PLAIN.messages[:2]
         reason = refusal(qwen, {"messages": [question, {**answer, key: value}]})
         assert reason.startswith(f"messages[1].{key} is not read: "), key
+
+
+HOLD_TOOLS: dict[str, Any] = {  # as published sets and other trainers name them
+    "tool_defs": [TOOL],
+    "tool_schemas": json.dumps([TOOL]),
+    "tools_json": json.dumps([TOOL["function"]]),
+    "available_tools": [json.dumps(TOOL)],
+    "target_tools": {"weather": TOOL["function"]},
+    "function_description": '{"name": "weather", "inputSchema": {}}',
+    "apis": [{"name": "weather", "parameters": {}}],
+    "toolDefinitions": [TOOL],
+}
+HOLD_NONE: dict[str, Any] = {"num_tools": 3, "target_tools": "a, b", "tool_defs": [], "parallel_tool_calls": True}
+
+
+def test_tools_under_another_name_are_refused_with_what_to_write(qwen: RowEncoding) -> None:
+    of_messages = {"prompt": PLAIN.messages[:1], "completion": PLAIN.messages[1:2]}
+    rows: dict[Kind, dict[str, Any]] = {"messages": CHAT, "conversations": {"conversations": turns(*TURNS)}}
+    rows |= {"instruction+output": ALPACA, "prompt+completion": of_messages}
+    for (kind, values), (key, value) in product(rows.items(), HOLD_TOOLS.items()):
+        encoding, row = RowEncoding(kind, qwen.tokenizer), {**values, key: value}
+        reason = refusal(encoding, row)
+        assert reason.startswith(f'"{key}" stands beside ') and f'data.columns = ["tools={key}"] renames it' in reason
+        encode_one(encoding, {**row, "tools": [TOOL]})  # which is read
+        encode_one(encoding, dict(rename_columns(Row("line 1", row), [f"{key}="]).values))
+        if isinstance(value, list) and isinstance(value[0], dict):
+            renamed = encode_one(encoding, dict(rename_columns(Row("line 1", row), [f"tools={key}"]).values))
+            assert "weather" in decoded(encoding, renamed.ids)
+    for key, value in HOLD_NONE.items():
+        encode_one(qwen, {**CHAT, key: value})
 
 
 def test_keys_of_no_kind_are_left_alone(qwen: RowEncoding) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from longspan.config.file import load_config
 from longspan.config.sections import DataConfig
+from longspan.corpus import builder
 from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
 from longspan.corpus.corpus_settings import CorpusSettings, missing_end_line, rows_line, unseen_line
 from longspan.corpus.rows.encoding import RowEncoding
@@ -211,10 +212,12 @@ def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
     assert encode_one(encoding, {"messages": messages}).unseen == Unseen(unseen_thoughts=1, blank_turns=1)
 
 
-def lines_of(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", num_labels: int = 0) -> list[str]:
     """What the console says of a corpus of these rows, by the tokenizer in a folder."""
-    lines, path = list[str](), rows_as("jsonl", folder / "rows", rows)
-    settings = CorpusSettings(DataConfig(path=str(path), cache=str(folder / "cache"), max_document_tokens=0))
+    lines, path = list[str](), folder / "rows" / f"rows.{form}"
+    path = path if path.exists() else rows_as(form, folder / "rows", rows)
+    data = DataConfig(path=str(path), cache=str(folder / "cache"), max_document_tokens=0)
+    settings = CorpusSettings(data, num_labels=num_labels)
     open_or_build_run_corpus(
         settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append
     )
@@ -229,6 +232,49 @@ def test_a_corpus_says_both(tmp_path: Path) -> None:
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
     assert lines[-2].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
     assert lines[-1] == ("not in the rendered texts, as the chat template does not write them: 3 developer messages")
+
+
+ASKED = {"role": "user", "content": "a"}
+# Rows of each kind with all that is read beside it, how many scores a model makes, and keys that nothing reads.
+UNREAD: list[tuple[dict[str, Any], int, str]] = [
+    ({"text": "a b", "label": 3, "image": "no list"}, 0, "image label"),
+    ({"text": "a b", "label": 3}, 4, ""),
+    ({"messages": [ASKED, says("assistant", "b")], "tools": [], "chat_template_kwargs": {"x": 1}, "id": 4}, 0, "id"),
+    ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}], "chat_template_kwargs": {"x": 1}}, 0,
+     "chat_template_kwargs tools"),
+    ({"prompt": [ASKED], "completion": [says("assistant", "b")], "chat_template_kwargs": {"x": 1}}, 0, ""),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "task": "c"}, 0, "task"),
+    ({"instruction": "a", "input": "b", "output": "c", "prompt": "d"}, 0, "prompt"),
+    ({"input_ids": [1, 2, 3], "labels": [1, 2, 3], "attention_mask": [1, 1, 1], "input": "a"}, 0, "input"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5, "messages": None, "n": 0}, 1, "n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("row", "scores", "unread"), UNREAD)
+def test_keys_that_nothing_reads_are_named_once_with_their_share(
+    tmp_path: Path, row: dict[str, Any], scores: int, unread: str, form: str
+) -> None:
+    """Also where the tokens are taken from the cache; a key without a value says nothing."""
+    keys = [f"{key} (100 % of rows)" for key in unread.split()]
+    rows = [{**row, "source": "web", "few": "a" if i == 0 else None, "none": None} for i in range(8)]
+    folder = write_folder(tmp_path / "qwen", "qwen2.5")
+    for _ in range(2):
+        said = lines_of(folder, rows, form=form, num_labels=scores)
+        (line,) = [line for line in said if "nothing reads" in line]
+        head, *named = line.removeprefix("keys that nothing reads: ").split(", ")
+        assert sorted([head, *named]) == sorted(["few (12.5 % of rows)", "source (100 % of rows)", *keys])
+        assert named[-1].startswith("few")
+
+
+def test_keys_are_counted_by_several_processes_and_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"messages": [ASKED, says("assistant", "b")], "source": "web", f"key {i}\n": 1} for i in range(150)]
+    monkeypatch.setattr(builder, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(builder, "_CHATS_BYTES", 0)
+    monkeypatch.setattr(builder, "usable_cores", lambda: 2)
+    (line,) = [line for line in lines_of(write_folder(tmp_path, "qwen2.5"), rows) if "nothing reads" in line]
+    assert line.startswith("keys that nothing reads: source (100 % of rows), key ") and "\n" not in line
+    assert line.count("(0.667 % of rows)") == 99
 
 
 def test_a_row_of_two_kinds_is_refused_wherever_it_stands(tmp_path: Path) -> None:

@@ -9,17 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import decoders
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 from longspan.cli.eval import main as eval_main
+from longspan.cli.main import main
 from longspan.cli.plans.answer import open_run_documents
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
-from longspan.config.sections import RunConfig, SourceConfig
+from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.data.stream import Mixture
 from longspan.errors import ConfigError
+from longspan.model import load_model
 from longspan.run.loggers import read_metrics
+from longspan.run.set_up import write_model_files
 from longspan.testing import run_ranks
 from longspan.train.plans.order import (
     count_held_out,
@@ -30,6 +35,7 @@ from longspan.train.plans.order import (
     source_lines,
 )
 from tests.corpus.test_formats import rows_as
+from tests.model.stock import SIZES
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, train_rows
 from tests.run.runs.test_lora_run import write_base
 from tests.train.small import WORDS, small_config, without_times, write_texts
@@ -116,6 +122,69 @@ def test_a_run_on_chats_counts_what_the_assistant_says(tmp_path: Path, base: Pat
     assert row["loss"] == pytest.approx(steps[0]["loss"], rel=1e-9)
     left_out = Corpus(Path(skipping.run.dir) / "corpus").manifest
     assert left_out.left_out.bad_rows == 1 and left_out.bad[0].startswith("rows.jsonl, line 13: no message is of an")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_chatml_base(folder: Path) -> Path:
+    """A base model whose files stop at <|endoftext|> (256), and whose template ends turns with <|im_end|> (257)."""
+    write_base(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["<|im_end|>", "<|im_start|>"], special_tokens=True)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(**SIZES | {"vocab_size": 260, "tie_word_embeddings": False, "eos_token_id": 256})
+    load_model(config=config, dtype="float64").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
+def test_a_saved_model_stops_at_the_end_that_its_chats_teach(tmp_path: Path, lora: bool) -> None:
+    base = write_chatml_base(tmp_path / "base")
+    (base / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 0.6, "do_sample": true}')
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yo"}]
+    path = rows_as("jsonl", tmp_path / "rows", [{"messages": turns}] * 12)
+    keys = {"lora__rank": 8} if lora else {}
+    config = chat_config(tmp_path, base, path, train__steps=25, train__lr=2e-2, **keys, **ALONE, train__eval_every=0)
+    printed, run = lines_of(0, config, 1), Path(config.run.dir)
+    assert printed.count(f"answers end with <|im_end|>, at which {base} does not stop: saved and merged") == 1
+    assert "get eos_token_id [256, 257] in generation_config.json; with an adapter alone" in printed
+    saved = [] if lora else [run / "model"]
+    assert main(["export", str(run), str(tmp_path / "out"), *(["--merge"] if lora else [])]) == 0
+    for folder in (*saved, tmp_path / "out"):
+        assert json.loads((folder / "generation_config.json").read_text()) == {
+            "eos_token_id": [256, 257], "temperature": 0.6, "do_sample": True
+        }  # fmt: skip
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        text = tokenizer.decode(model.generate(prompt, do_sample=False, max_new_tokens=16)[0, prompt.shape[1] :])
+        assert text == "yo<|im_end|>"
+
+
+@pytest.mark.parametrize(("stops", "eos", "saved"), [
+    (None, 0, [0, 7]), (None, [0, 7], None), (0, 0, [0, 7]), ([3, 0], 0, [3, 0, 7]), ([7], 0, [7]), ({}, 0, [7]),
+])  # fmt: skip
+def test_ends_are_added_to_what_a_folder_says(tmp_path: Path, stops: Any, eos: Any, saved: list[int] | None) -> None:
+    """Without generation_config.json, the model's configuration says at what it stops."""
+    source, run, lines = tmp_path / "base", tmp_path / "run", list[str]()
+    source.mkdir()
+    run.mkdir()
+    if stops is not None:
+        (source / "generation_config.json").write_text(json.dumps({"eos_token_id": stops} if stops != {} else {}))
+    write_model_files(
+        run, ModelConfig(path=str(source)), LlamaConfig(eos_token_id=eos), "LlamaForCausalLM", lines.append,
+        {"<|im_end|>": 7}
+    )  # fmt: skip
+    file = run / "generation_config.json"
+    assert (json.loads(file.read_text())["eos_token_id"] if file.is_file() else None) == saved
+    assert len(lines) == (saved is not None and stops != [7])
+    assert GenerationConfig.from_pretrained(run).eos_token_id == saved if saved else True
 
 
 def epoch_config(folder: Path, tokens: int, epochs: float, **keys: Any) -> RunConfig:

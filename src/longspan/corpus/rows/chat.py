@@ -151,7 +151,7 @@ class ChatEncoding:
         is_target = np.zeros(len(begins), dtype=bool)
         for start, stop in spans.spans:  # a token is one if it has a character in a span
             is_target |= (begins < stop) & (ends > start)
-        answers = [start if end is None else end for start, end in zip(starts, prompt_ends, strict=True)]
+        answers = (start if end is None else end for start, end in zip(starts, prompt_ends, strict=True))
         unseen = spans.unseen._replace(inside_tokens=count_inside(offsets, answers))
         return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)
 

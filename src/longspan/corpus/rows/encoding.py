@@ -32,6 +32,7 @@ from longspan.corpus.rows.sample import (
     check_objects,
     count_inside,
     has_media_keys,
+    list_unread,
     media_key,
     read_label,
     require_key,
@@ -213,6 +214,24 @@ class RowEncoding:
         with suppress(DataError):  # texts need none
             template = self.template
         return RowImages(self.tokenizer, template)
+
+    def list_unread(self, values: Mapping[str, Any]) -> list[str]:
+        """List the keys of a row that have a value and that nothing reads."""
+        return list_unread(values, self.kind, scored=self.settings.num_labels > 0, media=self.images is not None)
+
+    def learnt_end(self, sample: Sample) -> dict[str, int]:
+        """Return the name and id of the special token with which the answer that ends a document ends; {} without one.
+
+        Where a template writes none behind the last answer, it is the one behind the answer before.
+        """
+        if self.kind not in (*CHATS, "prompt+completion") or sample.labels is None:
+            return {}
+        engine, is_target = self.tokenizer.engine, sample.labels != NO_TARGET
+        stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
+        if engine.decode(sample.ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
+            return {}
+        names = (str(engine.id_to_token(int(sample.ids[stop]))) for stop in reversed(stops))
+        return next(({name: engine.token_to_id(name)} for name in names if name in self.tokenizer.special_names), {})
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
         try:

@@ -6,8 +6,9 @@ A check raises what is wrong as one line. Files and tokenizers are not used here
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -123,7 +124,7 @@ class Unseen(NamedTuple):
     inside_tokens: int = 0
 
 
-def count_inside(spans: Integers, borders: Sequence[int]) -> int:
+def count_inside(spans: Integers, borders: Iterable[int]) -> int:
     """Count the borders that lie inside a token, by the characters (n, 2) of each token."""
     return sum(bool(((spans[:, 0] < border) & (border < spans[:, 1])).any()) for border in borders)
 
@@ -195,6 +196,11 @@ KEYS: dict[Kind, tuple[str, ...]] = {
 }
 # Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
+_BESIDE: dict[Kind, tuple[str, ...]] = {
+    "instruction+output": ("input",),
+    "input_ids": ("attention_mask", "seq_lengths", "position_ids"),
+    PAIRS: ("prompt", "margin"),
+}
 MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
 COLUMNS = (  # that are read, with any row
     *(key for keys in KEYS.values() for key in keys),
@@ -220,6 +226,9 @@ _KEYS_TEXT = (
     "text, messages, prompt and completion, input_ids, conversations, instruction and output, or chosen and rejected"
 )
 _COLUMNS = '; data.columns gives columns other names, as ["prompt=question", "completion=answer"]'
+# Keys of a row that may hold tools, and what the JSON of their schemas has, perhaps inside of strings.
+_OF_TOOLS = re.compile(r"(?i).*(tool|func|plugin).*|(.*_)?apis?(_.*)?")
+_SCHEMA = re.compile(r'\\*"(name|function|description|parameters|input_?schema)\\*"\s*:', re.IGNORECASE)
 Place = Literal["text", "tokens", "chat", "message"]  # rows of text, of input_ids, and any others; a message of a chat
 
 
@@ -314,13 +323,44 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
     for key, why in unread_keys(values, places.get(kind, "chat")):
         if key not in read_keys:
             raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
+    unread = list_unread(values, kind, scored=scored, media=True)
+    for key in filter(_OF_TOOLS.fullmatch, unread if _is_chat(values, kind) and not values.get("tools") else ()):
+        if _SCHEMA.search(json.dumps(values[key], default=str)):
+            raise RowError(
+                f'"{key}" stands beside {_SHOWN[kind]}, and holds tools, which are read as tools: '
+                f'data.columns = ["tools={key}"] renames it, and ["{key}="] leaves it out'
+            )
+
+
+def list_unread(values: Mapping[str, Any], kind: Kind, *, scored: bool, media: bool) -> list[str]:
+    """List the keys of a row of a kind that have a value and that nothing reads; `media`: images are read."""
+    read = _read_keys(kind, scored, _is_chat(values, kind), media)
+    return [key for key, value in values.items() if key not in read and _has_value(value)]
+
+
+@cache
+def _read_keys(kind: Kind, scored: bool, chat: bool, media: bool) -> frozenset[str]:
+    keys = [*KEYS[kind], *_BESIDE.get(kind, ())]
+    keys += ["tools", "chat_template_kwargs"] if chat else []
+    keys += ["labels", *MASKS] if kind == "input_ids" and not scored else []
+    keys += ["label"] if scored and kind != PAIRS else []
+    return frozenset(keys + [key for names in MEDIA_KEYS.values() for key in names] * media)
+
+
+def _is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
+    of_strings = kind in ("prompt+completion", PAIRS)  # or of messages
+    return kind in CHATS or (of_strings and any(isinstance(values.get(x), list) for x in ("prompt", *KEYS[kind])))
+
+
+def _has_value(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str | list | dict) and not value)
 
 
 def unread_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:
     """Yield the keys that are not read in such a place, with why; one without a value, as [] or "", has no effect."""
     rules = [rule for rule in _UNREAD if place in rule.places]
     for key, value in values.items():
-        if value is not None and not (isinstance(value, str | list | dict) and not value):
+        if _has_value(value):
             yield from ((key, rule.why) for rule in rules if re.fullmatch(rule.keys, key))
 
 
