@@ -103,7 +103,7 @@ def test_a_hierarchical_run_says_which_ranks_form_a_level(tmp_path: Path) -> Non
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     groups = [json.loads((tmp_path / kind / "run.json").read_text())["attention_groups"] for kind in ("p2p", "a2a+p2p")]
     assert groups == [
-        ["p2p of 4 as ring [0, 1, 2, 3]"],
+        ["p2p of 4 [0, 1, 2, 3]"],
         ["a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]"],
     ]
 

@@ -78,7 +78,7 @@ def _gather_slices(
     members: Members, tensors: _Pair, slices: Sequence[HeadSlice], label: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
     """While the caller computes with a slice the next one travels."""
-    channel = members.channel
+    channel = members.gather_channel
     order = members.document_order(channel.starts(members.counts))
 
     def start_gather(heads: HeadSlice) -> Handle:
@@ -99,7 +99,7 @@ class _GradientSums:
     """Sums a slice's dk and dv over the members, each of which gets those of its rows, while the next is computed."""
 
     def __init__(self, members: Members) -> None:
-        self._members, self._channel = members, members.channel
+        self._members, self._channel = members, members.gather_channel
         self._started: Handle | None = None  # the message of the slice sent last
         self._row_shapes: list[torch.Size] = []  # (heads, size) of k and v in that slice
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows

@@ -320,14 +320,8 @@ def _stays_inside_hosts(shard: SequenceShard) -> bool:
 
 
 def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
-    members, kind = find_members(part, shard, call.mask, choice.inner), choice.cp_comm_type
-    attended = world_of(shard.world_key).channels.attended
-    if members.inner > 1:
-        attended.add((kind, part.degree, "a2a", members.inner_channel.ranks))
-    if members.degree > 1:
-        level = "all_gather" if kind == "all_gather" else "ring"
-        attended.add((kind, part.degree, level, members.channel.ranks))
-    return CallPart(slice(part.start, part.stop), kind, members)
+    members = find_members(part, shard, call.mask, choice.inner)
+    return CallPart(slice(part.start, part.stop), choice.cp_comm_type, members)
 
 
 def find_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int = 1) -> Members:

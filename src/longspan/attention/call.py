@@ -9,7 +9,7 @@ whole micro-batch: the same for every degree, type, rank and recomputation, and 
 splitmix64's finaliser (Steele, Lea, Flood 2014), in 64-bit integers that wrap, which CPUs and GPUs do alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -79,14 +79,26 @@ class Members:
     @cached_property
     def channel(self) -> Channel:
         """The ring: every `inner`-th slot of the group. Raises CommError where the world has been left."""
-        slots = self.part.group.slots[self.part.member % self.inner :: self.inner]
-        return world_of(self.part.world_key).channels.find_channel(slots)
+        return self._bind_channel("ring", self.part.group.slots[self.part.member % self.inner :: self.inner])
+
+    @cached_property
+    def gather_channel(self) -> Channel:
+        """All members, which gather from each other."""
+        return self._bind_channel("all_gather", self.part.group.slots)
 
     @cached_property
     def inner_channel(self) -> Channel:
         """The neighbours that act as one member with this rank."""
         slots = self.part.group.slots[self.member * self.inner : (self.member + 1) * self.inner]
-        return world_of(self.part.world_key).channels.find_channel(slots)
+        return self._bind_channel("a2a", slots)
+
+    def _bind_channel(self, level: str, slots: Sequence[int]) -> Channel:
+        channels = world_of(self.part.world_key).channels
+        channel = channels.find_channel(slots)
+        if len(slots) > 1:
+            kind = "a2a+p2p" if self.inner > 1 and self.degree > 1 else level.replace("ring", "p2p")
+            channels.attended.add((kind, self.part.degree, level, channel.ranks))
+        return channel
 
     def segments(self, member: int) -> Segments:
         """Return the rows of one member as its tensors hold them, padding included."""

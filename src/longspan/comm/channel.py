@@ -322,7 +322,7 @@ class Channels:
         self._plane = home.plane(pp=self._place.pp, tp=self._place.tp)
         self._choice = CommunicatorChoice(max_groups)
         self._by_slots: dict[tuple[int, ...], Channel] = {}
-        # What attention has bound so far: the type and the degree of a group, a level of it and the level's ranks.
+        # What attention has bound so far: the type and the degree of a group, one of its levels, and the ranks of that.
         self.attended = set[tuple[str, int, str, tuple[int, ...]]]()
 
     def find_channel(self, slots: Sequence[int]) -> Channel:

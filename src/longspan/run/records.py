@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
-from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -335,18 +334,19 @@ def attention_groups(world: World) -> list[str]:
     """Each kind of group that attention has bound on any rank, with the ranks of its levels; entered by all ranks.
 
     >>> attention_groups(world)
-    ['a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]']
+    ['a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]', 'p2p of 2 [0, 1] [2, 3]']
     """
     bound = set[Any]().union(*world.control.gather_objects(world.channels.attended, "gather of attention's groups"))
-    levels = dict[str, dict[str, list[list[int]]]]()
+    ranks_of = dict[str, dict[str, list[str]]]()
     for kind, degree, level, ranks in sorted(bound):
-        levels.setdefault(f"{kind} of {degree}", {}).setdefault(level, []).append(list(ranks))
-    return [f"{kind} as {', '.join(starmap(_level_text, by_level.items()))}" for kind, by_level in levels.items()]
-
-
-def _level_text(level: str, groups: Sequence[list[int]]) -> str:
-    more = f" and {len(groups) - _LISTED} more" if len(groups) > _LISTED else ""
-    return f"{level} {' '.join(map(str, groups[:_LISTED]))}{more}"
+        ranks_of.setdefault(f"{kind} of {degree}", {}).setdefault(level, []).append(str(list(ranks)))
+    texts = list[str]()
+    for kind, levels in ranks_of.items():
+        parts = [
+            f"{level} {' '.join(groups[:_LISTED])}{' …' * (len(groups) > _LISTED)}" for level, groups in levels.items()
+        ]
+        texts.append(f"{kind} as {', '.join(parts)}" if len(parts) > 1 else f"{kind} {parts[0].partition(' ')[2]}")
+    return texts
 
 
 def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
