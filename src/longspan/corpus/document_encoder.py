@@ -208,8 +208,8 @@ class _BatchDocuments:
             codes = codes.astype(np.uint8 if codes.max() < OTHER_TOKEN else np.int32)
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
         table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
-        columns = (column.copy() for column in table.T)
-        return Encoded(ids, codes, *columns, self._notes, self._images, self._numbers)
+        lengths, targets, files, positions, hashes = (column.copy() for column in table.T)
+        return Encoded(ids, codes, lengths, targets, files, positions, hashes, self._notes, self._images, self._numbers)
 
 
 def _hash_of_text(sample: Sample) -> int:

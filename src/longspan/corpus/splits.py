@@ -89,8 +89,8 @@ def find_splits(root: Path, names: Collection[str]) -> Splits:
     declared = {name: split for files in _card_files(root, names).values() for name, split in files.items() if split}
     by_name = dict[str, str]()
     for name in names:
-        shard, words = _SHARD.search(name.lower()), _SPLIT.findall(name.lower())
-        if split := declared.get(name) or (shard and shard[1]) or (words and words[-1]):
+        shard, words = _SHARD.search(name.lower()), ["", *_SPLIT.findall(name.lower())]
+        if split := declared.get(name) or (shard[1] if shard else words[-1]):
             by_name[name] = split
     return Splits(by_name or dict.fromkeys(names, "train"), is_declared=bool(declared))
 
