@@ -121,10 +121,9 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     ]
     path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
     tokenizer, rows = find_model(data.tokenizer, "data.tokenizer"), find_data(data.path, "data.path")
-    counted = find_data(config.train.epochs_of, "train.epochs_of")
     return replace(
         config,
-        train=replace(config.train, epochs_of=counted),
+        train=replace(config.train, epochs_of=find_data(config.train.epochs_of, "train.epochs_of")),
         model=replace(model, path=path, config=source),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer),

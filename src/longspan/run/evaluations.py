@@ -11,7 +11,7 @@ from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.evaluate import evaluate, list_degree_choices
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
-from longspan.run.progress import ProgressDisplay
+from longspan.run.progress import ProgressDisplay, SetWork
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
@@ -74,15 +74,11 @@ class Evaluations:
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
-    def count_tokens_after(self, done: int) -> int:
-        """Count the tokens of all evaluations that are due after `done` steps or later, those at the end included."""
-        steps, count = self.run.config.train.steps, 0
+    def list_work(self) -> Iterator[SetWork]:
         for entry in self.run.sets:
-            every, first = entry.config.every, self.run.evaluation_choice(entry.config)
+            first = self.run.evaluation_choice(entry.config)
             at_end = 1 + sum(choice.degree != first.degree for choice in self._list_other_choices(entry))
-            before_end = (steps - 1) // every - (done - 1) // every if every else 0
-            count += (at_end + before_end) * sum(entry.documents.lengths)
-        return count
+            yield SetWork(int(sum(entry.documents.lengths)), entry.config.every, at_end)
 
     def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlanChoice]:
         choice = self.run.evaluation_choice(entry.config)

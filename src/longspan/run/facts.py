@@ -50,8 +50,7 @@ class RunFacts:
             return None
 
     def text(self) -> str:
-        """Write the lines for the console, which has told of the documents before."""
-        lines = [line for line in self.lines if line[0] != "data"]
+        lines = [line for line in self.lines if line[0] != "data"]  # of which the console has told before
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 

@@ -267,7 +267,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         run = set_up(config, world, display.log, starts)
         with open_records(run, classes, display.log) as records:
             evaluations = Evaluations(run, display, records, stop)
-            display.set_length(run.config.train.steps, evaluations.count_tokens_after)
+            display.set_length(run.config.train.steps, evaluations.list_work())
             result = _Loop(run, display, records, evaluations, starts).train(stop)
         write_facts(run, "summary.json", result.summary())
         return result

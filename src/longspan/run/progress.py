@@ -2,13 +2,25 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TextIO
 
 from longspan.errors import plural
 from longspan.plain_text import bytes_text, seconds_text
 
 LINE_SECONDS = 30.0  # no longer without a line
+
+
+class SetWork(NamedTuple):
+    """The evaluations of a set: its tokens, steps between them (0: none before the end), and how many at the end."""
+
+    tokens: int
+    every: int
+    at_end: int
+
+    def tokens_after(self, done: int, steps: int) -> int:
+        before_end = (steps - 1) // self.every - (done - 1) // self.every if self.every else 0
+        return (before_end + self.at_end) * self.tokens
 
 
 class ProgressDisplay:
@@ -23,7 +35,7 @@ class ProgressDisplay:
         self._timed_since: tuple[float, int] | None = None  # when the first step ended, without evaluations; its number
         self._step_tokens = 0  # since then
         self._eval_seconds = self._eval_tokens = 0.0
-        self._count_eval_tokens: Callable[[int], int] = lambda done: 0
+        self._evaluations: tuple[SetWork, ...] = ()
 
     def __enter__(self) -> "ProgressDisplay":
         if self._stream is not None:
@@ -35,9 +47,9 @@ class ProgressDisplay:
         if self._stream is not None:
             self._thread.join()
 
-    def set_length(self, steps: int, count_eval_tokens: Callable[[int], int]) -> None:
-        """Set the steps of the run, and what counts the tokens of the evaluations to come after so many steps."""
-        self._steps, self._count_eval_tokens = steps, count_eval_tokens
+    def set_length(self, steps: int, evaluations: Iterable[SetWork]) -> None:
+        """Set the steps of the run, and its evaluations, as plain numbers: a display outlives a run without memory."""
+        self._steps, self._evaluations = steps, tuple(evaluations)
 
     def log(self, text: str) -> None:
         if self._stream is not None:
@@ -53,7 +65,7 @@ class ProgressDisplay:
         step, text = row["step"], self._step_text(row)
         self._note_work_begins(f"after {text}")  # it may be saved or evaluated
         if self._timed_since is None:  # the first step compiles, and only starts the clock
-            self._timed_since = time.monotonic(), step
+            self._timed_since = time.monotonic() - self._eval_seconds, step
         else:
             self._step_tokens += row.get("tokens", 0)
         is_late = time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
@@ -65,9 +77,6 @@ class ProgressDisplay:
         name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
         self._eval_tokens += tokens
         self._eval_seconds += seconds
-        if self._timed_since is not None:
-            began, first_step = self._timed_since
-            self._timed_since = began + seconds, first_step
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(
             f"{self._step_text(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
@@ -93,19 +102,17 @@ class ProgressDisplay:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _remaining_time(self, step: int) -> str:
-        """Steps take the mean of those before, evaluations their own or, until one is done, a third of steps' seconds
-        for a token, as they have no backward pass. "" after the first step and the last.
-        """
+        """A token of evaluations, without backward pass, takes a third of a step's until one is done."""
         assert self._timed_since is not None
         began, first_step = self._timed_since
         if not first_step < step < self._steps:
             return ""
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - self._eval_seconds - began
         left = seconds / (step - first_step) * (self._steps - step)
-        per_token = seconds / max(self._step_tokens, 1) / 3
-        if self._eval_tokens:
-            per_token = self._eval_seconds / self._eval_tokens
-        return f"{seconds_text(left + self._count_eval_tokens(step) * per_token)} left"
+        steps_per_token = seconds / max(self._step_tokens, 1)
+        per_token = self._eval_seconds / self._eval_tokens if self._eval_tokens else steps_per_token / 3
+        left += sum(work.tokens_after(step, self._steps) for work in self._evaluations) * per_token
+        return f"{seconds_text(left)} left"
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
