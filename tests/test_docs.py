@@ -18,6 +18,11 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from longspan.cli.flags import parse_train
 from longspan.cli.main import main
+from longspan.cli.plan import PlanFlags
+from longspan.cli.plans.fit import Documents, RunOnGpus, fit_rank, fit_run
+from longspan.cli.plans.planning import read_lengths
+from longspan.cli.plans.question import parse_question, read_gpus
+from longspan.config.defaults import resolve_defaults
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.model import load_model
 from longspan.plan import read_plans
@@ -189,12 +194,48 @@ def test_gains_of_dynamic_plans_are_those_of_their_record(
     run_script(monkeypatch, "bench/plans/worth.py", *words)
     gains, *tables = capsys.readouterr().out.strip().split("\n\n")
     page = (ROOT / "docs/planning.md").read_text()
-    assert len(tables) == 4 and all(table in page for table in (gains, *tables))
+    assert len(tables) == 5 and all(table in page for table in (gains, *tables))
     assert (tmp_path / "a.svg").read_text() == (ROOT / "docs/dynamic-worth.svg").read_text()
-    rows = json.loads(record.read_text())["gains"].values()
+    values = json.loads(record.read_text())
+    rows = values["gains"].values()
     equal = sum(row["gain"] < 1.03 for row in rows)
-    assert len(rows) == 91 and f"in {equal} of 91 rows" in page
+    assert len(rows) == 95 and f"in {equal} of 95 rows" in page
+    fast, slow = ([row["gain"] for row in rows if (row["gbps"] > 3) == is_fast] for is_fast in (True, False))
+    words = (
+        rf"up to {max(fast):.2f} times as fast with 12.5 to 50 GB/s .*, and up to {max(slow):.2f} times with 2.65 GB/s"
+    )
+    assert re.search(words, page)
+    worst = {n: max(part, key=lambda row: row["regret"])["constant"] for n, part in values["sensitivity"].items()}
+    most = worst["256"], worst["8192"]  # what the page says of many GPUs
+    assert worst["256"] == worst["1024"] and re.search(
+        "1,024 GPUs the {} matters most, on 8,192 the {}".format(*most), page
+    )
     assert min(row["gain"] for row in rows) >= 1 - 1e-9, "a dynamic plan is not slower than the best plan of one degree"
+
+
+def test_tables_of_the_page_on_planning_are_those_of_their_records_and_commands() -> None:
+    page, predictions = ((ROOT / path).read_text() for path in ("docs/planning.md", "bench/records/predictions.md"))
+    figures = re.findall(r"^\| (?:chosen over|seconds|planned bytes).*? \| (\d+ % \|.*)$", predictions, re.MULTILINE)
+    (table,) = re.findall(r"^\| what \| limit .*\n(?:\|.*\n)+", page, re.MULTILINE)
+    assert [row.partition("% |")[2] for row in re.findall(r"\d+ % \|.*", table)] == [
+        x.partition("% |")[2] for x in figures
+    ]
+    current = predictions.partition("Older code")[0].partition("## Seconds")[2]
+    assert current.count("| forward, ") == 4 and "Of evaluations it has four" in page
+    # plan --compare of 202 documents: the planned rows of the page's first table, without the search for their limit
+    (command,) = re.findall(r"^longspan (plan --compare --distribution lognorm .*?) +#", page, re.MULTILINE)
+    flags, question = parse_question(PlanFlags, command.split()[1:])
+    config = resolve_defaults(question.config, flags.gpus)
+    run = RunOnGpus.with_model(config, read_gpus(flags, ""))
+    lengths, _ = read_lengths(flags, run.home.slots)
+    shown = re.findall(r"^(dynamic|fixed|padded)(?:, cp (\d+))? .* ([\d,]+) +\d+ +([\d.]+) s ", page, re.MULTILINE)
+    assert len(shown) == 5
+    for planner, degree, rows, seconds in shown:
+        keys = {"planner": planner, "context_parallel_size": int(degree or 1), "cp_comm_type": "auto"}
+        ways = (run.with_context_keys(**keys, mode=mode) for mode in ("lockstep", "free"))
+        fit = min((fit_run(way, [Documents(lengths)]) for way in ways), key=fit_rank)
+        assert f"{max(plan.most_rows for plan in fit.plans):,}" == rows
+        assert fit.seconds == pytest.approx(float(seconds), rel=0.01), planner
 
 
 @pytest.mark.whole

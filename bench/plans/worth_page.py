@@ -112,7 +112,7 @@ def markdown(record: Row) -> str:
     lines += by_network(record, ("lengths", "slots"), rows)
     lines += ["## Published figures of long fine-tuning sets, 64 slots", ""]
     lines += [f"- `{name}`: {words}" for name, words in record["published_lengths"].items()]
-    lines += ["", "No whole histogram was found that could be read, so the shape between these figures is assumed.", ""]
+    lines += ["", "The shape between these figures is assumed: of no set a whole histogram was found.", ""]
     lines += by_network(record, ("lengths",), [((name,), usual(lengths=name, slots=64)) for name in PUBLISHED])
     lines += ["## How weights are held, lognormal lengths, 64 slots, 8K tokens a slot", "", WEIGHTS_NOTE, ""]
     rows = [((weights,), usual(lengths="lognorm", slots=64, weights=weights)) for weights in WEIGHTS]
@@ -222,7 +222,7 @@ def _sensitive_cells(row: Row) -> tuple[str, ...]:
 
 
 def tables_of_pages(record: Row) -> Iterator[str]:
-    """The tables of docs/planning.md: gains, weights, published, emulated, regrets."""
+    """The tables of docs/planning.md: gains, weights, published, emulated, gains by documents, regrets."""
     gains: list[Sequence[str]] = []
     for name in NAMES:
         for gbps in NETWORKS:
@@ -260,7 +260,33 @@ def tables_of_pages(record: Row) -> Iterator[str]:
         most = f"{worst['regret']:.1%} ({worst['constant']}, {sign})"
         moved = f"{max(row['moved'] for row in rows):.0%}"
         regrets.append((f"{int(slots):,}", moved, most, f"{changed} of {len(rows)}"))
+    yield _joined(("documents", "gain"), gains_by_documents(record))
     yield _joined(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
+
+
+GROUPS = {  # of rows in hosts of 8: their names on the page, and which they are
+    "any, on one host": lambda row: row["slots"] == 8,
+    "the longest fits one host, on 16 GPUs": lambda row: row["slots"] == 16,
+    "about equally long, or nearly all short: published lengths of LongAlign (8K to 64K), and of Llama 3's fine-tuning "
+    "set (0.11 % long), with an assumed shape between the published figures": lambda row: (
+        row["lengths"] in ("longalign", "llama3-sft")
+    ),
+    "long reasoning: published quantiles of Nemotron-Cascade-2-SFT-Data, math (median 12K, a tenth above 43K), on 64 "
+    "GPUs": lambda row: row["lengths"] == "nemotron-math",
+    "of two lengths, the longer of which fills a host": lambda row: row["lengths"] == "bimodal" and row["slots"] >= 64,
+    "lognormal lengths and source files on 64 GPUs or more": lambda row: (
+        row["lengths"] in ("lognorm", "files") and row["slots"] >= 64
+    ),
+}
+
+
+def gains_by_documents(record: Row) -> Iterator[Sequence[str]]:
+    """The gains of each of GROUPS, from the least to the greatest, with their median where there are many."""
+    rows = [row for row in record["gains"].values() if row["node_size"] == 8]
+    for name, is_in in GROUPS.items():
+        gains = sorted(row["gain"] for row in rows if is_in(row))
+        many = len(gains) > 20
+        yield name + f" ({len(gains)} rows)" * many, _span(gains) + f", median {gains[len(gains) // 2]:.2f}" * many
 
 
 def _joined(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -23,7 +23,7 @@ FRONT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}  # pages
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml"}
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r'<img([^>]* src=")([^"]*?([\w-]+))\.svg"([^>]*)>')
-SYSTEM_DARK = "@media (prefers-color-scheme: dark)"
+SYSTEM_DARK = re.compile(r"@media (screen and )?\(prefers-color-scheme: dark\)")  # the second in pictures of plans
 
 _adapting: set[str] = set()  # names of pictures that have dark colours too
 _page_of: dict[str, str] = {}  # a file of the repository, and what shows it in the site
@@ -49,12 +49,12 @@ def on_files(files: Files, config: Any) -> Files:
     _adapting.clear()
     for path, page in _page_of.items():
         text = (ROOT / path).read_text(encoding="utf-8") if path.endswith(".svg") else ""
-        if SYSTEM_DARK not in text:
+        if not SYSTEM_DARK.search(text):
             continue
         _adapting.add(Path(page).stem)
         for colors, query in (("light", "@media not all"), ("dark", "@media all")):
             name = page.removesuffix(".svg") + f"-{colors}.svg"
-            files.append(File.generated(config, name, content=text.replace(SYSTEM_DARK, query)))
+            files.append(File.generated(config, name, content=SYSTEM_DARK.sub(query, text)))
     return files
 
 

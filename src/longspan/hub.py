@@ -58,6 +58,7 @@ def find_local_path(
         return path  # more likely a file that is not there
     if folder is None:
         option = " --repo-type dataset" * (kind == "dataset")
+        option += " config.json" * (key in ("--model", "model.path", "model.config") and not weights)  # its sizes
         raise ConfigError(
             f"{key} {path!r} does not exist on this machine, nor in the Hugging Face cache "
             f"({constants.HF_HUB_CACHE}); hf download {repo}{option} --local-dir {repo.partition('/')[2]} downloads it"

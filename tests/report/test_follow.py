@@ -102,7 +102,7 @@ def test_the_newest_plan_has_the_cost_of_the_rows_before(tmp_path: Path) -> None
     assert find_plan(tmp_path / "plans.jsonl", 2) == plan and find_plan(tmp_path / "plans.jsonl", 4) is None
     value = live_page(LiveRun.read(tmp_path))[1]
     (plans,) = parts_of(value, "plans")
-    assert dict(plans["plans"][0]["facts"])["groups"] == "2 of degree 2 a2a"
+    assert dict(plans["plans"][0]["facts"])["groups"] == "2 groups of 2 slots, by a2a"
     assert "Plan of step 3, the newest" in [section["title"] for section in value["sections"]]
 
 

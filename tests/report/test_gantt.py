@@ -1,5 +1,7 @@
 """A plan as bars and pictures: every document once, where it belongs, and pictures of bounded size."""
 
+import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +15,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
 from longspan.report import gantt_svg, plan_document, write_png
-from longspan.report.gantt import FILLS, plan_bars, plan_part
+from longspan.report.gantt import FILLS, LEGEND, plan_bars, plan_part
 from longspan.report.page import read_report_file
 from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
@@ -96,7 +98,18 @@ def test_hover_says_where_a_document_is() -> None:
     rows = "group of 2 documents, each padded to 500: rows on a slot"
     expected = {"tokens": "500", "micro-batch": "0", "slots": "1–3", "degree": "3, p2p/all_gather", rows: "334"}
     assert words == expected
-    assert part["documents"].keys() == {0, 1} and dict(part["facts"])["groups"].startswith("1 of degree 3 ")
+    assert part["documents"].keys() == {0, 1} and dict(part["facts"])["groups"] == (
+        "1 group of 3 slots, by p2p/all_gather"
+    )
+    assert [words for _, words in part["legend"]] == [LEGEND[i][1] for i in (0, 2, 3)]  # no short ones
+    full = Plan(2, (500, 40), (MicroBatch((Group((0, 1), (0, 1), (500, 40)),)),), 538)
+    assert [kind for kind, _ in plan_part(full, "", None, None, measured=True)["legend"]] == ["b k0", "launch"]
+
+
+def test_shares_of_a_step_are_quarters() -> None:
+    plan = mixed_plan(4)
+    svg = gantt_svg(plan, replace(plan.cost, source=""))
+    assert re.findall(r">(\d+)%<", svg) == ["0", "25", "50", "75", "100"] and "share of the step, as priced" in svg
 
 
 def test_all_colours_are_used_and_are_those_of_the_page() -> None:

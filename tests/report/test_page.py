@@ -32,7 +32,7 @@ from longspan.report.page import (
 )
 from tests.plan.cases import bounded
 from tests.report.pages import draw, value_of
-from tests.report.runs import FACTS, RECORD, mixed_plan, train_row, write_run
+from tests.report.runs import FACTS, RECORD, evaluation_row, mixed_plan, train_row, write_run
 
 HOSTILE = "</script><!--<script>\u2028alert(1)\"'&"
 
@@ -67,7 +67,8 @@ SHOWN = {"✓ equal", "resumed on 2 ranks", "evaluation, cp 4", "ln V = 7.625, a
 
 
 def test_every_part_of_every_page_is_drawn(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", rows=[train_row(step, mfu=0.4, mtp_loss_1=3.0) for step in range(1, 121)])
+    rows = [train_row(step, mfu=0.4, mtp_loss_1=3.0) for step in range(1, 121)]
+    run = write_run(tmp_path / "run", rows=[*rows, *(evaluation_row(120, cp, 4.6) for cp in (4, 1, 2))])
     (run / "run.json").write_text(json.dumps(FACTS | {"sessions": [[0, 4], [60, 2]]}))
     pages = {"report": write_report(run), "eval": tmp_path / "eval.html", "plan": tmp_path / "plan.html"}
     pages["eval"].write_text(eval_page(RECORD))
@@ -80,6 +81,8 @@ def test_every_part_of_every_page_is_drawn(tmp_path: Path) -> None:
         assert titles == [section["title"] for section in value["sections"] if section["title"]]
         assert drawn["title"] == value["name"] and drawn["timers"] == 0
         assert sum(element["name"] == "markup" for element in drawn["elements"]) == (name != "eval")
+        rings = [element["class"] for element in drawn["elements"] if "ring" in element.get("class", "")]
+        assert name != "report" or rings == ["mark ring c2", "mark ring c3"], "around the first of three equal marks"
 
 
 def test_curves_are_where_their_values_are(tmp_path: Path) -> None:
@@ -101,6 +104,14 @@ def test_curves_are_where_their_values_are(tmp_path: Path) -> None:
         assert max(heights) - min(heights) < 0.2 if title == "flat" else order
         marked = {element["words"] for element in elements if element.get("class") == "tick"}
         assert ("0" in marked) == (title == "zero")
+
+
+def test_small_numbers_of_an_axis_are_written_alike(tmp_path: Path) -> None:
+    rates = chart("Learning rate", "factor of an update", curve("a", range(1, 4), [6e-5, 1.2e-4, 1.8e-4]), zero=True)
+    path = tmp_path / "rates.html"
+    path.write_text(page("x", {"head": page_head("x"), "sections": [section("Steps", {"charts": [rates]})]}))
+    ticks = [element["words"] for element in draw(path, 400)["elements"] if element.get("class") == "tick"]
+    assert ticks[:4] == ["0", "5e-5", "1e-4", "1.5e-4"]
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 100])

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from longspan.cli.flags import Groups, check_flags_at_least, flag_text, parse_flags, write_text_file
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.planning import read_lengths
-from longspan.cli.plans.question import GpuFlags, is_gpu_question, parse_question
+from longspan.cli.plans.question import OF_PRESET, GpuFlags, is_gpu_question, parse_question
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.hub import find_local_path, hub_name
 from longspan.layout import Layout
+from longspan.model.presets import PRESETS, find_published_preset
 from longspan.plan import Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import check_comm_types, heads_allow_degree, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
@@ -96,7 +97,8 @@ def main(argv: Sequence[str]) -> int:
     if not asks_for_degree and is_gpu_question(argv):
         return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
-    flags = replace(flags, model=find_local_path(flags.model, "--model"))
+    if not find_published_preset(flags.model):
+        flags = replace(flags, model=find_local_path(flags.model, "--model"))
     if flags.planner not in ("auto", *PLANNERS):
         check_planner_exists(flags.planner, "--planner")
     try:
@@ -132,6 +134,8 @@ def _plan_step(flags: PlanFlags) -> int:
         *([UNPRICED] if flags.mode == "free" and not plan.cost.closing_seconds else []),
         *([reason] if reason else []),
     ]
+    if preset := find_published_preset(flags.model):
+        notes.append(OF_PRESET.format(flags.model, preset))
     with suppress(PlanError):  # of a model without a tower whose work is known
         if flags.model and EncoderShape.of(flags.model):
             notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")
@@ -170,7 +174,8 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
         )
     home = Layout(ranks, tp=flags.tp, pp=flags.pp)
     lengths, source = read_lengths(flags, home.slots)
-    cost, model = DEFAULT_COST, flags.model or QWEN3_8B
+    cost, preset = DEFAULT_COST, find_published_preset(flags.model)
+    model: Any = PRESETS[preset].values if preset else flags.model or QWEN3_8B
     if flags.machine or flags.model:
         path = Path(flags.model).resolve()
         folder = path.parent if path.is_file() else path

@@ -1,7 +1,4 @@
-"""What other libraries call the keys of a configuration, for errors that an unknown flag or key raises.
-
-docs/migration.md has the same names in its tables, by library.
-"""
+"""What other libraries call the keys of a configuration, for errors; docs/migration.md has the names in its tables."""
 
 # A key and what is behind it, or why none is needed; and the names of others, without dashes and sections.
 NAMES = {
@@ -12,15 +9,11 @@ NAMES = {
     "sequence_parallel_size sequence_parallel_degree",
     "context.context_parallel_size (with context.cp_comm_type a2a)": "sp_size parallelism_config_sp_size",
     "context.cp_comm_type": "cp_comm_strategy parallelism_config_cp_comm_strategy context_parallel_rotate_method",
-    "context.partition": "context_parallel_load_balancer",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_degree",
     "parallel.vpp": "virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
-    "parallel.pipeline_schedule": "pipeline_parallel_schedule",
     "parallel.ep": "expert_model_parallel_size expert_parallel_size expert_parallel_degree",
     "parallel.dp_replicate": "num_distributed_optimizer_instances data_parallel_replicate_degree dp_replicate_size",
-    "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
-    "parallel.sequence_parallel": "enable_sequence_parallel",
     "train.steps": "train_iters max_steps",
     "train.epochs": "num_train_epochs num_epochs",
     "train.tokens_per_step (in tokens)": "global_batch_size micro_batch_size local_batch_size "
@@ -55,9 +48,5 @@ _KEYS = {name: key for key, names in NAMES.items() for name in names.split()}
 
 
 def key_of_other_name(name: str) -> str:
-    """Return the key that a name of another library stands for, with what is behind it in NAMES; "" for other names.
-
-    >>> key_of_other_name("parallelism.context_parallel_degree")
-    'context.context_parallel_size'
-    """
+    """Return the key that a name of another library stands for, with what is behind it in NAMES; "" for other names."""
     return _KEYS.get(name.rpartition(".")[2].replace("-", "_"), "")

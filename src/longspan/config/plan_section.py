@@ -49,19 +49,13 @@ class PlanSection:
     min_dynamic_context_parallel_size: Annotated[
         int,
         AtLeast(1),
-        Texts(
-            "Smallest degree that dynamic plans of evaluation may choose. Default: as in training.",
-            "As context.eval_min_dynamic_context_parallel_size. Default: the same.",
-        ),
+        Texts("Smallest dynamic degree of evaluation. Default: as in training.", "As in [context]. Default: the same."),
     ] = NOT_GIVEN
     """Smallest degree that the dynamic planner may choose."""
     max_dynamic_context_parallel_size: Annotated[
         int,
         AtLeast(0),
-        Texts(
-            "Largest degree that dynamic plans of evaluation may choose; 0: no limit. Default: as in training.",
-            "As context.eval_max_dynamic_context_parallel_size. Default: the same.",
-        ),
+        Texts("Largest dynamic degree of evaluation. Default: as in training.", "As in [context]. Default: the same."),
     ] = NOT_GIVEN
     """Largest degree that the dynamic planner may choose; 0: no limit."""
     max_tokens_per_slot: Annotated[
@@ -102,7 +96,6 @@ class PlanSection:
 
     @property
     def has_dynamic_degrees(self) -> bool:
-        """Whether a smallest or largest degree of evaluation is given; before defaults are set."""
         return {self.min_dynamic_context_parallel_size, self.max_dynamic_context_parallel_size} != {NOT_GIVEN}
 
 
@@ -214,9 +207,7 @@ def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[
 
 
 def _default_planner(section: PlanSection, parent: PlanSection) -> str:
-    """The parent's planner; with a smallest or largest degree dynamic, with a degree fixed, unless the parent pads:
-    "auto" compares packed documents.
-    """
+    """The parent's, dynamic with limits; with a degree fixed, unless the parent pads: "auto" compares packed ones."""
     degree = section.context_parallel_size
     if degree in (NOT_GIVEN, 0):
         return "dynamic" if section.has_dynamic_degrees else parent.planner

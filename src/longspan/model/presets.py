@@ -6,6 +6,7 @@ A preset is a transformers configuration, nothing else; `load_model` draws its w
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import ModelError
@@ -125,6 +126,12 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": Preset("Qwen3Config", _qwen3_values(4096, 36, 32, 8, 12288)),
     "qwen3-30b-a3b": Preset("Qwen3MoeConfig", _qwen3_values(2048, 48, 32, 4, 6144, **_MOE)),
 }
+
+
+def find_published_preset(name: str) -> str:
+    """Find the preset of a published model, as Qwen/Qwen3-8B; "" for other names, and for what is on this machine."""
+    preset = Path(name).name.lower()
+    return preset if preset in PRESETS and PRESETS[preset].rows and not Path(name).exists() else ""
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedConfig":

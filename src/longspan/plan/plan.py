@@ -27,11 +27,12 @@ from longspan.plan.check import (
     check_number,
     check_work_fits_int64,
 )
-from longspan.plan.cost.cost import DEFAULT_COST, Cost
+from longspan.plan.cost.cost import DEFAULT_COST, DEFAULT_SOURCE, Cost
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, comm_type_text
 from longspan.plan.step_times import Timeline, lower_bound_seconds, slot_rows, timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
+OF_DEFAULT = ', the default: cost=Machine.known("h100").cost("FOLDER"), or --machine h100 --model FOLDER, prices yours'
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
         f"  predicted   {seconds_text(seconds):>14}   {ratio}",
-        f"  priced for  {cost.source or NO_MACHINE}",
+        f"  priced for  {cost.source or NO_MACHINE}{OF_DEFAULT if cost.source == DEFAULT_SOURCE else ''}",
     ]
     if cost.closing_seconds:
         closing, share = seconds_text(cost.closing_seconds), cost.closing_seconds / seconds

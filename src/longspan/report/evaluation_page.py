@@ -27,8 +27,8 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
         verdict = ["reference", ""] if row is base else ["✓ equal", "good"] if good else ["✗ differs", "bad"]
         added = [bytes_text(row.activation_bytes)] * memory
         difference = "" if row is base else f"{relative:+.1e}"
-        cells.append([row.degree, f"{row.loss:.9f}", row.perplexity, f"{row.tokens:,}", *added, difference, verdict])
-    names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
+        cells.append([row.degree, f"{row.loss:.9f}", verdict, difference, row.perplexity, f"{row.tokens:,}", *added])
+    names = ("cp", "loss", "", "relative difference", "perplexity", "tokens", *(["added memory of a GPU"] * memory))
     note = f"The weights after step {base.step:,}, the same documents. "
     note += f"Equal means within {SAME:g} of the first row, relative."
     yield section("Evaluation at each degree", {"note": note}, table(names, cells))

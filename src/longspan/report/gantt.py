@@ -194,13 +194,20 @@ def plan_part(plan: Plan, name: str, cost: Cost | None, seconds: float | None, *
     """The facts of a plan and its picture, for a wide and for a narrow page. `seconds` are
     the measured ones of its step. Without a `measured` machine times only compare, and none is shown.
     """
-    kinds = (f"{row['count']:,} of degree {row['degree']} {row['cp_comm_type']}".rstrip() for row in group_counts(plan))
-    facts = [*plan_facts(plan, seconds, measured=measured), ("groups", ", ".join(kinds))]
+    counts = ((plural(row["count"], "group"), row["degree"], row["cp_comm_type"]) for row in group_counts(plan))
+    groups = (f"{count} of {f'{n} slots, by {kind}' if n > 1 else 'one slot'}" for count, n, kind in counts)
+    facts = [*plan_facts(plan, seconds, measured=measured), ("groups", "; ".join(groups))]
     cost = plan.cost if cost is None else cost
     cost = cost if measured else replace(cost, source="")
     pictures = [gantt_svg(plan, cost, width=width) for width in (WIDTH, NARROW)]
     shown = {int(number) for number in re.findall(r'data-d="(\d+)"', str(pictures))}
-    return {"name": name, "facts": facts, "pictures": pictures, "documents": _document_facts(plan, cost, shown)}
+    documents, legend = _document_facts(plan, cost, shown), picture_legend(pictures[0])
+    return {"name": name, "facts": facts, "pictures": pictures, "documents": documents, "legend": legend}
+
+
+def picture_legend(picture: str) -> list[tuple[str, str]]:
+    """Return the entries of LEGEND whose shapes a picture has."""
+    return [(kind, words) for kind, words in LEGEND if f'class="{kind.partition(" ")[0]}' in picture]
 
 
 def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = True) -> Iterator[tuple[str, str]]:
@@ -233,16 +240,16 @@ def plan_fact_lines(plan: Plan) -> tuple[str, str]:
 
 def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
     """Return the picture of one plan in time as the text of an .svg file, with its title and its legend."""
-    height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
+    height, picture = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM, gantt_svg(plan, cost)
     size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
     entries = (
         svg_element(
             "rect", class_=kind, x=54 + 540 * (i % 2), y=round(_HEAD + height) + 4 + 18 * (i // 2), width=22, height=12
         )
         + svg_text(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
-        for i, (kind, words) in enumerate(LEGEND)
+        for i, (kind, words) in enumerate(picture_legend(picture))
     )
-    picture = gantt_svg(plan, cost).replace("<svg", f'<svg width="{WIDTH}" height="{height:g}"', 1)
+    picture = picture.replace("<svg", f'<svg width="{WIDTH}" height="{height:g}"', 1)
     return svg_element(
         "svg",
         svg_element("style", read_report_file("page.css")),
@@ -296,7 +303,6 @@ def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
 class _Canvas:
     def __init__(self, picture: PlanBars, cost: Cost, width: int) -> None:
         self.picture, self.plan, self.timed = picture, picture.plan, bool(cost.source)
-        self.write_time = _time_format(cost, picture.end)
         self.x_scale = (width - _LEFT - _RIGHT) / (picture.end or 1.0)
         self.slot_height = slot_height(picture.plan.slots)
         self.bottom, self.right = _TOP + self.slot_height * picture.plan.slots, width - _RIGHT
@@ -305,9 +311,12 @@ class _Canvas:
         return _LEFT + value * self.x_scale
 
     def panels(self) -> Iterator[str]:
+        room = sum((panel.stop - panel.work) * self.plan.slots for panel in self.picture.panels)
+        is_idle = sum((bar.stop - bar.start) * bar.slots for bar in self.picture.bars) < 0.999 * room
         for panel in self.picture.panels:
             box = {"x": self.x(panel.start), "y": _TOP, "height": self.bottom - _TOP}
-            yield svg_element("rect", class_="idle", width=(panel.stop - panel.start) * self.x_scale, **box)
+            if is_idle:
+                yield svg_element("rect", class_="idle", width=(panel.stop - panel.start) * self.x_scale, **box)
             if panel.work > panel.start:
                 yield svg_element("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box)
 
@@ -350,8 +359,9 @@ class _Canvas:
             yield svg_element("path", class_="node", d=lines)
 
     def value_axis(self) -> Iterator[str]:
-        values = axis_ticks(0, self.picture.end, 9 if self.right > 900 else 4)
-        places = [(value, f"{value:g}" if self.timed else self.write_time(value)) for value in values]
+        places = [(value, f"{value:g}") for value in axis_ticks(0, self.picture.end, 9 if self.right > 900 else 4)]
+        if not self.timed:
+            places = [(share * self.picture.end, f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
         words = "predicted seconds" if self.timed else "share of the step, as priced"
         for value, name in places:
             yield svg_element("path", class_="grid short", d=f"M{self.x(value):.1f} {self.bottom:.1f}v4")

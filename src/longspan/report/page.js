@@ -24,7 +24,7 @@ const bytePower = (value) => Math.min(4, Math.floor(Math.log2(Math.max(1, Math.a
 function written(value, format, digits = 6, notation = "standard") {
   const power = format === "bytes" ? bytePower(value) : 0, unit = { bytes: " " + BYTES[power], percent: "%" }[format] ?? "";
   const number = Number(((format === "percent" ? 100 * value : value) / 1024 ** power).toPrecision(digits));
-  if (number && Math.abs(number) < 1e-4) return number.toExponential() + unit;
+  if (number && Math.abs(number) < 1e-3) return number.toExponential() + unit;
   return number.toLocaleString("en", { notation, maximumSignificantDigits: digits }) + unit;
 }
 
@@ -118,10 +118,15 @@ function drawChart(chart, series, width, height) {
     add(label(event, start, bottom - 6, "start", "label halo"));
     free = start + wide;
   }
+  const marked = []; // a mark where others are is a larger ring around them
   for (const s of series) {
     const points = s.x.map((x, i) => [across(x), up(s.y[i])]);
     add(path(`curve ${s.kind} c${s.color}`, "M" + points.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")));
-    if (s.kind === "marks" || points.length === 1) add(...points.map(([x, y]) => mark(s.color, x, y)));
+    for (const [x, y] of s.kind === "marks" || points.length === 1 ? points : []) {
+      const under = marked.filter(([a, b]) => Math.hypot(a - x, b - y) < 6).length;
+      add(fill(mark(s.color, x, y, 5 + 3.5 * under), under ? { class: `mark ring c${s.color}` } : {}, []));
+      marked.push([x, y]);
+    }
   }
   for (const [y, reference] of chart.references ?? []) {
     const below = up(y) < top + 18 ? 14 : -6;
@@ -220,22 +225,23 @@ function bindPlan(picture, documents) {
   bindReading(picture, bars.length, -1, pickPlace, () => pick(null));
 }
 
-function planPart({ plans, first, legend }) {
+function planPart({ plans, first }) {
   let index = first;
+  const entry = ([css, words]) => html("li", {}, key(svg("rect", { class: css, width: 22, height: 12 })), words);
   const place = html("div"), picture = html("div", { class: "picture" });
   const choice = html("select", {}, plans.map((plan, i) => html("option", { selected: i === first }, plan.name)));
   function draw(width) {
     const [wide, narrow] = plans[index].pictures;
     picture.innerHTML = width < 700 ? narrow : wide;
     bindPlan(picture.firstElementChild, plans[index].documents);
-    place.replaceChildren(parts.facts(plans[index].facts, "facts"), picture);
+    const legend = html("ul", { class: "legend" }, plans[index].legend.map(entry));
+    place.replaceChildren(parts.facts(plans[index].facts, "facts"), picture, legend);
     tip.hidden = true;
   }
   choice.addEventListener("change", () => draw(place.clientWidth, (index = choice.selectedIndex)));
   fitted.set(place, [0, draw]);
   const controls = html("div", { class: "controls" }, plans.length > 1 ? html("label", {}, "plan ", choice) : "");
-  const keys = legend.map(([css, words]) => html("li", {}, key(svg("rect", { class: css, width: 22, height: 12 })), words));
-  return html("div", {}, controls, place, html("ul", { class: "legend" }, keys));
+  return html("div", {}, controls, place);
 }
 
 // ---- parts of sections, by their keys

@@ -15,7 +15,7 @@ from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan import Cost, Plan
 from longspan.plan.memory.memory_plan import measures_text
 from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, loss_unit, set_sections
-from longspan.report.gantt import LEGEND, plan_part
+from longspan.report.gantt import plan_part
 from longspan.report.page import (
     Part,
     chart,
@@ -53,7 +53,7 @@ _STEP_CHARTS: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (  # title
     ("Rows used", "efficiency", "of as many as the fullest slot has", 2, _PERCENT),
     ("Time of a step", "seconds", "seconds", 3, _ZERO),
     ("Gradient norm", "grad_norm", "before clipping", 1, {}),
-    ("Learning rate", "lr", "per step", 4, _ZERO),
+    ("Learning rate", "lr", "factor of an update", 4, _ZERO),
     ("Peak memory", "memory_bytes", "bytes of a process", 5, _ZERO | {"format": "bytes"}),
     ("Router balance loss", "router_balance_loss", "before its weight", 1, {}),
     ("Router z-loss", "router_z_loss", "before its weight", 1, {}),
@@ -92,7 +92,7 @@ def write_report(run_dir: str | Path) -> Path:
 def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
     """Return a page with the picture of one plan."""
     part = plan_part(plan, title, cost, None, measured=bool((cost or plan.cost).source))
-    plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0, "legend": LEGEND}}, {"note": _PLAN_NOTE})
+    plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0}}, {"note": _PLAN_NOTE})
     return page(f"{title} · longspan", {"head": page_head(title, time_and_command_text()), "sections": [plans]})
 
 
@@ -325,7 +325,7 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
         part = plan_part(plan, name, None, run.value_of_planned_step(name, "seconds"), measured=is_measured)
         parts.append(part | {"name": f"{name}, the median" if name == run.median else name})
     title = f"Plan of {names[0]}, the newest" if run.live else "Plan of a step"
-    plans = {"plans": parts, "first": first, "legend": LEGEND}
+    plans = {"plans": parts, "first": first}
     yield section(title, {"plans": plans}, {"note": _PLAN_NOTE}, key="plans")
 
 

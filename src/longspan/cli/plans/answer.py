@@ -5,6 +5,7 @@ open; `longspan train … --dry-run` asks about a configuration and its data. `f
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from longspan.cli.flags import write_text_file
 from longspan.cli.plans.fit import UNIT, Choices, Documents, Fit, RunOnGpus, find_fits, find_longest, fit_rank, fit_run
 from longspan.cli.plans.planning import read_lengths
-from longspan.cli.plans.question import GpuFlags, Question, choose_gpus, find_document_source, read_gpus
+from longspan.cli.plans.question import OF_PRESET, GpuFlags, Question, choose_gpus, find_document_source, read_gpus
 from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
@@ -29,8 +30,9 @@ from longspan.corpus.files import STDLIB, find_rows, text_sizes
 from longspan.data.manifest import SHORTEST
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, PlanError, plural
+from longspan.model.presets import find_published_preset
 from longspan.model.weights.tokenizer_files import tokenizer_folder
-from longspan.plain_text import seconds_text, text_table
+from longspan.plain_text import number_text, seconds_text, text_table
 from longspan.plan import Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
@@ -125,6 +127,8 @@ PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of
 GATHERS = "parallel.reshard_after_forward"
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
 HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
+OF_MEMORY = ("train.memory", "train.memory_bytes", "train.activation_checkpointing", "train.offload_activations")
+OF_MEMORY += ("train.offload_states", "train.mlp_tile_rows", GATHERS)  # keys by which less may fit
 SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
 OF_MODELS = ("model.dtype", "model.compute_dtype")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
@@ -134,8 +138,9 @@ WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 class Answer:
     """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first.
 
-    Where nothing fits, the first way is the leanest. `longest` is the longest document that fits, in tokens. `steps`
-    are those of a run (None: one step was asked about), of which `sampled` were planned.
+    Where nothing fits, the first way is the leanest, and `larger` the best on the fewest GPUs that do. `longest` is the
+    longest document that fits, in tokens. `steps` are those of a run (None: one step was asked about), of which
+    `sampled` were planned.
     """
 
     title: str
@@ -146,6 +151,7 @@ class Answer:
     steps: int | None = None
     sampled: int = 0
     notes: tuple[str, ...] = ()
+    larger: Fit | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -260,14 +266,15 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     if source == "data" and not question.gives_any("train.epochs", "train.steps"):
         config = replace(config, train=replace(config.train, epochs=1.0))
     run, gives = RunOnGpus.with_model(config, gpus), question.gives_any
-    degrees = ("min_dynamic_context_parallel_size", "max_dynamic_context_parallel_size", "context_parallel_size")
     choices = Choices(
-        planner=not gives("context.planner") or config.context.planner == AUTO,
-        degree=not gives(*(f"context.{key}" for key in degrees)),
+        planner=config.context.planner == AUTO or not gives("context.planner", LOWEST_DEGREE, HIGHEST_DEGREE),
+        degree=not gives("context.context_parallel_size"),
         rows=question.config.context.max_tokens_per_slot == AUTO or not gives("context.max_tokens_per_slot"),
         ep=not gives("parallel.ep"),
         compare=flags.compare,
     )
+    if preset := find_published_preset(config.model.source):
+        print(OF_PRESET.format(config.model.source, preset), file=sys.stderr)
     if source == "data":
         answer = _answer_by_data(run, question.given_keys, choices, estimate=True)
     elif source == "longest":
@@ -359,7 +366,8 @@ def _answer_steps(
         ways=tuple(ways),
         given_keys=given_keys,
         longest=find_longest(run, choices)[0],
-        notes=(*notes, *(ways[0].run.position_notes(longest) if fits else ())),
+        notes=(*notes, *(ways[0].run.position_notes(longest) if fits and not choices.compare else ())),
+        larger=None if fits else run.scale_positions(longest).on_more_gpus(steps, choices),
     )
 
 
@@ -388,7 +396,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     assert answer.seconds is not None
     yield from (answer.title, f"on {answer.run.gpus.title}", "", best.memory.summary_line(best.run.budget))
     speed = f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
-    speed += f", MFU {figures['mfu']:.0%}" if figures["mfu"] else ""
+    speed += f", MFU {number_text(100 * figures['mfu'], 2)}%" if figures["mfu"] else ""
     if answer.steps is None:
         yield f"a step is predicted to take {seconds_text(answer.seconds)}: {speed}"
     else:
@@ -412,9 +420,6 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
         f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_bytes), the host up to "
         f"{gib_text(budget.host)} for each GPU"
     )
-    if max(max(plan.lengths) for plan in best.plans) != answer.longest:
-        yield f"the longest document that fits: {answer.longest:,} tokens"
-        yield from best.run.scale_positions(answer.longest).position_notes(answer.longest)
     yield from ("", "the keys, as a file of longspan train (longspan plan --write FILE writes it):")
     yield from _key_lines(answer)
 
@@ -436,7 +441,7 @@ def _ways_table(answer: Answer) -> str:
                 f"{of['micro_batches']}",
                 seconds_text(of["seconds"]) if timed else "does not fit",
                 f"{of['tokens_per_second_per_gpu']:,.0f}" if timed else "",
-                f"{of['mfu']:.0%}" if of["mfu"] else "",
+                f"{number_text(100 * of['mfu'], 2)}%" if of["mfu"] else "",
                 gib_text(of["device_bytes"]),
                 gib_text(of["host_bytes_used"]),
             )
@@ -445,11 +450,22 @@ def _ways_table(answer: Answer) -> str:
 
 
 def _refusal_line(answer: Answer) -> str:
-    memory, budget = answer.ways[0].memory, answer.run.budget
+    memory, budget, larger = answer.ways[0].memory, answer.run.budget, answer.larger
     line = f"{answer.title} does not fit {answer.run.gpus.count_and_name}: at least {gib_text(memory.device.total)} "
     line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to {gib_text(budget.device)}, "
-    line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; use more GPUs, a higher "
-    line += "parallel.tp, or leave keys of memory out"
+    line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; "
+    if larger:
+        keys = _run_keys(larger.run, answer.given_keys)
+        words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
+        flags = re.sub('[],"[]', "", " ".join(words))  # as the command line takes strings and lists
+        line += f"it fits {larger.run.gpus.count_and_name}, with {flags}"
+    else:
+        line += (
+            f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; use a higher parallel.tp or parallel.pp"
+        )
+    config, defaults = answer.run.config, RunConfig()
+    names = [key for key in OF_MEMORY if _read_key(config, key) != _read_key(defaults, key)]
+    line += f", or leave {' and '.join(names)} out" if names else ""
     return line + (f"; the longest document that fits has {answer.longest:,} tokens" if answer.longest else "")
 
 

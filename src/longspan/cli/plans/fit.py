@@ -5,6 +5,7 @@ of memory, and the fastest way that fits is taken. No torch, no weights, no worl
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig, check_memory_keys
 from longspan.errors import LayoutError, LongspanError, PlanError
 from longspan.layout import Layout
-from longspan.model.presets import PRESETS
+from longspan.model.presets import PRESETS, find_published_preset
 from longspan.plan import (
     Cost,
     FixedMemory,
@@ -71,10 +72,9 @@ class RunOnGpus:
         # data.eval_documents is 0), but not those of named evaluation sets.
         check_plans(replace(config, eval=()), home, training=True)
         model: Any = config.model.source
-        if not model:  # a preset, which has an embedding row for each id of the run's tokenizer if it gives no number
-            preset = PRESETS[config.model.preset_name]
-            rows = {} if preset.rows else {"vocab_size": config.data.vocab_size}
-            model = dict(preset.values) | {"model_type": preset.model_type} | rows
+        if name := find_published_preset(model) if model else config.model.preset_name:
+            preset = PRESETS[name]  # with an embedding row for each id of the run's tokenizer if it gives no number
+            model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
         run = cls(config, gpus, home, model)
         if home.ep > 1 and not run.expert_count:  # in the words of a run that has loaded the model
             read = ConfigReader.read_whole_model(run.model)
@@ -157,6 +157,20 @@ class RunOnGpus:
     def step_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         cost = self.cost(memory).shared_by(self.home.tp)
         return mean_step_seconds(self.model, plans, memory, self.memory_needs(plans), self.gpus.machine, cost)
+
+    def on_more_gpus(self, steps: Sequence["Documents"], choices: "Choices") -> "Fit | None":
+        """Find the best way on the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many; None where none
+        does. On each number the leanest layout is tried first: all slots, fewest rows.
+        """
+        for count in (self.gpus.count << doublings for doublings in range(1, 11)):
+            with suppress(LongspanError):  # degrees that do not suit this number
+                gpus = replace(self.gpus, count=count)
+                larger = replace(self, gpus=gpus, home=home_of(self.config.parallel, count))
+                layouts = _runs_to_try(larger, steps, replace(choices, planner=False, compare=False))
+                lean = min(layouts, key=lambda run: (run.config.context.max_tokens_per_slot, -run.choice.degree))
+                if fit_run(lean, steps).seconds is not None:
+                    return find_fits(larger, steps, choices)[0][0]
+        return None
 
     def scale_positions(self, longest: int) -> "RunOnGpus":
         """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
@@ -253,10 +267,12 @@ def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> t
 
 
 def fit_rank(fit: Fit) -> tuple[bool, float]:
-    """Rank ways: the fastest first; behind all that fit the others, by the bytes of the leanest."""
+    """Rank ways as training chooses them (`PlanChoice.least_gain`): the fastest first, fixed plans before dynamic ones
+    that are as fast; behind all that fit the others, by the bytes of the leanest.
+    """
     if fit.seconds is None:
         return True, float(fit.memory.device.total)
-    return False, fit.seconds
+    return False, fit.seconds * fit.run.choice.least_gain
 
 
 def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:

@@ -26,6 +26,7 @@ from longspan.config.defaults import set_local_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
 from longspan.host import free_host_bytes
+from longspan.model.presets import find_published_preset
 from longspan.plan import Machine
 from longspan.plan.cost.machine import find_machine_of_device, read_machine
 from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint, gib_text
@@ -35,6 +36,7 @@ PROG = "longspan plan"
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 ASKING = ("--gpu", "--gpu_bytes", "--compare")  # one of them makes a question of memory and time
 DEFAULT_MODEL = "qwen3-8b"  # of a comparison that names none
+OF_PRESET = "{} is not on this machine: its sizes are those of the preset {}"
 OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
 
 
@@ -150,9 +152,15 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
             "--gpus N is how many GPUs there are; a comparison may have --world N or --slots N in its place"
         )
     flags = replace(flags, gpus=ranks or flags.gpus)
-    return flags, Question(
-        set_local_folders(RunConfig(**sections), weights=False), frozenset(key[2:] for key in flag_of)
-    )
+    config = RunConfig(**sections)
+    try:
+        config = set_local_folders(config, weights=False)
+    except ConfigError:
+        if not find_published_preset(path := config.model.path):
+            raise
+        rest = set_local_folders(replace(config, model=replace(config.model, path="")), weights=False)
+        config = replace(rest, model=replace(rest.model, path=path))  # for the keys; its sizes are the preset's
+    return flags, Question(config, frozenset(key[2:] for key in flag_of))
 
 
 def find_document_source(flags: GpuFlags, question: Question) -> str:
