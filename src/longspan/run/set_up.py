@@ -95,8 +95,8 @@ def _add_stops(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[l
     read_stop_token_ids(directory)  # raises DataError for a file that is none
     settings = read_json(file) if file.is_file() else GenerationConfig.from_model_config(config).to_diff_dict()
     settings.pop("_from_model_config", None)
-    eos = settings.get("eos_token_id")
-    stops = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
+    eos: Any = settings.get("eos_token_id")
+    stops: list[int] = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
     missing = [name for name, end in ends.items() if end not in stops]
     stops += [ends[name] for name in missing]
     if missing:

@@ -230,8 +230,8 @@ class RowEncoding:
         stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
         if engine.decode(sample.ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
             return {}
-        names = (str(engine.id_to_token(int(sample.ids[stop]))) for stop in reversed(stops))
-        return next(({name: engine.token_to_id(name)} for name in names if name in self.tokenizer.special_names), {})
+        ends = ((str(engine.id_to_token(number)), number) for number in reversed(sample.ids[stops].tolist()))
+        return next(({name: number} for name, number in ends if name in self.tokenizer.special_names), {})
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
         try:
