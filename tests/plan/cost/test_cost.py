@@ -154,6 +154,8 @@ def test_json_gives_a_cost_back_with_what_it_is_of() -> None:
     assert again == cost and again.source == "slower GPUs" and Cost.from_json({"ring_bytes": 7}) == Cost(ring_bytes=7)
     assert Cost().source == "Qwen3-8B on GPUs of 400 TFLOP/s" and Cost(linear_seconds=1.0).source != Cost().source
     assert "does not name" in (Cost.from_json({}).source or "")
+    tables = [plan_fixed([5, 9], Layout(1), 1, cost=price).table() for price in (Cost(), cost)]
+    assert ["400 TFLOP/s, the default: cost=Machine" in table for table in tables] == [True, False]
 
 
 @pytest.mark.parametrize(
