@@ -244,11 +244,11 @@ class Regularized(Trainer):
     factor = 2.0  # of the cross entropy
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
-        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss: Any = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return self.factor * loss + 0.005 * _squares(model)
 
-    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
-        loss = super().training_step(model, inputs, *args)
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
         self.accelerator.backward(0.002 * _squares(model))
         if self.accelerator.sync_gradients:  # what is in .grad here is the whole gradient of the step
             for parameter in model.parameters():
@@ -269,7 +269,7 @@ class TwoPasses(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         model.train()
-        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         self.accelerator.backward(0.25 * loss, retain_graph=True)
         (0.5 * loss**2).backward()
         return loss.detach()
