@@ -1,5 +1,6 @@
 """Files of a Trainer: folders that transformers and peft load, checkpoints that resume bit for bit, nothing half."""
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from longspan.hf import LongspanArguments, with_longspan
 from longspan.model import load_model, preset_config
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, Run
-from tests.hf.tiny import pad
+from tests.hf.tiny import pad, tokenizer
 from tests.model.stock import without_trials
 from tests.mutation import Change, mutated
 
@@ -76,6 +77,7 @@ def make(folder: Path, model: Any, cp: int = 2, kind: Any = Trainer, ours: bool 
         "train_dataset": rows(),
         "callbacks": [StepCounter()],
         "eval_dataset": rows()[:4],
+        "processing_class": None,
     }
     keywords |= {name: changes.pop(name) for name in list(changes) if name in keywords}
     keywords["args"] = TrainingArguments(**Run(str(folder)).arguments(rows=2, steps=4, **plain | changes))
@@ -229,12 +231,25 @@ def test_a_resumed_run_has_the_same_bits_and_a_checkpoint_its_weights_once(root:
     assert any("lora_A" in name for name in adapted.state_dict())
 
 
+def generation_settings(folder: Path) -> dict[str, Any]:
+    """Settings of a folder that transformers would not write, once the Trainer has changed a token id in them."""
+    make_model().save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "eos_token_id": 9}))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    trainer = make(folder, model, cp=1, processing_class=tokenizer(), max_steps=1)
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    trainer.end()
+    return json.loads((folder / "saved" / "generation_config.json").read_text())
+
+
 def one_rank(rank: int, root: Path, other: Path) -> dict[str, Any]:
     """A run of two ranks goes on with one; what is not resumed from; the best of stock's models."""
     path = str(root / "run" / "checkpoint-3")
     with without_trials():
         found = {"resumed": resumed_elsewhere(rank, root / "run", 1, DROPOUT, {"per_device_train_batch_size": 4}, path)}
         found["refused"] = refusals(root / "run", other)
+        found["generation"] = generation_settings(root / "generation")
         return found | {"best": best(root / "stock", LIMITED, False)}
 
 
@@ -280,6 +295,13 @@ def refusals(folder: Path, other: Path) -> list[str]:
     note(ValueError, lambda: empty.train(resume_from_checkpoint=True))
     empty.end()
     return texts
+
+
+def test_generation_settings_are_saved_as_they_are(alone: dict[str, Any]) -> None:
+    assert {name: alone["generation"][name] for name in ("temperature", "eos_token_id")} == {
+        "temperature": 0.7,
+        "eos_token_id": [1, 9],  # the Trainer has put the tokenizer's there
+    }
 
 
 def test_other_rows_a_step_and_checkpoints_of_others_are_refused(alone: dict[str, Any]) -> None:

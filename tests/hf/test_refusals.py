@@ -2,14 +2,16 @@
 
 import os
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForMaskedLM, ProcessorMixin, Trainer, TrainerCallback, TrainingArguments
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.trainer_callback import ExportableState
-from trl import GRPOConfig
+from trl import BEMACallback, GRPOConfig
 
 from longspan.errors import LongspanError, ModelError
 from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
@@ -18,6 +20,7 @@ from longspan.hf.one_process import OneProcess
 from longspan.testing import run_ranks
 from tests.hf.stock import Run
 from tests.hf.test_grpo import RuledGRPO, luck, prompts
+from tests.hf.test_scores import scored
 from tests.hf.test_trainer import Halved, Texts
 from tests.hf.tiny import model_of, pad, tokenizer
 
@@ -81,8 +84,104 @@ def _unsaved(folder: str = "unused", **values: Any) -> None:
         if name in ("callbacks", "processing_class"):
             keywords[name] = value
         else:
-            setattr(model.generation_config if name == "temperature" else model.config, name, value)
+            setattr(model.config, name, value)
     _make(model=model, args={"save_strategy": "steps", "output_dir": folder}, **keywords)
+
+
+class Hooked(Trainer):
+    """Adds what an inner module makes to the loss, by a hook that is there for one call."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+        outputs = []
+        hook = self.model.model.layers[0].mlp.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        loss = super().compute_loss(model, inputs, *args, **keywords)
+        hook.remove()
+        return loss + sum(x.square().mean() for x in outputs)
+
+
+def _note_output(*_: Any) -> None: ...
+
+
+def _hooked() -> Any:
+    model = model_of()
+    model.lm_head.register_forward_pre_hook(partial(_note_output, 1))
+    return model
+
+
+def _masked() -> Any:
+    model = model_of(tie_word_embeddings=False)
+    model.lm_head.weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
+class Masking(TrainerCallback):
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0)
+
+
+class KeepingMLP(Qwen3MLP):
+    def forward(self, x: Any) -> Any:
+        out = super().forward(x)
+        self.layer_loss = out.square().mean()
+        return out
+
+
+def _keeping(model: Any) -> Any:
+    model.model.layers[1].mlp.__class__ = KeepingMLP
+    return model
+
+
+class AddsKept(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **keywords) + self.model.model.layers[1].mlp.layer_loss
+
+
+class Sharded(Trainer):
+    """A penalty as scripts of stock write it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **keywords)
+        return loss + 0.005 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+class Backward(Sharded):
+    def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+def _with_optimizer(trainer: Any, model: Any = None) -> None:
+    trainer.optimizer = torch.optim.AdamW((model or trainer.model).parameters())
+    trainer.train()
+
+
+class Exchanging(TrainerCallback):
+    """Gives its trainer another optimizer amid the training, of a model of its own."""
+
+    trainer: Any
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.trainer.optimizer = torch.optim.SGD(model_of().parameters(), lr=0.1)
+
+
+def _exchanged(trainer: Any) -> None:
+    callback = Exchanging()
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    trainer.train()
+
+
+def _classified(labels: Any, model: Any = None, **values: Any) -> None:
+    model = model or scored(3)
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    rows = [{"input_ids": [3, 4, 5], "labels": labels}] * 4
+    _trained(model=model, train_dataset=rows, data_collator=_classes)
+
+
+def _classes(rows: Any) -> dict[str, Any]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
 class Saving(TrainerCallback):
@@ -163,7 +262,6 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "images": (lambda: _trained(data_collator=_with_pixels), "pixel_values"),
     "processor of images": (_sees, "Qwen3ForCausalLM with ProcessorMixin reads images, which a longspan trainer"),
-    "generation config": (lambda: _unsaved(temperature=0.7), "a save into unused would fail, tried before training: "),
     "config": (lambda: _unsaved(own=open), "a save into unused would fail, tried before training: TypeError: Object"),
     "tokenizer": (lambda: _unsaved(processing_class=pad), "AttributeError: 'function' object has no attribute 'save_p"),
     "callback": (lambda: _unsaved(callbacks=[Unwritable()]), "TypeError: Object of type set is not JSON serializable"),
@@ -195,6 +293,55 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda: _trained(callbacks=[Saving()], model=get_peft_model(model_of(), LORA)),
         "PeftModel.save_pretrained: the model inside it was prepared, and lies on several ranks; call "
         "trainer.save_model(folder) on all ranks",
+    ),
+    "hook of a loss": (
+        lambda: _trained(kind=Hooked),
+        "model.layers.0.mlp has a forward hook, <lambda> of tests.hf.test_refusals: a pass has some of a batch",
+    ),
+    "hook": (lambda: _trained(model=_hooked()), "lm_head has a forward hook, _note_output of tests.hf.test_refusals"),
+    "gradient hook": (lambda: _trained(model=_masked()), "lm_head.weight has a hook on its gradient, which FSDP2"),
+    "gradient hook amid training": (
+        lambda: _trained(callbacks=[Masking()]),
+        "model.embed_tokens.weight has a hook on its gradient, which FSDP2 does not run for a gradient that it sums",
+    ),
+    "kept tensor": (
+        lambda: _trained(kind=AddsKept, model=_keeping(model_of())),
+        "tensors of a pass are kept with their graph, ['model.layers.1.mlp.layer_loss']: a pass has some of",
+    ),
+    "kept tensor of scores": (
+        lambda: _classified(1, _keeping(scored(3))),
+        "tensors of a pass are kept with their graph, ['model.layers.1.mlp.layer_loss']: a pass has some of",
+    ),
+    "sharded penalty": (
+        lambda: _trained(kind=Sharded),
+        "the loss depends on sharded parameters, of which a rank holds a part; take them whole: p.full_tensor()",
+    ),
+    "sharded penalty, backward": (lambda: _trained(kind=Backward), "the loss depends on sharded parameters, of which"),
+    "second model": (
+        lambda: _trained(callbacks=[BEMACallback()]),
+        "a second Qwen3ForCausalLM is made by the prepared model's class, as by TRL's BEMACallback: its weights",
+    ),
+    "optimizer before train": (
+        lambda: _ended(_with_optimizer),
+        "the optimizer, AdamW, holds 0 of the 25 parameters that Qwen3ForCausalLM trains, and 25 others, of which 25 "
+        "were its own before prepare replaced them ['model.embed_tokens.weight']; make the optimizer after prepare, of",
+    ),
+    "optimizer of another model": (
+        lambda: _ended(lambda trainer: _with_optimizer(trainer, model_of())),
+        "holds 0 of the 25 parameters that Qwen3ForCausalLM trains, and 25 others, of which 0 were its own before",
+    ),
+    "optimizer amid training": (lambda: _ended(_exchanged), "the optimizer, SGD, holds 0 of the 25 parameters that"),
+    "labels of another problem": (
+        lambda: _classified(1, problem_type="multi_label_classification"),
+        "problem_type 'multi_label_classification' takes 3 labels of a row, and rows have 1",
+    ),
+    "several labels": (
+        lambda: _classified([1, 0, 1], problem_type="single_label_classification"),
+        "problem_type 'single_label_classification' takes 1 label of a row, and rows have 3",
+    ),
+    "classes as floats": (
+        lambda: _classified(1.0),
+        "problem_type 'multi_label_classification' takes 3 labels of a row, and rows have 1",
     ),
     "no Trainer": (lambda: with_longspan(dict), "with_longspan takes a Trainer class, and got <class 'dict'>"),
     "planner": (lambda: _make(longspan={"planner": "fixt"}), "planner"),

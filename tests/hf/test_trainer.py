@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
@@ -220,12 +221,93 @@ def _at_labels(told: Any, labels: Any = None) -> np.ndarray:
 # ---- what scripts do
 
 
-def walk(run: Run, kind: type[Any] = Trainer, *, steps: int = 3, more: Any = None, **changes: Any) -> Any:
-    """A trainer that ran: four rows a batch of 22, three steps unless told otherwise."""
+def walk(
+    run: Run, kind: type[Any] = Trainer, *, steps: int = 3, more: Any = None, before: Any = None, **changes: Any
+) -> Any:
+    """A trainer that ran: four rows a batch of 22, three steps unless told otherwise; `before` gets it untrained."""
     args = TrainingArguments(**run.arguments(steps=steps) | changes)
     parts = {"train_dataset": Texts(22), "eval_dataset": Texts(7, seed=1), "data_collator": pad}
     trainer = run.trainer(kind, args=args, **{"model": model_of(num_hidden_layers=1)} | parts | (more or {}))
+    if before is not None:
+        before(trainer)
     return with_measures(run, trainer)
+
+
+def _squares(model: Any) -> Any:
+    """The sum of squares of all weights, with a gradient."""
+    return sum((p.full_tensor() if isinstance(p, DTensor) else p).pow(2).sum() for p in model.parameters())
+
+
+class Regularized(Trainer):
+    """Gradients beside those of the cross entropy: in the loss, of a second backward pass, and by hand."""
+
+    factor = 2.0  # of the cross entropy
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
+        loss: Any = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return self.factor * loss + 0.005 * _squares(model)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.accelerator.backward(0.002 * _squares(model))
+        if self.accelerator.sync_gradients:  # what is in .grad here is the whole gradient of the step
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad * 0.75 + 0.01 * parameter.detach()
+        return loss
+
+
+class OfWeightsAlone(Regularized):
+    factor = 0.0
+
+
+class OfCrossEntropy(Regularized):
+    factor = 1.0
+
+
+class TwoPasses(Trainer):
+    """A step of its own, which goes backward twice through one answer of the model."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(0.25 * loss, retain_graph=True)
+        (0.5 * loss**2).backward()
+        return loss.detach()
+
+
+SGD = {"optim": "sgd", "learning_rate": 0.05}
+
+
+def regularized(run: Run) -> Any:
+    return walk(run, Regularized, gradient_accumulation_steps=2, **SGD)
+
+
+def of_weights_alone(run: Run) -> Any:
+    return walk(run, OfWeightsAlone, steps=2, **SGD)
+
+
+def of_cross_entropy(run: Run) -> Any:
+    trainer = walk(run, OfCrossEntropy, steps=2, **SGD)
+    assert run.longspan is None or trainer._runs_ahead, "one pass a step"
+    return trainer
+
+
+def two_passes(run: Run) -> Any:
+    return walk(run, TwoPasses, steps=2, **SGD)
+
+
+def early_optimizer(run: Run) -> Any:
+    """An optimizer made before `train()`, for a schedule of one's own, and a training that goes on with both."""
+
+    def schedule(trainer: Any) -> None:
+        trainer.create_optimizer()
+        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 / (1 + step))
+
+    return walk(run, before=schedule, steps=2)
+
+
+def early_scheduler(run: Run) -> Any:
+    return walk(run, before=lambda trainer: trainer.create_optimizer_and_scheduler(3), steps=2)
 
 
 class Stream(IterableDataset[Any]):
@@ -327,6 +409,7 @@ def broken(run: Run) -> Any:
 
 CASES = (
     *(own_loss, halved_loss, loss_function, cut_steps, flattening),
+    *(regularized, of_weights_alone, of_cross_entropy, two_passes, early_optimizer, early_scheduler),
     (train, AUTO | {"eval_context_parallel_size": "1"}),
     (stopped, MEMORY | {"cp_comm_type": "auto"}),
     (own_loader, DYNAMIC | {"memory_bytes": 1 << 30}),

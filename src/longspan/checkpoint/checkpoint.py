@@ -49,6 +49,7 @@ from longspan.comm import World, leave_together
 from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
 from longspan.model.adapters import adapter_of_prepared_model, entries_trained_with_adapter
+from longspan.model.prepared import refuse_other_parameters
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
@@ -233,6 +234,7 @@ def contents_to_save(
     rank, with the name of what a checkpoint cannot hold: torch would write it without an error into a file that nothing
     reads.
     """
+    refuse_other_parameters(model, optimizer)
     fresh = not optimizer.state
     entries, moments = get_state_dict(model, optimizer, options=BY_NAME)
     if fresh:
@@ -264,6 +266,7 @@ def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[
             "model": entries_trained_with_adapter(model, get_state_dict(model, [], options=BY_NAME)[0]),
             "optimizer": {},
         }
+    refuse_other_parameters(model, optimizer)
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)

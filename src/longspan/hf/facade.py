@@ -16,6 +16,7 @@ from torch import Tensor
 from longspan.data.batch_documents import BatchDocuments
 from longspan.data.document import NO_TARGET, Document
 from longspan.errors import ConfigError, DataError, ModelError
+from longspan.hf.refusals import NAMES_TO_READ, refuse_hooks
 from longspan.hf.scores import CalledScores, make_leaf, read_scored_batch, stock_loss
 from longspan.layout import Floats
 from longspan.model.adapters import unwrap_peft_model
@@ -28,7 +29,6 @@ CUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 IGNORED = (
     *CUTS, "use_cache", "return_dict", "max_length_q", "max_length_k", "logits_to_keep", "num_items_in_batch",
 )  # fmt: skip
-NAMES_TO_READ = "loss, and of a fused head log_probs, entropy, is_top1, mean_logits, log_sum_sq_probs, label_mask"
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,7 @@ class Facade:
                 "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
                 "longspan leave it out: router_aux_loss_coef of the model's configuration is not applied"
             )
+        refuse_hooks(self._model())
         if score_columns(self.inner_model):
             return self._answer_scores({"input_ids": input_ids, **batch}, labels)
         if labels is None and self.labels_apart is not None:  # compute_loss_func= reads log-probabilities, or logits

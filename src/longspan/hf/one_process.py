@@ -150,7 +150,18 @@ def _count_ranks() -> int:
 
 
 class OneAccelerator(Accelerator):
-    """An accelerator that takes the rows of all ranks: TRL slices them by `process_index`."""
+    """An accelerator that takes the rows of all ranks: TRL slices them by `process_index`.
+
+    The trainer checks a loss before its backward pass, and adds gradients after it: `training_step` may change them.
+    """
+
+    before_backward: Callable[[Any], None]
+    after_backward: Callable[[], None]
+
+    def backward(self, loss: Any, **keywords: Any) -> None:
+        self.before_backward(loss)
+        super().backward(loss, **keywords)
+        self.after_backward()
 
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -5,9 +5,11 @@ Arguments are read as they stand then: `args.fsdp` set after they were made coun
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import SaveStrategy
@@ -17,9 +19,16 @@ from longspan.hf.arguments import LongspanArguments
 from longspan.model.adapters import unwrap_peft_model
 from longspan.model.exactness.check_model import refuse_quantized
 from longspan.model.layers import SCORE_HEADS
+from longspan.model.prepared import refuse_gradient_hooks
 from longspan.model.score_heads import find_score_head
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+NAMES_TO_READ = "loss, and of a fused head log_probs, entropy, is_top1, mean_logits, log_sum_sq_probs, label_mask"
+_PASSES = (
+    "a pass has some of a batch's rows, and runs before the loss or without gradients, so that a loss cannot depend on "
+    f"tensors inside the model. It may read {NAMES_TO_READ}, and parameters as p.full_tensor()"
+)
+_LIBRARIES = ("longspan", "torch", "transformers", "peft", "trl", "accelerate")  # whose hooks keep nothing for a loss
 _LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"
 _SETTINGS: dict[str, str] = {
     "deepspeed": f"DeepSpeed would shard and step on its own; leave it out: {_LAYOUT}",
@@ -156,6 +165,55 @@ def has_cross_entropy_loss(trainer: Any) -> bool:
     owner = next(kind for kind in owners if not kind.__module__.startswith("longspan.hf."))
     asks_for_it = owner.__module__.startswith("trl.") and getattr(trainer.args, "loss_type", None) == "nll"
     return owner is Trainer or asks_for_it
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise ModelError for a hook on a gradient, or a forward hook that is not of longspan or a library under it."""
+    refuse_gradient_hooks(model)
+    for name, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            function: Any = hook.func if isinstance(hook, partial) else hook
+            if str(function.__module__).partition(".")[0] not in _LIBRARIES:
+                raise ModelError(
+                    f"{name or type(module).__name__} has a forward hook, {getattr(function, '__name__', function)} of "
+                    f"{function.__module__}: {_PASSES}; remove it. What changes outputs belongs in the module's class"
+                )
+
+
+def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range = range(0)) -> None:
+    """Raise ModelError for a loss with nodes of passes, numbered `nodes`, in its graph; without one, for modules that
+    keep tensors of a pass with their graph.
+    """
+    if loss is not None and not _reaches(loss.grad_fn, nodes):
+        return
+    kept = [
+        f"{name}.{attribute}"
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    ]
+    if kept or loss is not None:
+        raise ModelError(f"tensors of a pass are kept with their graph, {kept}: {_PASSES}; keep x.detach()")
+
+
+def _reaches(node: Any, nodes: range) -> bool:
+    todo, seen = [node], {None}
+    while todo:
+        if (node := todo.pop()) in seen:
+            continue
+        if node._sequence_nr() in nodes:
+            return True
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return False
+
+
+def refuse_sharded_loss(value: Tensor | None) -> None:
+    """Raise ModelError for a loss, or its gradient, that is a DTensor."""
+    if isinstance(value, DTensor):
+        raise ModelError(
+            "the loss depends on sharded parameters, of which a rank holds a part; take them whole: p.full_tensor()"
+        )
 
 
 def refuse_search(*_: Any, **__: Any) -> NoReturn:

@@ -30,12 +30,17 @@ from longspan.hf.facade import (
     write_counts,
 )
 from longspan.hf.one_process import StockTrainer
-from longspan.hf.refusals import has_cross_entropy_loss
+from longspan.hf.refusals import (
+    has_cross_entropy_loss,
+    refuse_inner_loss,
+    refuse_sharded_loss,
+)
 from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
 from longspan.model.adapters import unwrap_peft_model
 from longspan.model.layers import score_columns
+from longspan.model.prepared import refuse_other_parameters
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
-from longspan.model.weights.local_tensors import local_tensor
+from longspan.model.weights.local_tensors import add_gradient, exchange_gradients, local_tensor
 from longspan.plan import Cost, Plan
 from longspan.train import (
     LossRows,
@@ -266,6 +271,8 @@ class StepsPart(StockTrainer):
     _coming_targets: float | None = None  # targets of the batches that come, where the Trainer counts them
     _norm_and_versions: tuple[float, Any] = 0.0, None  # of the last step's gradients; see `gradient_versions`
     _guessed_documents: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
+    _guessed_gradients: Sequence[Tensor | None] = ()  # theirs: `.grad` holds what the Trainer's loss itself leaves
+    _pass_nodes = range(0)  # of autograd's graph: those of the newest step's passes
     _last_plan: tuple[Any, Any] = None, None  # what the newest plan is made for, and the plan
     _was_cut_short = False  # whether a callback ended an epoch before all batches of a step came to the model
 
@@ -321,7 +328,8 @@ class StepsPart(StockTrainer):
 
     def _prepare_for_training(self, *args: Any) -> Any:
         """Drop what an earlier training left that was stopped in a step: the Trainer begins with gradients of zero."""
-        self._coming_batches, self._guessed_documents, self._was_cut_short, self._next_step = (), (), False, None
+        self._coming_batches, self._was_cut_short, self._next_step = (), False, None
+        self._guessed_documents, self._guessed_gradients = (), ()
         self._facade.called, self._facade.ahead = [], []
         return super()._prepare_for_training(*args)
 
@@ -358,9 +366,9 @@ class StepsPart(StockTrainer):
                 self._run_ahead(batches)
         inputs = next((moved for batch, moved in self._moved if batch is inputs), inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
+        self._add_gradients()  # of a step of the user's own that calls loss.backward()
         if self.accelerator.sync_gradients:
-            self._moved = ()
-            self._finish_step()
+            self._moved, self._facade.called = (), []
         return self._loss_on_host(loss)
 
     def _loss_on_host(self, loss: Tensor) -> Tensor:
@@ -382,8 +390,11 @@ class StepsPart(StockTrainer):
             step = self._read_coming_step(batches, self._coming_targets)
         if step is None:
             return
-        values = self._run_step(step.documents, names=self._facade.head.values, coming=step)
         # A step that goes on after a stream's end runs in two parts.
+        parameters = list(self._facade.inner_model.parameters())
+        others = exchange_gradients(parameters, self._guessed_gradients)
+        values = self._run_step(step.documents, names=self._facade.head.values, coming=step)
+        self._guessed_gradients = exchange_gradients(parameters, others)
         self._guessed_documents = [*self._guessed_documents, *step.documents]
         all_entries = [document_entries(moved) for _, moved in self._moved]
         self._facade.ahead = [
@@ -418,13 +429,23 @@ class StepsPart(StockTrainer):
                 items = self._get_num_items_in_batch(batches, torch.device("cpu"))
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
-    def _finish_step(self) -> None:
-        """After a loss that was not guessed no step runs ahead."""
-        calls, self._facade.called = self._facade.called, []
-        guessed, self._guessed_documents = self._guessed_documents, ()
+    def _check_loss(self, loss: Tensor) -> None:
+        refuse_sharded_loss(loss)
+        refuse_inner_loss(self._facade.inner_model, loss, self._pass_nodes)
+
+    def _add_gradients(self) -> None:
+        """Add the step's gradients to `.grad` after a backward pass of the Trainer's loss through its last batch.
+
+        A step of the user's own may go backward more than once. After a loss that was not guessed no step runs ahead.
+        """
+        calls, guessed, model = self._facade.called, self._guessed_documents, self._facade.inner_model
+        if not self.accelerator.sync_gradients or not (guessed or any(x.leaf.grad is not None for x in calls)):
+            return
+        gradients, self._guessed_documents, self._guessed_gradients = self._guessed_gradients, (), ()
         cut, self._was_cut_short = self._was_cut_short, False
         uncalled, self._facade.ahead = self._facade.ahead, []  # of a step that a callback ended with its epoch
         for number, batch in enumerate(calls):
+            refuse_sharded_loss(batch.leaf.grad)
             if not batch.is_finite():
                 raise NonFiniteError(
                     f"step {self.state.global_step}: the loss of {type(self).__name__} has derivatives that are not "
@@ -432,21 +453,23 @@ class StepsPart(StockTrainer):
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
         documents = [document for batch in calls for document in batch.documents_with_coefficients()]
+        for batch in calls:
+            batch.leaf.grad = None
         if guessed and not uncalled and coefficients_agree(documents, guessed, calls[0].leaf.dtype):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                add_gradient(parameter, gradient)
             return
-        if guessed:
-            self._facade.inner_model.zero_grad()  # drops the gradients of the guess
         if guessed and not cut:  # a step that a callback cut says nothing about the loss
             self._runs_ahead = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
-        refuse_two_pass_dropout(self._facade.inner_model, "losses that are not the mean cross entropy")
+        refuse_two_pass_dropout(model, "losses that are not the mean cross entropy")
         documents = [d for d in documents if has_coefficients(d)]
         if documents:
             self._run_step(documents)
             return
-        self._norm_and_versions = 0.0, None  # all coefficients are 0, and so are the gradients, without a pass
-        for parameter in self._facade.inner_model.parameters():
-            if parameter.requires_grad:
+        self._norm_and_versions = 0.0, None  # all coefficients are 0: no pass is needed
+        for parameter in model.parameters():
+            if calls and parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _run_step(
@@ -454,6 +477,8 @@ class StepsPart(StockTrainer):
     ) -> TokenLogProbs:
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade, plan = self._facade, coming.plan if coming else self._cached_plan(documents, training=True)
+        refuse_other_parameters(facade.inner_model, self._torch_optimizer())
+        first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens(plan.lengths, names)
         of_scores = score_columns(facade.inner_model) > 0
         facade.inner_model.train()
@@ -470,6 +495,9 @@ class StepsPart(StockTrainer):
                 temperature=facade.head.temperature,
                 meanwhile=self._prepare_next_step_and_wait,
             )
+        self._pass_nodes = range(first_node, torch.autograd._get_sequence_nr())
+        if not coming:
+            refuse_inner_loss(facade.inner_model)
         assert result.grad_norm is not None
         self._norm_and_versions = result.grad_norm, gradient_versions(facade.inner_model)
         return collected.sum_over_ranks(self.world)  # which is empty of scores: nothing reads them here

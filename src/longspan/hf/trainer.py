@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.sections import LoraSection, RunConfig
-from longspan.errors import CheckpointError, ConfigError, plural
+from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments, errors_in_words_of_scripts
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
@@ -36,7 +36,7 @@ from longspan.layout import Layout
 from longspan.model.adapters import find_adapter, unwrap_peft_model
 from longspan.model.layers import architecture_name
 from longspan.model.lora import redirect_peft_model
-from longspan.model.prepared import PrepareOptions
+from longspan.model.prepared import PrepareOptions, refuse_other_parameters
 from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice
@@ -204,6 +204,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
+        self.accelerator.before_backward, self.accelerator.after_backward = self._check_loss, self._add_gradients
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads a stream, not the first only
         clear_device_map(self.args)  # from here on TRL loads references
 
@@ -240,8 +241,15 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__
 
+    def create_optimizer(self, *args: Any) -> Any:
+        """Make the Trainer's optimizer, over the parameters of the model, which is prepared first."""
+        self._prepare_once()
+        return super().create_optimizer(*args)
+
     def _prepare_for_training(self, *args: Any) -> Any:
         self._prepare_once()
+        if self.optimizer is not None:
+            refuse_other_parameters(self._facade.inner_model, self._torch_optimizer())
         return super()._prepare_for_training(*args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -305,8 +313,16 @@ def _route_calls(prepared: Any, facade: Facade) -> None:
     def call(model: Any, *args: Any, **batch: Any) -> Any:
         return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
 
+    def refuse_another(_: Any, *args: Any, **keywords: Any) -> NoReturn:
+        raise ModelError(
+            f"a second {architecture_name(prepared)} is made by the prepared model's class, as by TRL's BEMACallback: "
+            "its weights would be whole, and the model's are parts; keep averages of model.parameters() as they are, "
+            "and copy them into these before a save"
+        )
+
     # Python looks `__call__` up in the class, so the model gets a class of its own.
-    prepared.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    own = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
+    prepared.__class__ = type(kind.__name__, (kind,), own)
 
 
 class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompatibleMethodOverride]

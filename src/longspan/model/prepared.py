@@ -6,13 +6,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from longspan.comm import World, raise_first_error
-from longspan.errors import ModelError
+from longspan.errors import ModelError, plural
 from longspan.layout import Layout
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
@@ -28,7 +30,7 @@ from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import connect_experts
 from longspan.model.float8_layers import float8_error, use_float8
-from longspan.model.layers import expert_modules, score_columns
+from longspan.model.layers import architecture_name, expert_modules, score_columns
 from longspan.model.lora import redirect_peft_model
 from longspan.model.multimodal.multimodal_model import IMAGE, MultimodalModel, check_encoder_home
 from longspan.model.parts import is_tied
@@ -62,6 +64,9 @@ from longspan.model.weights.fill import find_deferred_weights, pop_deferred_weig
 
 if TYPE_CHECKING:
     from longspan.model.take_apart import EncoderHome
+
+
+FORMER = "name_before_prepare"  # of parameters that `prepare` replaces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +191,9 @@ def prepare(
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     options = replace(options or PrepareOptions(), **changes)
+    refuse_gradient_hooks(model)
+    for name, parameter in unwrap_peft_model(model).named_parameters():
+        setattr(parameter, FORMER, name)
     if encoder is None:
         return prepare_language_model(model, world, options)
     from longspan.model.take_apart import EncoderHome, prepare_and_join_encoder, take_apart_or_undo
@@ -291,6 +299,8 @@ def prepare_language_model(
         prepared.adapter = adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect_peft_model(peft_model, prepared)
     prepared.register_forward_pre_hook(try_rows_before_call, prepend=True, with_kwargs=True)
+    for parameter in prepared.parameters():  # those that were not replaced
+        vars(parameter).pop(FORMER, None)
     return prepared
 
 
@@ -333,3 +343,39 @@ def refuse_unprepared_model(model: nn.Module) -> None:
         raise ModelError(
             f"{type(model).__name__} was not prepared; call model = longspan.prepare(model, world) before it runs"
         )
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Raise ModelError for a parameter with a hook on its gradient."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"{name} has a hook on its gradient, which FSDP2 does not run for a gradient that it sums; change "
+                "gradients after the backward pass (in a Trainer on_pre_optimizer_step, or training_step)"
+            )
+
+
+_CHECKED = WeakKeyDictionary[Optimizer, ref[nn.Module]]()  # optimizers, and the model that each updates
+
+
+def refuse_other_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ModelError for an optimizer of parameters that `prepare` replaced, or of none that the model trains.
+
+    Parameters beside the model's, such as those of a loss, are the user's. An optimizer is looked at once for a model.
+    """
+    if (checked := _CHECKED.get(optimizer)) is not None and checked() is model:
+        return
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    trains = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    others = [parameter for key, parameter in held.items() if key not in trains]
+    former = [getattr(parameter, FORMER) for parameter in others if hasattr(parameter, FORMER)]
+    trained, updated = sum(trains.values()), sum(trains.get(key, False) for key in held)
+    idle_stage = isinstance(model, PipelineModel) and not held
+    if former or (trained and not updated and not idle_stage):
+        raise ModelError(
+            f"the optimizer, {type(optimizer).__name__}, holds {updated} of the {trained} parameters that "
+            f"{architecture_name(model)} trains, and {plural(len(others), 'other')}, of which {len(former)} were "
+            f"its own before prepare replaced them {former[:1]}; make the optimizer after prepare, "
+            "of model.parameters(), or in a Trainer by trainer.create_optimizer()"
+        )
+    _CHECKED[optimizer] = ref(model)

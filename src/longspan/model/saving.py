@@ -385,7 +385,8 @@ def write_all_but_weights(empty: PreTrainedModel, folder: Path, tokenizer: Any) 
             tokenizer.save_pretrained(folder)
         generation = empty.generation_config if empty.can_generate() else None
         if generation is not None and not (folder / "generation_config.json").is_file():
-            generation.save_pretrained(folder)
+            # As it is: `save_pretrained` refuses settings that a folder may have, once a Trainer has set token ids.
+            generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 # ---- weights of a folder into a prepared model

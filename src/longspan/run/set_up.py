@@ -122,6 +122,10 @@ def set_up_model(
         log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
     refuse_encoder_without_images(config, data.images)
+    if data.corpus.labels is not None and data.corpus.unit == 1:  # no pairs
+        from longspan.train.terms.scores import refuse_other_labels
+
+        refuse_other_labels(configuration.problem_type, config.model.num_labels, data.corpus.labels.shape[1])
 
     def load() -> Any:
         if resumed and not config.lora.rank:

@@ -27,6 +27,7 @@ from longspan.model.experts.router import RouterCoefficients, RouterLosses, Rout
 from longspan.model.layers import score_columns
 from longspan.model.lora import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.prepared import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Measure, Passes, Term, default_divisor, launch_passes, read_batches, run_passes
@@ -125,6 +126,8 @@ def run_step(
     """
     started = time.perf_counter()
     check_update_arguments(optimizer, max_grad_norm, backward=backward)
+    if optimizer is not None:
+        refuse_other_parameters(model, optimizer)
     _check_temperature(temperature, mtp)
     inputs = check_step_arguments(model, plan, documents, world, backward=backward)
     if temperature != 1 and score_columns(inputs.language_model):

@@ -151,7 +151,10 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
     add_score_head(load_model(base), 2, tokens=True).save_pretrained(folder / "tokens")
     shutil.copytree(base, folder / "endless")
     (folder / "endless/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    of_folder = {name: one | {"model__path": str(folder / name)} for name in ("two", "tokens", "endless")}
+    (stale := load_model(base)).config.problem_type = "multi_label_classification"
+    stale.save_pretrained(folder / "stale")
+    shutil.copytree(base, folder / "stale", ignore=lambda *_: ["config.json"], dirs_exist_ok=True)
+    of_folder = {name: one | {"model__path": str(folder / name)} for name in ("two", "tokens", "endless", "stale")}
     cases: list[tuple[list[Row], dict[str, Any], str]] = [
         ([pair], {}, "are pairs .* model.num_labels is 0; set it to 1"),
         ([pair], {"model__num_labels": 3}, "are pairs .* model.num_labels is 3; set it to 1"),
@@ -167,6 +170,11 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
         ([pair], of_folder["two"], "of 2 scores, and model.num_labels is 1"),
         ([pair], of_folder["tokens"], "ForTokenClassification of 2 scores, and model.num_labels is 1; give a"),
         ([pair] * 2, of_folder["endless"], "no pad_token_id and its tokenizer neither pad_token nor eos_token"),
+        (
+            [{**text, "label": 1}] * 8,
+            of_folder["stale"] | two,
+            "problem_type 'multi_label_classification' takes 2 labels of a row, and rows have 1 for 2 scores; set",
+        ),
         ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
     ]
     for i, (rows, keys, message) in enumerate(cases):

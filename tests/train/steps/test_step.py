@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.comm import World
 from longspan.errors import CommError, DataError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
+from longspan.model.prepared import refuse_other_parameters
 from longspan.model.sharding import fsdp_modules
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
@@ -223,6 +224,10 @@ class Unreadable:
         raise OSError("the disk is gone")
 
 
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, foreach=False)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[LongspanError], str]] = {
     "token outside": (
         {"documents": lambda d: [*d[:2], np.append(d[2][:29], VOCABULARY), *d[3:]]},
@@ -250,7 +255,27 @@ REFUSED: dict[str, tuple[dict[str, Any], type[LongspanError], str]] = {
         PlanError,
         "the plan is for 2 slots, the home has 4",
     ),
-    "optimizer in evaluation": ({"backward": False, "optimizer": True}, ModelError, "leave out one of optimizer"),
+    "optimizer in evaluation": (
+        {"backward": False, "optimizer": lambda model, before: build_optimizer(model, "sgd")},
+        ModelError,
+        "leave out one of optimizer",
+    ),
+    "optimizer before prepare": (
+        {"optimizer": lambda model, before: before},
+        ModelError,
+        r"the optimizer, SGD, holds 0 of the 24 parameters that Qwen3ForCausalLM trains, and 24 others, of which 24 "
+        r"were its own before prepare replaced them \['model.embed_tokens.weight'\]; make the optimizer after prepare",
+    ),
+    "optimizer partly before prepare": (
+        {"optimizer": lambda model, before: _sgd([*model.parameters(), *before.param_groups[0]["params"][:1]])},
+        ModelError,
+        "holds 24 of the 24 parameters that .* trains, and 1 other, of which 1 were its own before prepare replaced",
+    ),
+    "optimizer of others": (
+        {"optimizer": lambda model, before: _sgd(torch.nn.Linear(2, 2).parameters())},
+        ModelError,
+        r"holds 0 of the 24 parameters that .* trains, and 2 others, of which 0 were its own .* \[\];",
+    ),
     "unprepared": ({"model": "stock"}, ModelError, "Qwen3ForCausalLM was not prepared"),
     "plans of ranks": (
         {"degrees": (1, 2, 4, 4)},
@@ -262,12 +287,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[LongspanError], str]] = {
 
 def _refusals(world: World) -> None:
     """Every rank refuses each bad input, and stays in step with the others, as no collective was entered."""
-    model = prepare_untried(tiny("qwen3"), world)
+    stock = tiny("qwen3")
+    before = torch.optim.SGD(stock.parameters())
+    model = prepare_untried(stock, world)
     for change, kind, says in REFUSED.values():
         degree = change.get("degrees", (4,) * 4)[world.rank]
         plan = change.get("plan", lambda p: p)(plan_fixed(LENGTHS, HOME, cp=degree))
         documents = change.get("documents", lambda d: d)(texts(LENGTHS))
-        optimizer = build_optimizer(model, "sgd") if change.get("optimizer") else None
+        optimizer = change["optimizer"](model, before) if "optimizer" in change else None
         used = tiny("qwen3") if change.get("model") else model
         with pytest.raises(kind, match=says) as caught:
             run_step(used, plan, documents, world, optimizer, change.get("backward", True))
@@ -296,6 +323,23 @@ def test_sharded_and_plain_parameters_in_one_group_for_one_kernel_are_refused() 
         check_update_arguments(torch.optim.SGD([plain, sharded], foreach=False), 1.0, backward=True)
         groups = [{"params": [plain]}, {"params": [sharded]}]
         check_update_arguments(torch.optim.SGD(groups, foreach=True), 1.0, backward=True)
+
+
+def test_an_optimizer_may_hold_parameters_beside_the_models_and_is_looked_at_once() -> None:
+    with World(Layout(1), backend=backend()) as world:
+        model, head = prepare_untried(tiny("qwen3"), world), torch.nn.Linear(2, 2)
+        last = [*model.parameters()][-1]
+        for parameters in ([last], [last, *head.parameters()]):  # the others are trained by nobody, which is the user's
+            before, optimizer = last.full_tensor().clone(), _sgd(parameters)
+            run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world, optimizer)
+            assert not torch.equal(last.full_tensor(), before)
+        with patch.object(model, "parameters", None):
+            refuse_other_parameters(model, optimizer)
+        last.requires_grad_(False)
+        with pytest.raises(ModelError, match="holds 0 of the 23 parameters that Qwen3ForCausalLM trains, and 0 others"):
+            refuse_other_parameters(model, _sgd([last]))
+        model.requires_grad_(False)
+        refuse_other_parameters(model, _sgd(head.parameters()))  # a frozen model has nothing to train
 
 
 # ---- free mode, in which slots run different numbers of micro-batches

@@ -50,13 +50,23 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
         table = scores.reshape(len(at), count)
         if chosen == "single_label_classification":
             return _class_losses(table, labels) * at[WEIGHTS]
-        if labels.shape != table.shape:
-            raise LossError(f"{plural(count, 'score')} of a row and {plural(labels.shape[1], 'label')}; give as many")
+        refuse_other_labels(chosen, count, labels.shape[1])
         if chosen == "regression":
             return (table - labels).square().mean(-1) * at[WEIGHTS]
         return F.binary_cross_entropy_with_logits(table, labels, reduction="none").mean(-1) * at[WEIGHTS]
 
     return losses
+
+
+def refuse_other_labels(problem: str | None, scores: int, labels: int) -> None:
+    """Raise LossError for a number of labels of a row that a `problem_type` (None: any) does not take."""
+    labels_of_problem = 1 if problem == _PROBLEMS[1] else scores
+    if problem is not None and labels != labels_of_problem:
+        raise LossError(
+            f"problem_type {problem!r} takes {plural(labels_of_problem, 'label')} of a row, and rows have {labels} "
+            f"for {plural(scores, 'score')}; set problem_type of the model's configuration (config.json) to "
+            f"{usual_problem(scores, labels)!r}, or give each row {labels_of_problem}"
+        )
 
 
 def usual_problem(scores: int, labels: int) -> ProblemType:
