@@ -191,9 +191,6 @@ def prepare(
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     options = replace(options or PrepareOptions(), **changes)
-    refuse_gradient_hooks(model)
-    for name, parameter in unwrap_peft_model(model).named_parameters():
-        setattr(parameter, FORMER, name)
     if encoder is None:
         return prepare_language_model(model, world, options)
     from longspan.model.take_apart import EncoderHome, prepare_and_join_encoder, take_apart_or_undo
@@ -209,6 +206,7 @@ def prepare(
         )
     stock = unwrap_peft_model(model)
     weights, adapter = find_deferred_weights(stock), find_adapter(stock)
+    _name_parameters(stock)
     check_encoder_home(IMAGE, home.home, world)
     with take_apart_or_undo(stock) as parts:
         if adapter is not None:
@@ -253,6 +251,7 @@ def prepare_language_model(
     kernel, stages = options.attention_kernel, pipeline.stages
     adapter, calls, record = check_model(model, placement, connect_layers, stages=stages, kernel=kernel)
     assert isinstance(model, PreTrainedModel)  # others were refused
+    _name_parameters(model)
     model.config.use_cache = False  # no call goes on from keys and values of an earlier one
     if (
         adapter is None and not is_tied(model) and not score_columns(model)
@@ -343,6 +342,12 @@ def refuse_unprepared_model(model: nn.Module) -> None:
         raise ModelError(
             f"{type(model).__name__} was not prepared; call model = longspan.prepare(model, world) before it runs"
         )
+
+
+def _name_parameters(model: nn.Module) -> None:
+    refuse_gradient_hooks(model)
+    for name, parameter in model.named_parameters():
+        setattr(parameter, FORMER, name)
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
