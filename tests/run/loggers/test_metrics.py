@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 from longspan.comm import all_ranks as stop_module
 from longspan.comm.all_ranks import StopSignal
+from longspan.launch.output import FILE, outlive_output
 from longspan.launch.stop_signals import SIGNALS
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
@@ -228,18 +230,17 @@ def test_a_signal_that_saves_asks_once_for_each_press_and_never_stops(clock: lis
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_run_outlives_the_reader_of_its_output() -> None:
+def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
-    kept = os.dup(1)
-    os.dup2(writer, 1)
-    os.close(writer)
-    try:
-        with open(1, "w", closefd=False) as stream, ProgressDisplay(3, stream) as display:
+    with os.fdopen(writer, "w") as stream:
+        for name in ("stdout", "__stdout__"):
+            monkeypatch.setattr(sys, name, stream)
+        outlive_output(tmp_path, ["stdout"])
+        with ProgressDisplay(3, sys.stdout) as display:
             display.log("one")
+            assert os.read(reader, 99) == b"one\n"
             os.close(reader)
             display.log("two")
             display.log("three")
-            assert os.path.sameopenfile(1, os.open(os.devnull, os.O_WRONLY))
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+    reason, *lines = (tmp_path / FILE).read_text().splitlines()
+    assert reason.startswith("standard output does not take this (Broken pipe)") and lines == ["two", "three"]
