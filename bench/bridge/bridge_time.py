@@ -131,7 +131,7 @@ class Gathering:
         self._cp = _group_of(world.rank, [[c * tp + t for c in range(cp)] for t in range(tp)])
         self._first = world.rank // encoder_tp * (case.rows // replicas)
         self._count = case.rows // replicas
-        self._places = torch.from_numpy(case.need.rows(world.rank)).to(world.device)
+        self._places = torch.tensor(case.need.rows(world.rank), device=world.device)
         self._all = torch.empty(case.rows, case.hidden, dtype=dtype, device=world.device)
 
     def forward(self, x: Tensor) -> Tensor:
