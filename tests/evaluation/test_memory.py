@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,13 +58,19 @@ class Used(NamedTuple):
     resident: int
 
 
+def _count_threads() -> int:
+    """A request to the store has a thread of its own for a moment."""
+    time.sleep(0.02)
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def used(world: World) -> Used:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return Used(
         descriptors=len(list(Path("/proc/self/fd").iterdir())),
-        threads=int(status["Threads"]),
+        threads=min(_count_threads() for _ in range(5)),
         groups=len(world.process_groups.made),
         resident=1024 * int(status["VmRSS"].split()[0]),
     )

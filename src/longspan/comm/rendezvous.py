@@ -244,9 +244,6 @@ def defer_connections() -> Iterator[None]:
             del os.environ[_LAZY]
 
 
-STORE_SECONDS = 10.0  # in which a store answers
-
-
 class LimitedStore:
     """A store whose requests raise DistStoreError after STORE_SECONDS, and at once while one of them is that late.
 
