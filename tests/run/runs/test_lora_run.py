@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import peft
 import pytest
 import torch
@@ -283,7 +284,8 @@ def test_a_new_path_is_that_of_an_adapters_base(trained: Trained, tmp_path: Path
         assert "--model.path is given, and " in error and "over a folder; leave it out" in error
 
 
-def test_a_base_of_the_hub_is_named_with_its_commit(tmp_path: Path) -> None:
+def test_a_base_of_the_hub_is_named_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # or it is asked again and again
     repo, commits = tmp_path / "hub" / "models--acme--m", ("a" * 40, "b" * 40)
     bases = [write_base(tmp_path / commit) for commit in commits]
     other = AutoModelForCausalLM.from_pretrained(bases[1], dtype=torch.float64)
