@@ -10,7 +10,7 @@ from longspan.files import read_json, write_atomically
 from longspan.model.weights.hf_folder import weight_files
 
 BASE = "base.json"
-BLOCKS, BLOCK_BYTES = 8192, 1 << 14  # that a sum reads, spread evenly: a folder of 140 GB takes a second or two
+BLOCKS, BLOCK_BYTES = 8192, 1 << 14  # that a sum reads, spread evenly over the files
 
 
 def keep_base(run_dir: Path, config: RunConfig) -> None:
