@@ -293,11 +293,11 @@ def test_a_model_is_named_and_has_sizes(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_page_shows_what_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/planning.md has the answer of its first command: other words or numbers beyond 10 % must be pasted again."""
+    """docs/fit.md has the answer of its first command: other words or numbers beyond 10 % must be pasted again."""
     monkeypatch.chdir(tmp_path)  # without a folder of the model, nor one in the cache
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["plan", "--model", "Qwen/Qwen3-8B", *["--gpu", "h100", "--gpus", "4", "--longest"]]) == 0
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```\n(the longest document that fits .*?)```", page, flags=re.DOTALL)
     number, (printed, said) = r"\d[\d,.]*\d|\d", capsys.readouterr()
     assert said == "Qwen/Qwen3-8B is not on this machine: its sizes are those of the preset qwen3-8b\n"
@@ -316,7 +316,7 @@ def test_the_page_shows_what_is_printed(
         assert float(value) == pytest.approx(answer[name], rel=0.01), name
 
 
-PAGES = [Path(__file__).parents[2] / name for name in ("docs/planning.md", "README.md")]
+PAGES = [Path(__file__).parents[2] / name for name in ("docs/fit.md", "docs/planning.md", "README.md")]
 COMMANDS = [
     command for page in PAGES for command in re.findall(r"longspan plan (--[^\n#`]*[^\s#`])", page.read_text("utf-8"))
 ]
@@ -330,7 +330,7 @@ def test_commands_of_the_pages_need_no_download(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
-    monkeypatch.syspath_prepend(PAGES[1].parent / "examples")
+    monkeypatch.syspath_prepend(PAGES[-1].parent / "examples")
     rows = "".join(json.dumps({"text": "x" * 4000 * n}) + "\n" for n in range(1, 20))
     Path("texts").mkdir()
     for name in ("chats.jsonl", "texts/rows.jsonl"):
