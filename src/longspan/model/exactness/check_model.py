@@ -32,7 +32,6 @@ from longspan.model.seams.call_rules import (
     has_bidirectional_prefix,
     is_prepared,
     is_wrapped_by_others,
-    items_text,
     modules_with_instance_forward,
 )
 from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
@@ -41,6 +40,7 @@ from longspan.model.seams.rope import depends_on_length, length_dependent_types,
 from longspan.model.sharding import Placement
 from longspan.model.tensor_parallel.plan import list_styles
 from longspan.model.weights.hf_folder import DEQUANTIZE
+from longspan.plain_text import items_text
 from longspan.plan.shape.layers import INDEXED
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.data.document import NO_TARGET
-from longspan.errors import LossError, ModelError, short_text
+from longspan.errors import LossError, ModelError
 from longspan.model.mtp import model_depths
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
+from longspan.plain_text import short_text
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Measure, Passes, Term
 from longspan.train.read_rows import LocalBatch
