@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan import Layout, PlanChoice, World, bind, evaluate, load_model, plan_dynamic, prepare
+from longspan.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.testing import run_ranks
-from longspan.train import clip_grad_norm, find_checkpoint, load_checkpoint, save_checkpoint, summed_cross_entropy
+from longspan.train import clip_grad_norm, summed_cross_entropy
 
 VOCABULARY, PROMPT = 64, 5
 

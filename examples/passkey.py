@@ -15,9 +15,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from longspan import Document, Layout, World, evaluate, load_model, prepare
+from longspan import Document, Layout, PlanChoice, World, evaluate, load_model, prepare
+from longspan.evaluation import EvaluationOptions, TargetRows
 from longspan.testing import run_ranks
-from longspan.train import EvaluationOptions, PlanChoice, TargetRows
 
 OPENING = "There is an important number hidden in a lot of text. Find it and memorize it."
 FILLER = ["The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again."]

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from longspan import Layout, PlanChoice, World, evaluate, load_model, plan_dynamic, prepare, run_step
+from longspan.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.multimodal import Encoder, Item, ItemDocuments, MultimodalModel, prepare_encoder
 from longspan.testing import run_ranks
-from longspan.train import build_optimizer, find_checkpoint, load_checkpoint, save_checkpoint
+from longspan.train import build_optimizer
 
 COLUMNS, IMAGE, PLACEHOLDER = 8, 8, 9  # ids below 8 name columns, 8 begins an image, 9 stands for one of its rows
 

@@ -13,7 +13,7 @@ MOST = 230  # about 3.7 s a test with messages on 4 H200, some twelve minutes
 PARTS: dict[str, tuple[str, ...]] = {
     "comm": (
         "bridge/test_bridge.py::test_rows_are_the_same_bits_and_gradients_the_dense_sums",
-        "comm/test_row_exchange.py::test_rows_and_gradients",
+        "bridge/test_row_exchange.py::test_rows_and_gradients",
         "comm/test_ring.py::test_every_block_visits_every_member_and_its_gradient_comes_home",
         "comm/test_groups.py::test_channels_with_and_without_communicators",
         "comm/test_groups.py::test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority",

@@ -12,7 +12,7 @@ import pytest
 from longspan.errors import RunFolderError
 from longspan.files import as_json, name_file_in_errors, os_error_text, write_atomically
 from longspan.report import write_report
-from longspan.run.loggers import MetricsLog, read_metrics
+from longspan.run.metrics import MetricsLog, read_metrics
 
 FULL = r"No space left on device \([\d,]+ bytes are free\); make room there and start the same command again"
 

@@ -33,7 +33,15 @@ MOVED = {
 }
 # Where pages and examples import from. Beside those of MOVED: planning, ranks for tests, and the rooms of single pages.
 PUBLIC = (
-    *("longspan", *MOVED, "longspan.hf", "longspan.plan", "longspan.testing"),
+    *(
+        "longspan",
+        *MOVED,
+        "longspan.checkpoint",
+        "longspan.evaluation",
+        "longspan.hf",
+        "longspan.plan",
+        "longspan.testing",
+    ),
     *("longspan.attention", "longspan.corpus", "longspan.doctor", "longspan.lm_eval", "longspan.model", "longspan.ssm"),
 )
 
@@ -93,7 +101,7 @@ def test_type_checkers_see_the_same_names():
     assert {*NAMES, *(name for names in MOVED.values() for name in names)} == seen - {None}
 
 
-LAZY = ("", ".comm", ".hf", ".model", ".mtp", ".multimodal", ".plan", ".report", ".train")
+LAZY = ("", ".checkpoint", ".comm", ".evaluation", ".hf", ".model", ".mtp", ".multimodal", ".plan", ".report", ".train")
 
 
 def test_lazy_names_are_there_and_are_no_modules():

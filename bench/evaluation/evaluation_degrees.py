@@ -29,7 +29,7 @@ from longspan.cli.processes import print_note, run_on_ranks
 from longspan.comm import World
 from longspan.data.document import synthetic_documents
 from longspan.errors import ConfigError
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
 from longspan.model import load_model, prepare

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from measured import RECORDS, Measured, Peak, measured_peaks, measured_rows
 
-from longspan.plain_text import markdown_table
+from longspan.plain_text import gib_text, markdown_table
 from longspan.plan import Machine
-from longspan.plan.memory.settings import Bytes, gib_text
+from longspan.plan.memory.settings import Bytes
 
 REGRET, SECONDS, BYTES = 0.03, 0.15, 0.10
 PLANS = re.compile(r"(fixed|dynamic|padded|degree \d+|at degree \d+)")  # words of settings that name a plan

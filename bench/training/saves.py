@@ -25,9 +25,10 @@ from bench.begun import open_record
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
 from longspan.bench.benches import origin_text, write_record
+from longspan.checkpoint import CheckpointSaver
 from longspan.comm import run_local
 from longspan.plain_text import markdown_table
-from longspan.train import CheckpointSaver, build_optimizer
+from longspan.train import build_optimizer
 
 WAYS = ("background", "waits")  # in a thread; or training waits
 

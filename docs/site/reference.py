@@ -39,7 +39,7 @@ PAGES = {
     "train": (
         "Steps, losses and evaluation",
         "what runs a plan: steps, losses of your own, evaluation, optimizers and checkpoints",
-        ("longspan.train", "longspan.mtp", "longspan.lm_eval"),
+        ("longspan.train", "longspan.evaluation", "longspan.checkpoint", "longspan.mtp", "longspan.lm_eval"),
     ),
     "model": (
         "Models, encoders and layers",

@@ -5,7 +5,7 @@ The tokenizer is one of bytes, sorted, so that the ids of the digits follow one 
 
 from tokenizers import pre_tokenizers
 
-from longspan.train import TargetRows
+from longspan.evaluation import TargetRows
 
 ZERO = sorted(pre_tokenizers.ByteLevel.alphabet()).index("0")
 

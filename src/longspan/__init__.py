@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from longspan.comm import bind as bind
     from longspan.data.item_documents import ItemDocuments as ItemDocuments
     from longspan.errors import LongspanError as LongspanError
+    from longspan.evaluation import evaluate as evaluate
     from longspan.layout import Exchange as Exchange
     from longspan.layout import Layout as Layout
     from longspan.layout import Packing as Packing
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from longspan.train import DocumentLoss as DocumentLoss
     from longspan.train import MtpLoss as MtpLoss
     from longspan.train import PlanChoice as PlanChoice
-    from longspan.train import evaluate as evaluate
     from longspan.train import gather_documents as gather_documents
     from longspan.train import run_step as run_step
     from longspan.train import token_log_probs as token_log_probs

@@ -17,7 +17,6 @@ LongspanError
 └── RunFolderError   a run's folder that another run holds, or that cannot be written
 """
 
-import reprlib
 from importlib import import_module
 from typing import Any
 
@@ -29,19 +28,6 @@ def plural(number: int, noun: str, ending: str = "s") -> str:
     ('1 rank', '4,096 micro-batches')
     """
     return f"{number:,} {noun}{'' if number == 1 else ending}"
-
-
-def short_text(value: object) -> str:
-    """Return a value as a message shows it, on one line: a long list ends after six elements, a long text has a gap.
-
-    >>> short_text([7] * 100)
-    '[7, 7, 7, 7, 7, 7, ...]'
-    """
-    return " ".join(_SHORT.repr(value).split())
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxother = _SHORT.maxstring = 80
 
 
 class LongspanError(Exception):

@@ -10,7 +10,7 @@ from torch import nn
 from longspan.comm import World
 from longspan.data.document import Document
 from longspan.errors import ConfigError, EvaluationError
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.train.plans import PlanChoice
 

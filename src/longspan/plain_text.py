@@ -1,6 +1,7 @@
-"""How values are written for people: numbers, bytes, durations, ranges of integers."""
+"""How values are written for people: numbers, bytes, durations, and lists, of which the first few stand for many."""
 
 import math
+import reprlib
 from collections.abc import Sequence
 
 
@@ -53,6 +54,11 @@ def bytes_text(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def gib_text(value: float) -> str:
+    """Return bytes in GiB, whatever their size, so that they compare: 3 * 2**30 → '3.0 GiB'."""
+    return f"{value / 2**30:,.1f} GiB"
+
+
 def seconds_text(value: float) -> str:
     """Return a duration: '1 h 02 min', '3 min 05 s' (from 2 minutes on), '12.3 s', '45 ms', '80 µs'."""
     if value >= 3600:
@@ -65,13 +71,49 @@ def seconds_text(value: float) -> str:
     return f"{value:.2g} s"  # 0, or less than a microsecond
 
 
+def excerpt(values: Sequence[object]) -> str:
+    """Return values in round brackets, of many the first eight.
+
+    >>> excerpt([2, 0, 1]), excerpt(range(12))
+    ('(2, 0, 1)', '(0, 1, 2, 3, 4, 5, 6, 7, … 12 in all)')
+    """
+    head = ", ".join(map(repr, values[:8]))
+    return f"({head}, … {len(values)} in all)" if len(values) > 8 else f"({head})"
+
+
+def items_text(items: Sequence[object], count: int = 0) -> str:
+    """Return items as in a sentence, of many the first six with their `count` (0: as many as there are items).
+
+    >>> items_text(["q_proj", "k_proj"]), items_text(range(9))
+    ('q_proj, k_proj', '0, 1, 2, 3, 4, 5, … (9 in all)')
+    """
+    head = ", ".join(map(str, items[:6]))
+    return f"{head}, … ({count or len(items)} in all)" if len(items) > 6 else head
+
+
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Write integers as ranges: (0, 1, 2, 5) → '0–2, 5'; long lists are cut after six ranges."""
-    ranges: list[list[int]] = []
+    """Return integers as ranges, of many the first six.
+
+    >>> ranges_text((0, 1, 2, 5))
+    '0–2, 5'
+    """
+    ranges = list[list[int]]()
     for n in sorted(numbers):
         if ranges and ranges[-1][1] == n - 1:
             ranges[-1][1] = n
         else:
             ranges.append([n, n])
-    text = [str(a) if a == b else f"{a}–{b}" for a, b in ranges[:6]]
-    return ", ".join(text) + (f", … ({len(numbers)} in all)" if len(ranges) > 6 else "")
+    return items_text([str(a) if a == b else f"{a}–{b}" for a, b in ranges], len(numbers))
+
+
+def short_text(value: object) -> str:
+    """Return a value as a message shows it, on one line: a long list ends after six elements, a long text has a gap.
+
+    >>> short_text([7] * 100)
+    '[7, 7, 7, 7, 7, 7, ...]'
+    """
+    return " ".join(_SHORT.repr(value).split())
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 80

@@ -23,7 +23,7 @@ from longspan.checkpoint.files import checkpoint_path
 from longspan.checkpoint.storage import SafetensorsReader, read_metadata
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train import training as run_module
 from tests.model.stock import SIZES, worst

@@ -26,7 +26,7 @@ from longspan.config.file import load_config
 from longspan.config.keys import AUTO, GONE_VALUES
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from tests.security.test_hostile_checkpoints import Hostile
 from tests.train.small import train_rank

@@ -20,7 +20,7 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.documents import Corpus
 from longspan.model.weights.write import weight_unit
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
 from tests.model.deep import deep_config

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.attention import KERNELS
 from longspan.bench.benches import BenchFlags
 from longspan.cli import machine as gpus
 from longspan.cli import main as command
@@ -24,7 +23,6 @@ from longspan.cli.main import main
 from longspan.cli.processes import Processes, choose_processes
 from longspan.errors import ConfigError
 from longspan.launch import fork_server
-from longspan.run.checks import ATTENTION_KERNELS
 
 TORCHRUN, ON_4 = {"RANK": "1", "WORLD_SIZE": "8"}, {"LOCAL_WORLD_SIZE": "4"}
 CASES: list[tuple[int, dict[str, str], dict[str, Any], Processes]] = [
@@ -249,10 +247,6 @@ def test_what_plans_helps_or_refuses_imports_no_torch(tmp_path: Path) -> None:
     words = [sys.executable, "-c", SCRIPT, repr(WITHOUT_TORCH)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_names_of_kernels_are_those_of_their_table() -> None:
-    assert [kernel.name for kernel in KERNELS] == [*ATTENTION_KERNELS]
 
 
 NAMES = (

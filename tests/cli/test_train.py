@@ -23,7 +23,7 @@ from longspan.errors import CommError, ConfigError, RankLostError
 from longspan.launch.stop_signals import Interrupted
 from longspan.run.checks import check_config
 from longspan.run.facts import TrainResult
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from tests.evaluation.saved.test_comparison import result
 from tests.report.pages import value_of, words_of

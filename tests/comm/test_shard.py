@@ -4,11 +4,12 @@ import copy
 import pickle
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from longspan import comm
-from longspan.comm.shard import Derived, SequenceShard, bind
+from longspan.comm.shard import Derived, SequenceShard, bind, to_device
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Layout
@@ -153,3 +154,31 @@ def test_real_rows_are_found_without_asking_the_device(monkeypatch: pytest.Monke
     found = {place: shard.find_real_rows(*place) for place in wanted}
     assert all(torch.equal(found[place], index) for place, index in wanted.items())
     assert 0 < len(wanted[0, None]) < len(is_real) == 15
+
+
+# ---- arrays of the host on the device: pytest --backend nccl for a GPU
+
+DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
+
+
+@pytest.mark.parametrize(
+    "array", (np.arange(7), np.zeros(0, np.int64), np.ones((2, 3), np.int32), np.float64(1) * np.eye(2))
+)
+def test_an_array_arrives_as_it_is(array: np.ndarray) -> None:
+    tensor = to_device(array, DEVICE)
+    assert tensor.device.type == DEVICE.type and tensor.shape == array.shape
+    assert np.array_equal(tensor.cpu().numpy(), array) and tensor.cpu().numpy().dtype == array.dtype
+    assert tensor.is_cuda or not len(array) or tensor.data_ptr() == array.ctypes.data, "memory is shared on a CPU"
+
+
+def test_on_a_gpu_the_array_may_change_at_once() -> None:
+    """What arrives is what it held when it was given, also where the device is busy meanwhile."""
+    if DEVICE.type != "cuda":
+        pytest.skip("needs --backend nccl and a GPU")
+    busy = torch.randn(4096, 4096, device=DEVICE)
+    for _ in range(20):
+        busy = busy @ busy * 1e-3
+    array = np.arange(1 << 16)
+    tensor = to_device(array, DEVICE)
+    array[:] = -1
+    assert torch.equal(tensor.cpu(), torch.arange(1 << 16))

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from longspan import Layout, World, evaluate
 from longspan.comm.watch import Watch
 from longspan.errors import EvaluationError
+from longspan.evaluation import EvaluationOptions, TargetRows
 from longspan.evaluation.metrics import Mean, bucket_edges
 from longspan.evaluation.result import Evaluation
 from longspan.testing import backend, run_ranks
-from longspan.train import EvaluationOptions, PlanChoice, TargetRows
+from longspan.train import PlanChoice
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.comm.control_group import ControlGroup
-from longspan.evaluation import evaluate as portions
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation import live as portions
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model.seams import attention_calls

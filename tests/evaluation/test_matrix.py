@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare

@@ -11,7 +11,7 @@ import torch
 from bench.training.live_bytes import LiveBytes
 
 from longspan.comm import World
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.plan import plan_fixed

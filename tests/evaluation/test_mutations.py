@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import PlanError
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model.experts.router import RouterCoefficients

@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError, RankLostError, RunFolderError
 from longspan.run.facts import TrainResult
-from longspan.run.loggers import MetricsLog, read_metrics
+from longspan.run.metrics import MetricsLog, read_metrics
 from longspan.testing import run_ranks
 from tests.evaluation.state import differences
 from tests.train.small import small_config, train_rank, without_times

@@ -12,7 +12,7 @@ from typing import Any
 
 from longspan.checkpoint.files import step_of
 from longspan.config.file import to_toml
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from tests.train.small import small_config
 
 Process = subprocess.Popen[bytes]

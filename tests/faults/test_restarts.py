@@ -13,7 +13,7 @@ import pytest
 from bench.processes.node_network import missing_permission
 
 from longspan.config.file import to_toml
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from tests.faults.live_run import LOCAL, TORCHRUN, last_step, lives, ranks_of, saved_steps, started, wait_for
 from tests.train.small import small_config
 

@@ -15,7 +15,8 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
 from longspan.report import gantt_svg, plan_document, write_png
-from longspan.report.gantt import FILLS, LEGEND, plan_bars, plan_part
+from longspan.report.bars import FILLS, plan_bars
+from longspan.report.gantt import LEGEND, plan_part
 from longspan.report.page import read_report_file
 from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan

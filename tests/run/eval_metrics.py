@@ -6,7 +6,7 @@ import signal
 import torch
 from torch import Tensor
 
-from longspan.train import TargetRows
+from longspan.evaluation import TargetRows
 
 TOP = 5
 

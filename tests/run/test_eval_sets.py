@@ -20,8 +20,8 @@ from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.model.presets import preset_config
 from longspan.run.checks import check_config
 from longspan.run.facts import TrainResult
-from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
+from longspan.run.metrics import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.run_data import open_evaluation_set, open_evaluation_sets
 from longspan.testing import backend, run_ranks

@@ -17,9 +17,9 @@ from longspan.model import execution, load_model, prepare
 from longspan.model.execution import Execution, model_execution
 from longspan.plan import Cost, Machine, plan_fixed
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.run import records
+from longspan.run import collect_facts
+from longspan.run.collect_facts import mixers_text
 from longspan.run.facts import RunFacts, TrainResult
-from longspan.run.records import mixers_text
 from longspan.train import step_figures as figures_module
 from longspan.train.step_figures import StepFigures, model_figures
 from tests.report.runs import FACTS
@@ -36,12 +36,12 @@ CONFIG = {
 def device_text(device: str, **figures: Any) -> str:
     world = SimpleNamespace(home=Layout(16, tp=2), node_size=4, device=torch.device(device))
     run: Any = SimpleNamespace(world=world, figures=SimpleNamespace(**{"peak": None, "uncounted": ""} | figures))
-    return records._device_text(run)
+    return collect_facts._device_text(run)
 
 
 def test_devices_on_gpus_and_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "world_device_name", lambda world: "NVIDIA H200")
-    monkeypatch.setattr(records, "usable_cores", lambda: 2)
+    monkeypatch.setattr(collect_facts, "world_device_name", lambda world: "NVIDIA H200")
+    monkeypatch.setattr(collect_facts, "usable_cores", lambda: 2)
     assert device_text("cuda", peak=989.0) == "16 x NVIDIA H200, 2 hosts, nccl; MFU is of 989 TFLOP/s each"
     assert device_text("cuda", peak=989.0, uncounted="no sizes") == "16 x NVIDIA H200, 2 hosts, nccl"
     assert device_text("cpu") == "16 processes on 2 CPU cores, 2 hosts, gloo"

@@ -46,7 +46,8 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.run import records as run_records
 from longspan.run import set_up
 from longspan.run.facts import RunFacts, TrainResult
-from longspan.run.loggers import read_metrics
+from longspan.run.lock import _lock_file
+from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import order
 from tests.faults.live_run import children_of, last_step, saved_steps
@@ -343,7 +344,7 @@ def _train_on_a_full_disk(rank: int, config: RunConfig) -> TrainResult:
 def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     config = small_config(tmp_path, train__steps=1, train__eval_every=0, data__eval_documents=0)
     folder = Path(config.run.dir)
-    lock = run_records._lock_file(folder, print)
+    lock = _lock_file(folder, print)
     with pytest.raises(
         RunFolderError, match=rf"another run is at work in .*: process {os.getpid()} on {gethostname()};"
     ):
@@ -372,12 +373,12 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
     if not (child := os.fork()):
-        opened = [run_records._lock_file(tmp_path, print)]  # not closed, of which Python would warn, with imports
+        opened = [_lock_file(tmp_path, print)]  # not closed, of which Python would warn, with imports
         os.kill(os.getpid(), signal.SIGKILL)
         opened.clear()
     os.waitpid(child, 0)
     assert (tmp_path / "run.lock").read_text() == f"process {child} on {gethostname()}"
-    run_records._lock_file(tmp_path, print).close()
+    _lock_file(tmp_path, print).close()
 
 
 def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.run import warm_up as warm_up_module
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.run.warm_up import (
     group_kind,
     plan_warm_up,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from longspan import Document, Layout, World, run_step
+from longspan.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.testing import backend, run_ranks
-from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 from tests.model.stock import error, gradients_of, prepare_untried, tiny, weights_of, worst
 from tests.train.own_loss.dense import rows_of
 

@@ -14,11 +14,11 @@ from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.shape.model_shape import ModelShape, model_flops
-from longspan.train import step
 from longspan.train.passes import Passes
-from longspan.train.step import SlotPaceTerm
 from longspan.train.step_figures import StepFigures
+from longspan.train.terms import slot_pace
 from longspan.train.terms.encoders import EncoderTimes
+from longspan.train.terms.slot_pace import SlotPaceTerm
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
 SIZES = {"width": 16, "head_size": 8, "full_layers": 3, "merge": 2}
@@ -40,7 +40,7 @@ def test_images_count() -> None:
     assert "tflops" in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0)
 
 
-def pace(tp: int = 0, vocabulary: int = step.LEAST_LOGITS // 4) -> SlotPaceTerm:
+def pace(tp: int = 0, vocabulary: int = slot_pace.LEAST_LOGITS // 4) -> SlotPaceTerm:
     """A term after the loss of a micro-batch of four targets, which took 20 ms."""
 
     def measure(batch: Any, hidden: Tensor, head: Any, *deeper: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_the_pace_of_a_slot_is_that_of_as_many_rows() -> None:
     assert rows == 4.0 and 0.02 <= seconds < 2.0
     ratio = term.results([seconds + 2 * seconds, rows + 10])["slot_ratio"]
     assert ratio == pytest.approx(seconds / 4 / (2 * seconds / 10))
-    small, single, second = pace(vocabulary=step.LEAST_LOGITS // 4 - 1), pace(), pace(tp=1)  # what has no ratio
+    small, single, second = pace(vocabulary=slot_pace.LEAST_LOGITS // 4 - 1), pace(), pace(tp=1)  # what has no ratio
     assert small.sums() == [0.0, 0.0] and small.results([1.0, 8.0]) == {"slot_ratio": None}
     assert single.results(single.sums()) == {"slot_ratio": None}, "there is no other slot"
     second.sums()

@@ -43,7 +43,7 @@ from longspan.doctor.stock import (
     loss_error,
     make_stock_model,
 )
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import add_mtp
 from longspan.model.exactness.small_copies import make_tiny_model

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from longspan.bridge.row_exchange import RowExchange, RowGradient
 from longspan.comm import SequenceShard
-from longspan.comm.row_exchange import RowExchange, RowGradient
 from longspan.comm.world import World
 from longspan.layout import Exchange, Partition
 

@@ -56,7 +56,7 @@ from longspan.model.weights.write import (
     replace_files,
     weight_unit,
 )
-from longspan.train.terms.mtp import add_configured_depths, find_depth_weights
+from longspan.train.run_depths import add_configured_depths, find_depth_weights
 from longspan.train.training import add_configured_adapter, load_run_model
 
 

@@ -41,10 +41,9 @@ from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host import free_host_bytes
-from longspan.layout.layout import excerpt
 from longspan.model.activations.host_offload import ALIGNMENT, HostArena
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.plain_text import bytes_text
+from longspan.plain_text import bytes_text, excerpt
 from longspan.train.optim.offload_states import make_sharded_tensor
 
 PIECE = 1 << 28  # bytes of the host's memory that are taken at a time

@@ -18,7 +18,7 @@ from longspan.files import read_json
 from longspan.hub import hub_name
 from longspan.model.lora import CONFIGURATION
 from longspan.run.facts import LAST_STEPS
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 
 _TAGS = ["longspan"]
 

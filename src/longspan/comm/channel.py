@@ -20,7 +20,7 @@ from longspan.comm.process_groups import Meshes, ParentName, ProcessGroups
 from longspan.comm.watch import Operation, Watch
 from longspan.errors import CommError
 from longspan.layout import Layout
-from longspan.layout.layout import excerpt
+from longspan.plain_text import excerpt
 from longspan.plan import Plan
 
 # torch's NCCL works hold what they receive, and the last work is watched until the next is waited for. From this many

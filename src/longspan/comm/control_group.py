@@ -18,7 +18,7 @@ from longspan.comm.process_groups import ProcessGroups
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
 from longspan.layout import Floats, Layout
-from longspan.layout.layout import excerpt
+from longspan.plain_text import excerpt
 
 T = TypeVar("T")
 Exchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 from longspan.comm.rendezvous import LimitedStore, clone_store_connection
 from longspan.launch.launcher_watch import has_ended, processes_of_torchrun
 from longspan.launch.rank_process import DEAD_KEY
-from longspan.layout.layout import excerpt
+from longspan.plain_text import excerpt
 
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
 

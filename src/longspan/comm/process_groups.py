@@ -25,7 +25,7 @@ from longspan.comm.rendezvous import defer_connections
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
 from longspan.layout import Integers, Layout
-from longspan.layout.layout import excerpt
+from longspan.plain_text import excerpt
 
 ParentName = Literal["plane", "everyone", "pipeline", "tp", "control"]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
 
 from longspan.errors import CommError, plural
-from longspan.layout.layout import excerpt
+from longspan.plain_text import excerpt
 
 T = TypeVar("T")
 BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo

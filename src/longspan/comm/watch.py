@@ -21,7 +21,7 @@ from torch.distributed import Work
 from longspan.comm.failure_reports import ANSWER_SECONDS, Activity, FailureReport, FailureReports, last_collective_text
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.launch.launcher_watch import launcher_is_gone
-from longspan.layout.layout import excerpt
+from longspan.plain_text import excerpt
 
 
 def is_backend_error(error: BaseException) -> bool:

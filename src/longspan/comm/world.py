@@ -39,7 +39,7 @@ from longspan.comm.replays import forget_replays
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.errors import CommError, plural
 from longspan.layout import Coordinates, Layout
-from longspan.layout.layout import excerpt
+from longspan.plain_text import excerpt
 from longspan.plan import Machine, Plan
 
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

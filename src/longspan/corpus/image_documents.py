@@ -27,7 +27,7 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
 from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Partition
-from longspan.model.exactness.image_trial import video_tokens
+from longspan.model.take_apart import video_tokens
 from longspan.model.vision.image_tokens import (
     ImageInput,
     ImageTokens,

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from longspan.data.document import NO_TARGET, Document, host_array
-from longspan.errors import DataError, plural, short_text
+from longspan.errors import DataError, plural
 from longspan.layout import Integers
+from longspan.plain_text import short_text
 
 _READ = ("input_ids", "labels", "attention_mask", "position_ids")
 

@@ -18,9 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from longspan.errors import DataError, short_text
+from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.layout.partition import NO_TARGET
+from longspan.plain_text import short_text
 
 
 @runtime_checkable

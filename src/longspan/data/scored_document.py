@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from longspan.data.document import Document, host_array
-from longspan.errors import DataError, short_text
+from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.layout.partition import NO_TARGET
+from longspan.plain_text import short_text
 
 LABEL = "label"  # the number of a label among the values of tokens; of several `label_0`, `label_1`, …
 

@@ -39,7 +39,7 @@ from longspan.doctor.stock import (
 )
 from longspan.doctor.which_model import register_class
 from longspan.errors import CommError, LongspanError, ModelError, plural
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
 from longspan.model.exactness.image_trial import TrialDocument

@@ -33,12 +33,11 @@ from longspan.model.exactness.image_trial import (
     make_video_document,
     ordinary_ids,
     token_kinds,
-    video_tokens,
 )
 from longspan.model.exactness.small_copies import EXPERT_GROUPS, PICKED, make_tiny_model
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.seams.indexers import order_ties
-from longspan.model.take_apart import refuse_model_without_images
+from longspan.model.take_apart import refuse_model_without_images, video_tokens
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
 

@@ -33,7 +33,7 @@ from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_toke
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
 from longspan.evaluation.request import (
     Change,

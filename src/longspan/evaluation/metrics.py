@@ -18,8 +18,9 @@ from torch import Tensor
 
 from longspan.comm import World, to_device
 from longspan.data.scored_document import LABEL
-from longspan.errors import ConfigError, EvaluationError, LongspanError, import_object, plural, short_text
+from longspan.errors import ConfigError, EvaluationError, LongspanError, import_object, plural
 from longspan.layout import Floats, Integers
+from longspan.plain_text import short_text
 from longspan.train.loss import cut_into_chunks, row_scores, rows_per_chunk, target_log_probs
 from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 

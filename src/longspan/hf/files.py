@@ -22,6 +22,7 @@ from transformers.trainer_utils import SaveStrategy, get_last_checkpoint, rotate
 from transformers.utils import logging
 
 import longspan
+from longspan.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import complete_checkpoints, read_state, sync_to_disk
 from longspan.checkpoint.storage import unreadable_data_text
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
@@ -30,7 +31,6 @@ from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import find_adapter, unwrap_peft_model
 from longspan.model.lora import write_adapter
 from longspan.model.saving import load_weights, stock_configuration, write_all_but_weights
-from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
 GLOBAL: tuple[Any, ...] = (
     (random.getstate, random.setstate),

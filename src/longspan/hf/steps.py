@@ -57,9 +57,9 @@ from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.read_rows import LocalBatch
-from longspan.train.step import encoder_terms
 from longspan.train.step_end import check_finite, clip_gradients, gather_and_add, sums_on_device
 from longspan.train.step_inputs import check_step_arguments
+from longspan.train.terms.step_terms import encoder_terms
 
 _log = logging.getLogger(__name__)
 

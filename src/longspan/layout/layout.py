@@ -11,6 +11,7 @@ from operator import index
 from typing import NamedTuple, SupportsIndex
 
 from longspan.errors import LayoutError, plural
+from longspan.plain_text import excerpt
 
 
 class Coordinates(NamedTuple):
@@ -150,9 +151,3 @@ def _as_integer(value: object) -> int | None:
         return index(value)
     except TypeError:  # a numpy array has `__index__` too, and refuses here unless it is one integer
         return None
-
-
-def excerpt(values: Sequence[object], limit: int = 8) -> str:
-    """The values in round brackets, the first few of them where there are many."""
-    head = ", ".join(repr(v) for v in values[:limit])
-    return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"

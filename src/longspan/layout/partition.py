@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from longspan.errors import LayoutError
-from longspan.layout.layout import check_degree, excerpt
+from longspan.layout.layout import check_degree
 from longspan.layout.segments import (
     Integers,
     Segments,
@@ -24,6 +24,7 @@ from longspan.layout.segments import (
     make_read_only,
     segments_from_runs,
 )
+from longspan.plain_text import excerpt
 
 NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
 

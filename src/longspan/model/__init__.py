@@ -9,7 +9,6 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.model.add_depths import add_mtp as add_mtp
-    from longspan.model.exactness.image_trial import video_tokens as video_tokens
     from longspan.model.load import load_model as load_model
     from longspan.model.lora import without_adapter as without_adapter
     from longspan.model.multimodal.multimodal_model import Encoder as Encoder
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from longspan.model.score_heads import score_class as score_class
     from longspan.model.seams.call_rules import is_prepared as is_prepared
     from longspan.model.take_apart import EncoderHome as EncoderHome
+    from longspan.model.take_apart import video_tokens as video_tokens
     from longspan.model.vision.image_tokens import ImageInput as ImageInput
     from longspan.model.vision.image_tokens import Video as Video
     from longspan.model.vision.image_tokens import image_tokens as image_tokens

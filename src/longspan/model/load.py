@@ -22,7 +22,6 @@ from longspan.errors import ModelError, plural
 from longspan.model.layers import SCORE_HEADS, vocabulary_size
 from longspan.model.mtp import select_published_depth_names
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.seams.call_rules import items_text
 from longspan.model.weights.fill import (
     RandomWeights,
     choose_image_text_class,
@@ -39,6 +38,7 @@ from longspan.model.weights.hf_folder import (
     read_configuration,
     weight_files,
 )
+from longspan.plain_text import items_text
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

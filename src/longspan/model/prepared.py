@@ -25,7 +25,8 @@ from longspan.model.compiled_layers import (
     start_compile_workers,
     unfuse_norms_in_graphs,
 )
-from longspan.model.exactness.check_model import check_encoder_adapter, check_model
+from longspan.model.exactness.adapter_rules import check_encoder_adapter
+from longspan.model.exactness.check_model import check_model
 from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import connect_experts

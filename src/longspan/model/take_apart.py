@@ -23,7 +23,7 @@ from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_en
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import doctor_hint
 from longspan.model.vision.image_encoder import VisionParts, pack_attention, split_off_image_encoder
-from longspan.model.vision.image_tokens import image_tokens
+from longspan.model.vision.image_tokens import VideoTokens, image_tokens
 from longspan.model.weights.fill import DeferredWeights
 from longspan.plan.cost.cost import Cost
 from longspan.plan.items.encoder_shape import EncoderShape, Trained, read_window_layers
@@ -186,3 +186,21 @@ def prepare_and_join_encoder(
         in_spans=find_family(language_model.config.model_type).images_see_each_other,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)
+
+
+def video_tokens(config: PreTrainedConfig) -> VideoTokens:
+    """Return what a model of this configuration takes for videos, whose groups of frames are items as images are.
+
+    Once for each configuration a small copy of the model is given videos, whole and as items. Raises ModelError where
+    the two differ, and for a model without videos.
+
+    >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
+    [6, 6, 6]
+    """
+    tokens = VideoTokens.from_configuration(config)
+    if reasons := reasons_against_images(config, videos=True):
+        raise ModelError(
+            f"{type(config).__name__} ({config.model_type}) cannot be given videos: {'; '.join(reasons)}; give frames "
+            "as images"
+        )
+    return tokens

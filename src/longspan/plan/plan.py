@@ -6,7 +6,7 @@ It is checked and printed here, and the same on every rank. Whether a model can 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from longspan.errors import LayoutError, PlanError, plural
 from longspan.files import parse_json, read_lines
 from longspan.layout import check_lengths
-from longspan.plain_text import seconds_text, text_table
+from longspan.plain_text import excerpt, seconds_text, text_table
 from longspan.plan.check import (
     MODES,
     check_choice,
@@ -197,16 +197,16 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
     for name in ("slots", "documents", "lengths"):
         if {type(value) for value in getattr(group, name)} != {int}:
-            raise PlanError(f"{where}: {name} {_excerpt(getattr(group, name))} must be integers (int, not numpy's)")
+            raise PlanError(f"{where}: {name} {excerpt(getattr(group, name))} must be integers (int, not numpy's)")
     if len(set(group.slots)) != len(group.slots):
-        raise PlanError(f"{where} names a slot twice: slots {_excerpt(group.slots)}")
+        raise PlanError(f"{where} names a slot twice: slots {excerpt(group.slots)}")
     if min(group.slots) < 0 or max(group.slots) >= plan.slots:
-        raise PlanError(f"{where} has slots {_excerpt(group.slots)}, but the plan has slots 0 to {plan.slots - 1}")
+        raise PlanError(f"{where} has slots {excerpt(group.slots)}, but the plan has slots 0 to {plan.slots - 1}")
     if len(group.documents) != len(group.lengths):
         raise PlanError(f"{where} has {len(group.documents)} documents and {len(group.lengths)} lengths")
     if min(group.documents) < 0 or max(group.documents) >= len(plan.lengths):
         possible = f"documents 0 to {len(plan.lengths) - 1}" if plan.lengths else "no documents"
-        raise PlanError(f"{where} has documents {_excerpt(group.documents)}, but the plan has {possible}")
+        raise PlanError(f"{where} has documents {excerpt(group.documents)}, but the plan has {possible}")
     for document, length in zip(group.documents, group.lengths, strict=True):
         if plan.lengths[document] != length:
             raise PlanError(
@@ -229,7 +229,7 @@ def _check_documents(plan: Plan) -> None:
     if len(wrong):
         d = int(wrong[0])
         places = [m for m, batch in enumerate(plan.micro_batches) if d in batch.documents]
-        seen = f"{times[d]} times (micro-batches {_excerpt(places)})" if places else "in no micro-batch"
+        seen = f"{times[d]} times (micro-batches {excerpt(places)})" if places else "in no micro-batch"
         raise PlanError(
             f"document {d} ({plan.lengths[d]} rows) is {seen}, and must be in exactly one group; "
             f"{len(wrong)} of {len(plan.lengths)} documents are wrong"
@@ -247,14 +247,9 @@ def _check_cap(plan: Plan) -> None:
         groups = [index for index, _ in plan.micro_batches[m].groups_of(slot)]
         rounded = f" in multiples of {plan.row_multiple}" if plan.row_multiple > 1 else ""
         raise PlanError(
-            f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {_excerpt(groups)}), above "
+            f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {excerpt(groups)}), above "
             f"max_tokens_per_slot {cap}; {len(above_cap)} of {rows.size} places are above it"
         )
-
-
-def _excerpt(values: Sequence[object], limit: int = 8) -> str:
-    head = ", ".join(str(value) for value in values[:limit])
-    return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"
 
 
 def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.report.gantt import PlanBars as PlanBars
+    from longspan.report.bars import PlanBars as PlanBars
+    from longspan.report.bars import plan_bars as plan_bars
     from longspan.report.gantt import gantt_svg as gantt_svg
-    from longspan.report.gantt import plan_bars as plan_bars
     from longspan.report.gantt import plan_document as plan_document
-    from longspan.report.gantt import write_png as write_png
+    from longspan.report.png import write_png as write_png
     from longspan.report.run_folder import RunFolder as RunFolder
     from longspan.report.run_page import plan_page as plan_page
     from longspan.report.run_page import write_report as write_report

@@ -18,7 +18,7 @@ from longspan.files import json_safe_values, parse_json
 from longspan.plan import Plan
 from longspan.plan.plan import find_plan
 from longspan.run.facts import RunFacts
-from longspan.run.loggers import read_json_rows
+from longspan.run.metrics import read_json_rows
 
 MOST = 1e30  # a larger number of a record is taken for none
 MAX_PLANS = 8  # in the report; the first and last saved and some between

@@ -23,13 +23,12 @@ from longspan.errors import ConfigError, import_object, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
+from longspan.plan.kernel_names import KERNEL_NAMES
 from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, home_of
 from longspan.train.plans.run_cost import check_planner_exists
 
-# As in longspan.attention.KERNELS, which brings torch: keys are checked without it.
-ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "triton_gathered", "cpu_flash", "reference")
 # By dtype of the parameters: in which dtypes a model may compute.
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
 _BITS = {"float64": 53, "float32": 24, "bfloat16": 8}  # of a number's significand
@@ -283,7 +282,7 @@ def _check_known_or_dotted(key: str, name: str, known: Sequence[str]) -> None:
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     context = config.context
     if context.attention_kernel:
-        _check_known_or_dotted("context.attention_kernel", context.attention_kernel, ATTENTION_KERNELS)
+        _check_known_or_dotted("context.attention_kernel", context.attention_kernel, KERNEL_NAMES)
     for entry in config.evaluations:
         if entry.context_parallel_size == AUTO and entry.planner not in ("fixed", AUTO):
             raise ConfigError(

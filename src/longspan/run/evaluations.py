@@ -8,7 +8,7 @@ from typing import Any
 
 from longspan.comm.all_ranks import StopSignal, run_on_every_rank, signal_of_any_rank
 from longspan.errors import EvaluationStopped, RunFolderError
-from longspan.evaluation.evaluate import evaluate, list_degree_choices
+from longspan.evaluation.live import evaluate, list_degree_choices
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.run.progress import ProgressDisplay, SetWork

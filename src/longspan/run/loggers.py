@@ -1,4 +1,4 @@
-"""Loggers of a run, longspan's own (TensorBoard, Weights & Biases) and yours, and metrics.jsonl, whose rows they get.
+"""Loggers of a run, longspan's own (TensorBoard, Weights & Biases) and yours, which get the rows of metrics.jsonl.
 
 A logger of your own is any class with `log(row, step)` and `close()` whose constructor takes a RunStart; `run.loggers`
 names it with its module. Needs no torch: names are checked before any process starts.
@@ -6,16 +6,15 @@ names it with its module. Needs no torch: names are checked before any process s
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, import_object
-from longspan.files import as_json, json_safe_values, name_file_in_errors, parse_json, read_lines, write_atomically
+from longspan.files import write_atomically
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -108,9 +107,9 @@ def logger_classes(names: Sequence[str]) -> dict[str, LoggerClass]:
 def scalars_by_display_name(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a row by display name; an evaluation's names contain its set and its degree.
 
-    >>> scalars({"step": 2, "loss": 3.5, "lr": 0.1})
+    >>> scalars_by_display_name({"step": 2, "loss": 3.5, "lr": 0.1})
     {'train/loss': 3.5, 'train/lr': 0.1}
-    >>> scalars({"step": 2, "eval_name": "books", "eval_loss": 3.5, "cp": 4})
+    >>> scalars_by_display_name({"step": 2, "eval_name": "books", "eval_loss": 3.5, "cp": 4})
     {'eval/books/loss_cp4': 3.5}
     """
     numbers = {
@@ -234,89 +233,3 @@ class TensorBoardLogger:
         facts = "\n".join(f"| {name} | {value} |" for name, value in start.facts.items())
         writer.add_text("run", f"| fact | value |\n|---|---|\n{facts}", start.done)
         return writer
-
-
-_MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
-_MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no run takes so many
-
-
-class StepLog:
-    """Appends lines of steps to a file, flushed one by one; a resumed run keeps those up to a step, and no torn one."""
-
-    def __init__(self, path: Path | None, *, after_step: int) -> None:
-        self._file = None
-        if path is not None:
-            with name_file_in_errors(path):
-                self._file = path.open("a+b")
-                self._file.truncate(_bytes_to_keep(path, after_step))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # a line that could not be written: `write_line` has raised an error
-                self._file.close()
-
-    def write_line(self, line: str) -> None:
-        """Append a line. Raises OSError, with the file's name, for what the disk refuses."""
-        if self._file is not None:
-            with name_file_in_errors(Path(self._file.name)):
-                self._file.write(line.encode() + b"\n")
-                self._file.flush()
-
-
-_STEP = re.compile(rb'{"step": ?(\d+),')
-
-
-def _bytes_to_keep(path: Path, after_step: int) -> int:
-    length = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            step = _STEP.match(line)
-            if step is None or int(step[1]) > after_step or not line.endswith(b"\n"):
-                break
-            length += len(line)
-    return length
-
-
-class MetricsLog(StepLog):
-    """The rows of metrics.jsonl, which go to `loggers` too."""
-
-    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
-        super().__init__(path, after_step=after_step)
-        self._loggers = loggers
-        self.evaluated = evaluations_in_rows(read_metrics(path) if path else [])
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self.evaluated |= evaluations_in_rows([row])
-        self.write_line(as_json(row))
-        if self._loggers is not None:
-            self._loggers.log(row)
-
-
-def evaluations_in_rows(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
-    return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return read_json_rows(path)[0] if path.exists() else []
-
-
-def read_json_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file like metrics.jsonl, and how many lines, too long ones too, are no rows."""
-    # None is a line of more than _MOST_BYTES; empty lines are not counted
-    lines = [line for line in read_lines(path, _MOST_BYTES) if line is None or line.strip()]
-    rows = [row for line in lines if line is not None and (row := read_json_row(line)) is not None]
-    return rows, len(lines) - len(rows)
-
-
-def read_json_row(line: bytes) -> dict[str, Any] | None:
-    """Return the row in a line of a file like metrics.jsonl; None for a line that is no object with a step."""
-    try:
-        row = parse_json(line.decode("utf-8", "replace"))
-        step = row.get("step") if isinstance(row, dict) else None
-        is_row = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MOST_STEPS
-        return json_safe_values(row) if is_row else None
-    except (ValueError, RecursionError):  # no JSON, or nested too deeply for the parser
-        return None

@@ -43,9 +43,9 @@ from longspan.train.plans.resolve import (
     set_node_size,
     set_world_machine,
 )
+from longspan.train.run_depths import depths_line
 from longspan.train.run_memory import choose_rows, set_usual_mode
 from longspan.train.starts import Starts
-from longspan.train.terms.mtp import depths_line
 from longspan.train.training import (
     AnyModel,
     check_run_model,

@@ -27,10 +27,10 @@ from longspan.plan.step_times import slot_rows
 from longspan.run.run_data import TrainingRun
 from longspan.train.optim.optimizer import allocate_adam_states
 from longspan.train.plans import StepPlanner
+from longspan.train.run_depths import mtp_loss
 from longspan.train.run_memory import SlotRowsError, peak_memory_bytes
 from longspan.train.starts import Starts
 from longspan.train.step import run_step
-from longspan.train.terms.mtp import mtp_loss
 from longspan.train.training import Training
 
 # FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has

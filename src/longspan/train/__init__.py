@@ -1,4 +1,4 @@
-"""One training step, and what a loop of your own needs with it: optimizers, gradient norms, losses, checkpoints.
+"""One training step, and what a loop of your own needs with it: optimizers, gradient norms, losses, documents.
 
 Names are imported on first use (PEP 562), so that reading a configuration needs no torch.
 """
@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.checkpoint.checkpoint import find_checkpoint as find_checkpoint
-    from longspan.checkpoint.checkpoint import load_checkpoint as load_checkpoint
-    from longspan.checkpoint.checkpoint import save_checkpoint as save_checkpoint
-    from longspan.checkpoint.saver import CheckpointSaver as CheckpointSaver
     from longspan.data.batch_documents import BatchDocuments as BatchDocuments
     from longspan.data.batch_documents import documents_of as documents_of
     from longspan.data.document import Document as Document
     from longspan.data.scored_document import ScoredDocument as ScoredDocument
-    from longspan.evaluation.evaluate import evaluate as evaluate
-    from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
-    from longspan.evaluation.metrics import TargetRows as TargetRows
     from longspan.model import without_adapter as without_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
     from longspan.train.gather import gather_documents as gather_documents

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from longspan.bridge.row_exchange import carry_rows, moves_on_device
 from longspan.comm import World
 from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
-from longspan.comm.row_exchange import carry_rows, moves_on_device
 from longspan.data.document import NO_TARGET, Labelled, Valued
-from longspan.errors import DataError, PlanError, plural, short_text
+from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Exchange, Integers, Partition
-from longspan.layout.layout import excerpt
+from longspan.plain_text import excerpt, short_text
 from longspan.plan import Plan
 from longspan.train.read_rows import (
     WEIGHTS,

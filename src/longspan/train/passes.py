@@ -53,9 +53,6 @@ class Term:
 
     depths = 0
 
-    def check_inputs(self, inputs: StepInputs) -> None:
-        """Raise where the term and the step do not belong together; entered by all ranks."""
-
     def read(self, batches: Sequence[LocalBatch]) -> None:
         """Read what the term needs of a whole step, whose batches have been read; entered by all ranks."""
 

@@ -29,10 +29,10 @@ from longspan.errors import CommError, ConfigError, PlanError, plural
 from longspan.files import read_json, write_atomically
 from longspan.host import free_host_bytes
 from longspan.layout import Layout
-from longspan.plain_text import bytes_text
+from longspan.plain_text import bytes_text, gib_text
 from longspan.plan import Cost, Machine, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory
 from longspan.plan.memory.memory_plan import mean_step_seconds
-from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS, gib_text
+from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
 from longspan.ssm.kernels.packages import fla_device_lack
 from longspan.train.plans import PlanChoice, plan_row_multiple

@@ -11,31 +11,25 @@ add to it are its terms (`terms/`): a step enters no module of a feature that is
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.data.document import NO_TARGET
 from longspan.errors import LossError
-from longspan.model.experts.moe import make_router_statistics
-from longspan.model.experts.router import RouterCoefficients, RouterLosses, RouterStatistics
 from longspan.model.layers import score_columns
-from longspan.model.lora import refuse_adapter_left_out
-from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.prepared import refuse_other_parameters
 from longspan.plan import Plan
-from longspan.train.loss import CrossEntropy, Head
-from longspan.train.passes import Measure, Passes, Term, default_divisor, launch_passes, read_batches, run_passes
-from longspan.train.read_rows import LocalBatch
+from longspan.train.loss import CrossEntropy
+from longspan.train.passes import Passes, default_divisor, launch_passes, read_batches, run_passes
 from longspan.train.step_end import StepEnd
-from longspan.train.step_inputs import StepInputs, check_step_arguments, check_update_arguments
+from longspan.train.step_inputs import check_step_arguments, check_update_arguments
+from longspan.train.terms.step_terms import encoder_terms, step_terms
 
 if TYPE_CHECKING:
+    from longspan.model.experts.router import RouterCoefficients, RouterLosses
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.encoders import EncoderTimes
     from longspan.train.terms.micro_batch_loss import MicroBatchLoss
@@ -64,7 +58,7 @@ class StepResult:
     seconds: float
     rows: int
     micro_batches: int
-    router: RouterLosses | None = None
+    router: "RouterLosses | None" = None
     divisor: float = 1.0
     forward_twice: int = 0
     mtp_losses: tuple[float, ...] = ()
@@ -82,7 +76,7 @@ def run_step(
     max_grad_norm: float | None = None,
     step: int | None = None,
     loss_chunk_rows: int = 0,
-    router: RouterCoefficients | None = None,
+    router: "RouterCoefficients | None" = None,
     loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
     divisor: float | None = None,
     mtp: "MtpLoss | None" = None,
@@ -134,8 +128,15 @@ def run_step(
         raise LossError(f"temperature is {temperature:g}, and the model makes scores, which have none; leave it out")
     if step is not None:
         world.step = step
-    terms = step_terms(inputs, loss=loss, divisor=divisor, router=router, mtp=mtp, chunk_rows=loss_chunk_rows)
-    terms = (*terms, SlotPaceTerm(world)) if times_slots else terms  # last: it times the measure of all others
+    terms = step_terms(
+        inputs,
+        loss=loss,
+        divisor=divisor,
+        router=router,
+        mtp=mtp,
+        chunk_rows=loss_chunk_rows,
+        times_slots=times_slots,
+    )
     batches = read_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
@@ -209,135 +210,3 @@ def token_log_probs(
     log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also)
     run_passes(Passes.with_terms(inputs, terms, log_probs, temperature=temperature), batches)
     return log_probs.sum_over_ranks(world)
-
-
-# ---- terms of a step
-
-
-LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: on fewer the launches of kernels count
-
-
-class SlotPaceTerm(Term):
-    """Times the loss of a step's rows on this slot; on a GPU by events, read once the step has waited for it anyway."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._rows = 0
-        self._seconds = 0.0
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, measure=partial(self._measure_and_time, passes.measure))
-
-    def _measure_and_time(
-        self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
-    ) -> Tensor:
-        rows = int((batch.labels != NO_TARGET).sum())
-        if rows * head.vocabulary < LEAST_LOGITS:
-            return measure(batch, hidden, head, *deeper)
-        self._rows += rows
-        if hidden.is_cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            loss = measure(batch, hidden, head, *deeper)
-            end.record()
-            self._spans.append((start, end))
-            return loss
-        started = time.perf_counter()
-        loss = measure(batch, hidden, head, *deeper)
-        self._seconds += time.perf_counter() - started
-        return loss
-
-    def sums(self) -> list[float]:
-        for _, end in self._spans:
-            end.synchronize()
-        seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
-        self._spans, self._seconds = [], seconds
-        return [seconds, float(self._rows)]
-
-    def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return this slot's seconds a row over the other slots' seconds a row; None if one of these was not timed.
-
-        Of a slot's tensor-parallel ranks only the first is in the sums; the others return None.
-        """
-        seconds, rows = sums[0] - self._seconds, sums[1] - self._rows  # of the others
-        if self._world.coordinates.tp or not self._rows or rows <= 0 or seconds <= 0:
-            return {"slot_ratio": None}
-        return {"slot_ratio": self._seconds / self._rows / (seconds / rows)}
-
-
-_CONFIGURED = RouterCoefficients()  # as the model's configuration has them
-
-
-class AdapterTerm(Term):
-    """An adapter that is trained: refused where it is left out, for then nothing would be trained."""
-
-    def check_inputs(self, inputs: StepInputs) -> None:
-        refuse_adapter_left_out(inputs.model)
-
-
-class RoutersTerm(Term):
-    """The routers of a model with experts: their losses in the gradient, and their statistics in the result."""
-
-    def __init__(self, statistics: RouterStatistics) -> None:
-        self._statistics = statistics
-
-    def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, routing=self._statistics)
-
-    def sums(self) -> list[float] | Tensor:
-        return self._statistics.sums()
-
-    def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        return {"router": self._statistics.losses(sums)}
-
-
-def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
-    """Return the terms that make inputs of the language model: its encoders. Evaluations have no others."""
-    model, items = inputs.model, inputs.documents.items
-    if not isinstance(model, MultimodalModel):
-        return ()
-    from longspan.train.terms.encoders import EncodersTerm
-
-    assert items is not None, "documents of a MultimodalModel have items"
-    return (EncodersTerm(model, inputs, items, depths),)
-
-
-def step_terms(
-    inputs: StepInputs,
-    *,
-    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
-    divisor: float | None = None,
-    router: RouterCoefficients | None = None,
-    mtp: "MtpLoss | None" = None,
-    chunk_rows: int = 0,
-) -> tuple[Term, ...]:
-    """Make all terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
-
-    Raises what the terms raise for a model or arguments that they cannot take.
-    """
-    model, terms = inputs.language_model, list[Term]()
-    if inputs.backward and getattr(model, "adapter", None) is not None:
-        terms.append(AdapterTerm())
-    scores = score_columns(model)
-    if scores and loss is None:
-        from longspan.train.terms.scores import configured_loss
-
-        loss = configured_loss(model)
-    if loss is not None or divisor is not None:
-        from longspan.train.terms.document_loss import LossTerm
-
-        terms.append(LossTerm(loss, divisor, inputs.plan, inputs.world, chunk_rows, scores))
-    for term in terms:  # the others check when they are made
-        term.check_inputs(inputs)
-    depths = None
-    if mtp is not None:
-        from longspan.train.terms.mtp import DepthsTerm
-
-        depths = DepthsTerm(mtp, inputs, chunk_rows)
-    # `make_router_statistics` refuses coefficients for a model without routers.
-    if hasattr(getattr(model, "config", None), "router_aux_loss_coef") or router not in (None, _CONFIGURED):
-        statistics = make_router_statistics(model, inputs.world, inputs.plan.tokens, router)
-        terms += [] if statistics is None else [RoutersTerm(statistics)]
-    terms += [] if depths is None else [depths]  # after the loss, to whose measure they add theirs
-    return (*encoder_terms(inputs, 0 if depths is None else depths.depths), *terms)

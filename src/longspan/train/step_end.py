@@ -21,10 +21,10 @@ from longspan.comm import World, on_all_ranks, to_device
 from longspan.comm.channel import Channel
 from longspan.data.document import NO_TARGET
 from longspan.errors import ModelError, NonFiniteError, PlanError
-from longspan.layout.layout import excerpt
 from longspan.model.multimodal.multimodal_model import MultimodalModel, modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.local_tensors import local_tensor
+from longspan.plain_text import excerpt
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.passes import Passes

@@ -43,10 +43,10 @@ from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, query_heads
+from longspan.train.run_depths import add_configured_depths, mtp_loss
 from longspan.train.run_memory import check_model_fits
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
-from longspan.train.terms.mtp import add_configured_depths, mtp_loss
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan

@@ -26,6 +26,7 @@ from verl.workers.config.optimizer import build_optimizer  # pyright: ignore[rep
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx  # pyright: ignore[reportMissingImports]
 from verl.workers.engine.fsdp.utils import unfuse_moe_params  # pyright: ignore[reportMissingImports]
 
+from longspan.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.comm import World
 from longspan.data.document import Document
 from longspan.data.item_documents import ItemDocuments, items_at_placeholders
@@ -42,17 +43,7 @@ from longspan.model.score_heads import add_score_head, score_class
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed
 from longspan.plan.cost.machine import CostSettings
-from longspan.train import (
-    MicroBatchLoss,
-    MicroBatchTokens,
-    clip_grad_norm,
-    find_checkpoint,
-    load_checkpoint,
-    run_step,
-    save_checkpoint,
-    token_log_probs,
-    token_scores,
-)
+from longspan.train import MicroBatchLoss, MicroBatchTokens, clip_grad_norm, run_step, token_log_probs, token_scores
 from longspan.verl.samples import Samples, pad_answers, read_samples, read_temperature
 from longspan.verl.settings import LongspanEngineConfig
 

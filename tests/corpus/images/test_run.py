@@ -14,7 +14,7 @@ from longspan.corpus.image_documents import ImageReader
 from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows

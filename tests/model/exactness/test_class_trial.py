@@ -15,13 +15,14 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness import image_trial, small_copies
-from longspan.model.exactness.check_model import (
+from longspan.model.exactness.class_trial import (
     ClassTrial,
     needs_class_trial,
     refuse_inexact_class,
     try_small_model_of_class,
 )
-from longspan.model.exactness.image_trial import reasons_against_images, video_tokens
+from longspan.model.exactness.image_trial import reasons_against_images
+from longspan.model.take_apart import video_tokens
 from longspan.plan import plan_fixed
 from longspan.plan.shape.families import Family
 from longspan.testing import backend

@@ -12,12 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedMo
 from longspan import run_step, token_log_probs
 from longspan.comm import World, bind
 from longspan.errors import ModelError
+from longspan.evaluation import evaluate
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.exactness.row_trial import try_rows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import PlanChoice, evaluate
+from longspan.train import PlanChoice
 from tests.model.stock import texts, tiny
 
 LENGTHS = (9, 5)

@@ -18,7 +18,7 @@ from longspan.checkpoint.files import checkpoint_path
 from longspan.comm import World, bind
 from longspan.comm.channel import Channel, Handle
 from longspan.errors import ModelError, PlanError
-from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.model.experts.experts import Loads, run_experts

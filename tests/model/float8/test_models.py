@@ -11,6 +11,7 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.evaluation import evaluate
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
 from longspan.model.execution import model_execution
@@ -18,7 +19,7 @@ from longspan.model.float8 import products
 from longspan.model.float8_layers import float8_linears
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import evaluate, run_step
+from longspan.train import run_step
 from tests.model.float8.dense import float8_on_cpus, random_model, use_dense_float8
 from tests.model.float8.test_products import count_quantised
 from tests.model.stock import dense_answer, gradients_of, prepare_untried, texts, worst

@@ -21,7 +21,7 @@ from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
 from longspan.plan.plan import plan_row
 from longspan.run import progress
-from longspan.run.loggers import MetricsLog, read_metrics
+from longspan.run.metrics import MetricsLog, read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import PlanLog
 from longspan.train.run_memory import peak_memory_bytes

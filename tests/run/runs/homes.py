@@ -11,8 +11,8 @@ from longspan import World
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import LongspanError
 from longspan.run.checks import check_config
-from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
+from longspan.run.metrics import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from tests.model.stock import without_trials

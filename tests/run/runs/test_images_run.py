@@ -12,7 +12,7 @@ from longspan.checkpoint.export import export_checkpoint
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.model.take_apart import freeze_image_modules
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from tests.corpus.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
 from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny
 from tests.run.runs.homes import farthest, train_rows

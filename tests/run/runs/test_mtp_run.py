@@ -18,7 +18,7 @@ from longspan.errors import ConfigError, ModelError
 from longspan.model import add_mtp, load_model
 from longspan.report import write_report
 from longspan.report.run_folder import RunFolder
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, train_rows
 from tests.train.small import small_config
 

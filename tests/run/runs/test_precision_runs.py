@@ -8,7 +8,7 @@ import torch
 
 from longspan.checkpoint.storage import read_metadata
 from longspan.config.sections import RunConfig
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of
 from tests.train.small import small_config, without_times
 

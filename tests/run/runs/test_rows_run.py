@@ -23,7 +23,7 @@ from longspan.data.step_order import StepOrder
 from longspan.data.stream import Mixture
 from longspan.errors import ConfigError
 from longspan.model import load_model
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.run.set_up import write_model_files
 from longspan.testing import run_ranks
 from longspan.train.plans.order import (

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from longspan import Layout, World
+from longspan.evaluation import evaluate
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend
-from longspan.train import build_optimizer, evaluate, run_step
+from longspan.train import build_optimizer, run_step
 from tests.model.stock import error, gradients_of, prepare_untried
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 from longspan import Layout, World, plan_dynamic, prepare, run_step, save_model
+from longspan.checkpoint import load_checkpoint, save_checkpoint
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, load_checkpoint, save_checkpoint
+from longspan.train import build_optimizer
 from tests.model.stock import weights_of, worst
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.encoders import encoder_of

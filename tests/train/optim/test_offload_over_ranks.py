@@ -22,7 +22,7 @@ from longspan.model import load_model
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.run import set_up
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train import offload_states
 from longspan.train.optim.offload_states import OffloadedStates

@@ -22,7 +22,7 @@ from longspan.plan import Cost, CostSettings, Link, Machine, plan_fixed, read_pl
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.plan.ways import compare_degrees
 from longspan.run.checks import check_config
-from longspan.run.loggers import read_metrics
+from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
 from longspan.train.plans.resolve import _planner_reason, choose_degree, choose_planner, set_world_machine

@@ -21,12 +21,13 @@ from longspan import Document
 from longspan.comm import SequenceShard, World
 from longspan.data.document import NO_TARGET, count_targets
 from longspan.errors import DataError, ModelError, PlanError
+from longspan.evaluation import evaluate
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.seams.row_loss import OutputHead
 from longspan.plan import Group, MicroBatch, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import PlanChoice, evaluate, run_step
+from longspan.train import PlanChoice, run_step
 from longspan.train.loss import chunked_cross_entropy, rows_per_chunk, summed_cross_entropy, uses_softmax_kernels
 from longspan.train.read_rows import read_inputs_and_labels
 from tests.model.stock import VOCABULARY, error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst

@@ -1,7 +1,7 @@
 """The support table: what each kernel can do, and which one computes a call.
 
 The first kernel of `KERNELS` that can do a call is chosen; naming a kernel that cannot is an error with what
-it lacks. Errors and `longspan doctor` read the table.
+it lacks. Errors and `longspan doctor` read the table; its names, in their order, are in `plan/kernel_names.py`.
 """
 
 import torch
@@ -9,11 +9,10 @@ import torch
 from longspan.attention.call import AttendCall, HeadSizes, Kernel
 from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash, triton_gathered
 from longspan.errors import AttentionError, import_object
+from longspan.plan.kernel_names import KERNEL_NAMES
 
 # That some kernels lack; masks, sinks and scale are everybody's.
 FEATURES = ("window", "softcap", "dropout", "indices", "latents")
-
-
 _HALF = (torch.bfloat16, torch.float16)
 _FULL = (torch.float32, torch.float64)
 
@@ -25,7 +24,7 @@ def _flash_lack(device: torch.device) -> str:
     return "" if capability >= (8, 0) else f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
 
 
-KERNELS: tuple[Kernel, ...] = (
+_ROWS = (
     Kernel(
         name="fa4",
         devices=("cuda",),
@@ -107,6 +106,8 @@ KERNELS: tuple[Kernel, ...] = (
         takes_deltas=lambda call: True,
     ),
 )
+_ROW_OF_NAME = {kernel.name: kernel for kernel in _ROWS}
+KERNELS: tuple[Kernel, ...] = tuple(_ROW_OF_NAME[name] for name in KERNEL_NAMES)
 
 
 def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:

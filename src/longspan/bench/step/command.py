@@ -25,8 +25,8 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
+from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu
-from longspan.run.records import mixers_text
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.resolve import set_node_size, set_world_machine
 from longspan.train.run_memory import (

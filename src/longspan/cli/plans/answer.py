@@ -32,9 +32,9 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, PlanError, plural
 from longspan.model.presets import find_published_preset
 from longspan.model.weights.tokenizer_files import tokenizer_folder
-from longspan.plain_text import number_text, seconds_text, text_table
+from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import Plan, group_counts, model_flops, peak_tflops
-from longspan.plan.memory.settings import Bytes, gib_text
+from longspan.plan.memory.settings import Bytes
 from longspan.plan.ways import plan_type_text
 from longspan.run.checks import check_config, check_paths_exist
 from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens, order_lengths, set_epoch_steps

@@ -27,9 +27,10 @@ from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
 from longspan.host import free_host_bytes
 from longspan.model.presets import find_published_preset
+from longspan.plain_text import gib_text
 from longspan.plan import Machine
 from longspan.plan.cost.machine import find_machine_of_device, read_machine
-from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint, gib_text
+from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
 PROG = "longspan plan"

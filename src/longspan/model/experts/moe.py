@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from longspan.comm import SequenceShard, World
+from longspan.comm.all_to_all import all_to_all_rows, exchange_counts
 from longspan.comm.channel import Channel
-from longspan.comm.row_exchange import all_to_all_rows, exchange_counts
 from longspan.comm.shard import break_graphs_around
 from longspan.comm.world import world_of
 from longspan.errors import ModelError

@@ -45,12 +45,6 @@ def doctor_hint(model: Any) -> str:
     return f"{DOCTOR} {name} tries a small copy of it"
 
 
-def items_text(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:
-    """Write the first items in words, and how many there are in all."""
-    head = ", ".join(str(item) for item in items[:limit])
-    return f"{head}, … ({len(items)} in all)" if len(items) > limit else head
-
-
 def has_forward_of_others(module: nn.Module) -> bool:
     """Return whether somebody else than longspan gave a module a forward in place of its class's.
 

@@ -25,8 +25,9 @@ from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.layers import architecture_name, decoder_layers, preserve_modes
 from longspan.model.seams.attention_calls import Probe, RecordedCall, is_indexed
-from longspan.model.seams.call_rules import doctor_hint, items_text
+from longspan.model.seams.call_rules import doctor_hint
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
+from longspan.plain_text import items_text
 
 
 def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:

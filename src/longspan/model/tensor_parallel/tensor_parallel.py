@@ -40,7 +40,6 @@ from longspan.model.tensor_parallel.plan import (
     split_block_names,
     tensors_of_part,
 )
-from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
     ADAPTED,
     ROWS,
@@ -310,7 +309,6 @@ def _checked_styled_modules(model: PreTrainedModel, tp: int, *, sequence_paralle
         if style == tp_style.MIXER:
             refuse_unsplittable_mixer(name, module, tp)
     refuse_unnamed_parameters(model, styled_modules)
-    refuse_mixed_features(model, styled_modules)
     if sequence_parallel:
         for name, layer in layers_and_depths(model).items():
             single_and_full_row_modules(name, layer, styled_modules)  # here only to raise, as the next line

@@ -6,8 +6,9 @@ No torch.
 import shutil
 from pathlib import Path
 
-from longspan.errors import DataError, short_text
+from longspan.errors import DataError
 from longspan.files import read_json
+from longspan.plain_text import short_text
 
 FAST_TOKENIZER = "tokenizer.json"
 VOCABULARIES = (  # of tokenizers of any kind

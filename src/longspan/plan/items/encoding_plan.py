@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Layout, Partition
-from longspan.layout.layout import excerpt
 from longspan.layout.segments import Integers, Segments, expand_runs, is_integer_type, make_read_only
+from longspan.plain_text import excerpt
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.micro_batch import MicroBatch

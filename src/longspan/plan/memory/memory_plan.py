@@ -15,10 +15,11 @@ from typing import Any
 
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout
+from longspan.plain_text import gib_text
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
-from longspan.plan.memory.settings import MEASURES, Bytes, FixedMemory, Measure, MemoryBudget, MemorySettings, gib_text
+from longspan.plan.memory.settings import MEASURES, Bytes, FixedMemory, Measure, MemoryBudget, MemorySettings
 from longspan.plan.memory.stage_bytes import ModelNumbers, StageBytes, make_stages
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import ConfigReader

@@ -43,10 +43,6 @@ class Bytes:
         return vars(self) | {"total": self.total}
 
 
-def gib_text(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
-
-
 def bytes_hint(size: int) -> str:
     """The hint for too small a number of bytes; one from 1 to 4096 was probably meant in GiB."""
     meant = size if 0 < size <= 4096 else 80

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks, raise_first_error, to_device
-from longspan.errors import LongspanError, LossError, ModelError, plural, short_text
+from longspan.errors import LongspanError, LossError, ModelError, plural
 from longspan.layout import Floats
 from longspan.model.adapters import adapter_of_prepared_model, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
+from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head, chunked_loss, chunked_values, row_numbers
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
@@ -248,16 +249,15 @@ class LossTerm(Term):
     CommError where ranks have different ones, or some have neither.
     """
 
-    def __init__(
-        self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int, scores: int = 0
-    ) -> None:
+    def __init__(self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int = 0) -> None:
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
+        world = inputs.world
         self._world = world
         loss_text, failure = "", None
         try:
             self.measure: Measure
             self.divisor: float
-            self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows, scores)
+            self.measure, self.divisor, loss_text = _read_loss(loss, divisor, inputs.plan, world, chunk_rows, scores)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
         if world.control.compare_digests(
@@ -265,12 +265,10 @@ class LossTerm(Term):
         ):
             raise_first_error(world, failure)
         world.control.compare_digests(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
-
-    def check_inputs(self, inputs: StepInputs) -> None:
         if inputs.backward and isinstance(self.measure, DocumentPasses):
             self.measure.refuse_dropout(inputs.language_model)
         if inputs.backward and isinstance(self.measure, MicroBatchPasses):
-            refuse_head_dropout(inputs.language_model, self._world, "MicroBatchLoss")
+            refuse_head_dropout(inputs.language_model, world, "MicroBatchLoss")
 
     def extend_passes(self, passes: Passes) -> Passes:
         return replace(passes, measure=self.measure, divisor=self.divisor)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from longspan.bridge import Bridge
+from longspan.bridge.row_exchange import RowGradient
 from longspan.comm import SequenceShard, World, bind, raise_first_error, to_device
-from longspan.comm.row_exchange import RowGradient
 from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
-from longspan.errors import LossError, short_text
+from longspan.errors import LossError
 from longspan.layout import Floats
+from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import Head, chunked_loss, chunked_values, row_numbers
 from longspan.train.read_rows import LocalBatch

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
-from longspan.errors import DataError, LossError, short_text
+from longspan.errors import DataError, LossError
 from longspan.layout import Floats
+from longspan.plain_text import short_text
 from longspan.train.loss import (
     Head,
     Targets,

@@ -1,8 +1,7 @@
 """Move arbitrary rows to the ranks that need them, and their gradients back to the ranks that have them.
 
 Who sends what is an Exchange, computed on the host; no sizes are exchanged. The way back is planned on its own: a row
-that several ranks need has several gradients, and a row that several ranks have must reach them all. If only the sender
-has the number of rows that go to each member, counts travel first (`exchange_counts`), then rows (`all_to_all_rows`).
+that several ranks need has several gradients, and a row that several ranks have must reach them all.
 """
 
 from collections.abc import Sequence
@@ -178,36 +177,3 @@ class _ExchangeRows(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None]:
         gradient = ctx.move.back(gradients[0])
         return gradient, gradient.new_zeros(ctx.anchor_shape), None
-
-
-def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
-    """Return all members' counts (E,), in member order, on each member's host: one gather, and one device wait."""
-    parts = channel.all_gather(counts[None].contiguous(), [1] * channel.degree, "token counts of experts").wait()
-    return torch.cat(parts).tolist()
-
-
-def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], channel: Channel) -> Tensor:
-    """Send the first `sends[0]` rows of x to member 0, the next `sends[1]` to member 1, …; return what arrives.
-
-    x (sum of sends, …) to (sum of receives, …): `receives[m]` rows from each member m in turn. Differentiable: a row
-    is at one member before and at one after, so its gradient is whole where it is, and travels back as it came.
-    Every member enters, forward and backward, with no rows if need be. Raises CommError where counts do not fit.
-    """
-    if len(sends) != channel.degree or len(receives) != channel.degree or x.shape[0] != sum(sends):
-        raise CommError(
-            f"all_to_all_rows got {x.shape[0]} rows to send as {tuple(sends)} and to receive as {tuple(receives)} "
-            f"among {channel.degree} members; give one count for each member, and that many rows"
-        )
-    return _AllToAllRows.apply(x, tuple(sends), tuple(receives), channel)  # pyright: ignore[reportReturnType]
-
-
-class _AllToAllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], channel: Channel) -> Tensor:
-        ctx.sends, ctx.receives, ctx.channel = sends, receives, channel
-        return channel.all_to_all_rows(x.detach(), sends, receives, "rows to their experts").wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient = ctx.channel.all_to_all_rows(gradients[0], ctx.receives, ctx.sends, "gradients of experts' rows")
-        return gradient.wait(), None, None, None

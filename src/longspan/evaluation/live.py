@@ -41,8 +41,8 @@ from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.run_memory import measure_added_peak, unused_bytes
-from longspan.train.step import encoder_terms
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
+from longspan.train.terms.step_terms import encoder_terms
 
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss

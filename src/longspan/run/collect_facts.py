@@ -1,0 +1,205 @@
+"""The facts of a run at the start of a session, read from its model, world, plans and corpus."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspan.comm import World
+from longspan.errors import plural
+from longspan.files import read_json
+from longspan.host import usable_cores
+from longspan.model.execution import Execution, model_execution
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan.shape.model_shape import read_experts
+from longspan.run.facts import RunFacts
+from longspan.run.run_data import TrainingRun
+from longspan.ssm.kernels import describe_kernels
+from longspan.train.plans.order import most_step_tokens
+from longspan.train.step_end import counted_parameters
+from longspan.train.step_figures import world_device_name
+
+
+def collect_facts(run: TrainingRun) -> RunFacts:
+    """Return the facts of a run; entered by all ranks."""
+    world, home, sessions = run.world, run.world.home, _sessions_so_far(run)
+    sizes = _count_parameters(run)
+    return RunFacts(
+        lines=tuple(_fact_lines(run, *sizes, sessions)),
+        parameters=sizes[0],
+        parameters_of_rank=sizes[1],
+        trained=sizes[2],
+        device=world_device_name(world),
+        ranks=len(home.ranks),
+        node_size=world.node_size,
+        hosts=_count_hosts(world),
+        priced_for=run.cost.source or "",
+        steps=run.config.train.steps,
+        done=run.done,
+        date=datetime.now().astimezone().isoformat(" ", "minutes"),
+        command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]]),
+        sessions=sessions,
+        memory=run.memory.to_json() if run.memory is not None else {},
+    )
+
+
+def _count_hosts(world: World) -> int:
+    return -(-len(world.home.ranks) // (world.node_size * world.home.tp))
+
+
+def _fact_lines(
+    run: TrainingRun, parameters: int, of_rank: int, trained: int, sessions: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, str]]:
+    config, home, lengths, execution = run.config, run.world.home, run.corpus.lengths, model_execution(run.model)
+    experts, mtp = read_experts(run.model.config), config.mtp
+    sizes = f"{_count_text(parameters)} parameters, {_count_text(of_rank)} on a rank"
+    sizes += f", {_count_text(trained)} trained" if config.lora.rank else ""
+    sizes += f", {experts.of_token} of {experts.of_layer} experts a token" if experts.of_layer else ""
+    yield "model", f"{config.model.source or config.model.preset}: {sizes}"
+    dtypes = execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype
+    parameter, compute, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    yield "precision", f"parameters {parameter}, compute {compute}, gradients summed in {reduced}"
+    yield "devices", _device_text(run)
+    slots = plural(home.slots, "slot") + (f" ({run.world.node_size} a host)" if _count_hosts(run.world) > 1 else "")
+    # parallel.vpp is no degree of a home, and is told beside them
+    degrees = {"tp": home.tp, "pp": home.pp, "vpp": config.parallel.vpp, "ep": home.ep}
+    degrees["dp_replicate"] = home.dp_replicate
+    words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    words += ["sequence-parallel"] * config.parallel.sequence_parallel
+    yield "layout", ", ".join([f"{slots} that share out the documents", *words])
+    kernels = "; ".join(execution.kernels) or "chosen in the first pass"
+    yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
+    depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
+    optional = {
+        "products": execution.float8,
+        "mixers": mixers_text(execution, run.world.device, config.context.partition),
+        "compiled": execution.compiled,
+        "latents": execution.latents,
+        "mtp": depths if mtp.depths else "",
+        "encoder": _encoder_text(run),
+        "scores": _scores_text(run),
+        "rows": run.why_partition,
+    }
+    yield from ((name, text) for name, text in optional.items() if text)
+    cap, free = run.training_choice.options.max_tokens_per_slot, ", free" if config.context.mode == "free" else ""
+    rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
+    reasons = [reason.removeprefix("evaluation ") for reason in run.why_degrees]
+    is_chosen = any(reason.startswith("at cp ") for reason in reasons)  # of held-out documents: a line below says it
+    evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out and not is_chosen else ""
+    priced = f"; priced for {run.cost.source}" if run.cost.source else ""
+    yield "plans", f"{run.why_plans or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
+    yield from (("evaluation", reason) for reason in reasons)
+    held_out = f", {len(run.held_out):,} of them held out" if run.held_out else ""
+    documents = f"{plural(len(lengths), 'document')} of {plural(int(lengths.sum()), 'token')}"
+    yield "data", f"{documents}, longest {int(lengths.max()):,}{held_out}"
+    done = f", of which {run.done:,} are done" if run.done else ""
+    yield "steps", f"{config.train.steps:,}{done}, each of up to {most_step_tokens(config, run.order):,} tokens"
+    if resumed := [f"at step {step:,} on {plural(ranks, 'rank')}" for step, ranks in sessions if step]:
+        yield "resumed", ", ".join(resumed)
+    yield "optimizer", f"{config.train.optimizer}, lr {config.train.lr:g} at most"
+    yield "report", f"{run.dir}/report.html when the run ends; to watch it: longspan report {run.dir} --follow"
+    if run.figures.uncounted:
+        yield "no MFU", f"model FLOPs are not counted: {run.figures.uncounted}"
+    for caution in filter(None, (execution.slow_kernel_reason(), *(s.caution for s in run.sets))):
+        yield "caution", caution
+
+
+def _device_text(run: TrainingRun) -> str:
+    ranks, hosts, figures = len(run.world.home.ranks), _count_hosts(run.world), run.figures
+    on_hosts = f", {hosts} hosts" if hosts > 1 else ""
+    if run.world.device.type != "cuda":
+        return f"{plural(ranks, 'process', 'es')} on {plural(usable_cores(), 'CPU core')}{on_hosts}, gloo"
+    peak = f"; MFU is of {figures.peak:g} TFLOP/s each" if figures.peak and not figures.uncounted else ""
+    return f"{ranks} x {world_device_name(run.world)}{on_hosts}, nccl{peak}"
+
+
+def _count_text(count: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:,}"
+
+
+def _sessions_so_far(run: TrainingRun) -> tuple[tuple[int, int], ...]:
+    """An earlier session that began at this session's step, or later, is left out: its steps are repeated."""
+    earlier = tuple[tuple[int, int], ...]()
+    with suppress(OSError, ValueError):
+        facts = RunFacts.from_json(read_json(run.dir / "run.json"))
+        earlier = facts.sessions if facts is not None else ()
+    return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
+
+
+def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
+    """Of the whole model, each once; on the rank that holds most; those trained. A stage's ranks count alike."""
+    parameters = counted_parameters(run.model)  # of this rank's stages
+    here, trained_here = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    stored_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
+    rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, here, trained_here, stored_here))
+    stage_counts = {pp: (count, trained) for pp, count, trained, _ in rank_counts}  # by pipeline rank
+    total = sum(count for count, _ in stage_counts.values())
+    trained_total = sum(trained for _, trained in stage_counts.values())
+    return total, max(stored for *_, stored in rank_counts), trained_total
+
+
+def mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
+    """Return in words how state-space layers run and how many states are sent; "" without such layers."""
+    if not execution.mixers:
+        return ""
+    kernels = describe_kernels(execution.compute_dtype, device)
+    layers = f"{plural(execution.mixers, 'state-space layer')} in {kernels}"
+    if partition == "contiguous":
+        return f"{layers}; at most one state a slot and group is sent"
+    return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
+
+
+def _scores_text(run: TrainingRun) -> str:
+    if run.corpus.labels is None:
+        return ""
+    from longspan.train.terms.scores import usual_problem
+
+    scores, coefficient = run.config.model.num_labels, run.config.train.center_rewards_coefficient
+    loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, run.corpus.labels.shape[1])
+    if run.corpus.unit > 1:
+        loss = "-log σ(chosen - rejected - margin)"
+        loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""
+    return f"{plural(scores, 'score')} of the last token before padding (id {run.corpus.pad}); loss: {loss}"
+
+
+def _encoder_text(run: TrainingRun) -> str:
+    if not isinstance(run.model, MultimodalModel):
+        return ""
+    settings, count = run.config.encoder, run.corpus.manifest.images
+    (encoder,) = run.model.encoder_settings.values()
+    parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
+    trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.train]
+    slots = plural(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
+    waves = f", at most {settings.max_rows:,} rows of a slot at once" if settings.max_rows else ""
+    return f"{parameters:,} parameters on {slots}, {trained}; {plural(count, 'image')}{waves}"
+
+
+_LISTED = 8  # groups of a level
+
+
+def attention_groups(world: World) -> list[str]:
+    """Each kind of group that attention has bound on any rank, with the ranks of its levels; entered by all ranks.
+
+    >>> attention_groups(world)
+    ['a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]', 'p2p of 2 [0, 1] [2, 3]']
+    """
+    bound = set[Any]().union(*world.control.gather_objects(world.channels.attended, "gather of attention's groups"))
+    ranks_of = dict[str, dict[str, list[str]]]()
+    for kind, degree, level, ranks in sorted(bound):
+        ranks_of.setdefault(f"{kind} of {degree}", {}).setdefault(level, []).append(str(list(ranks)))
+    texts = list[str]()
+    for kind, levels in ranks_of.items():
+        parts = [
+            f"{level} {' '.join(groups[:_LISTED])}{' …' * (len(groups) > _LISTED)}" for level, groups in levels.items()
+        ]
+        texts.append(f"{kind} as {', '.join(parts)}" if len(parts) > 1 else f"{kind} {parts[0].partition(' ')[2]}")
+    return texts

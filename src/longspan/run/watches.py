@@ -1,0 +1,143 @@
+"""What a run watches in its steps: retries of the allocator, memory that ran out, and a slot slower than the others."""
+
+import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine
+from longspan.comm.watch import error_in_one_line, is_out_of_memory
+from longspan.comm.world import open_worlds
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plain_text import bytes_text, text_table
+from longspan.run.run_data import TrainingRun
+from longspan.train.run_memory import allocator_retries, allocator_retries_text, peak_memory_bytes, peak_reserved_bytes
+
+WARNED_AFTER = 3  # steps one after another in which an allocator had to give memory back
+
+
+class AllocatorWatch:
+    """Counts how often this rank's allocator had to give memory back in a step, and warns once where it goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._count_before = device, allocator_retries(device)
+        self.of_step: int = 0  # what the last step added
+        self._last_retries = deque[float](maxlen=WARNED_AFTER)  # of the last steps, the most of any rank
+        self._is_warned = False
+
+    def count_step_retries(self) -> dict[str, int]:
+        """Count the retries of the step that ended; return them as a column of its row, none on a CPU."""
+        retries = allocator_retries(self._device)
+        self.of_step, self._count_before = retries - self._count_before, retries
+        return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
+
+    def warning_once(self, most: float) -> str:
+        """Return the line to log after a step, once in a session; "" for none. `most` is the largest of any rank."""
+        self._last_retries.append(most)
+        if self._is_warned or len(self._last_retries) < WARNED_AFTER or not all(self._last_retries):
+            return ""
+        self._is_warned = True
+        retries = sum(self._last_retries) / WARNED_AFTER
+        return allocator_retries_text(retries, peak_memory_bytes(self._device), peak_reserved_bytes(self._device))
+
+
+@contextmanager
+def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
+    """Where the code inside is out of memory in `step`, counted from 1, add what was planned and measured as a note."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            first = f"rank {run.world.rank} was out of memory in step {step}: {error_in_one_line(error)}"
+            error.add_note(f"{first}\n{_memory_table(run)}{_write_allocator_snapshot(run)}")
+        raise
+
+
+def _write_allocator_snapshot(run: TrainingRun) -> str:
+    if run.world.device.type != "cuda":
+        return "\non a CPU the most is the whole process's, with Python and its libraries"
+    file = run.dir / "memory" / f"rank-{run.world.rank}.pickle"
+    try:
+        file.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+    except (OSError, RuntimeError) as error:
+        return f"\nno snapshot of its allocator: {error_in_one_line(error)}"
+    return f"\nits allocator's snapshot is {file} (https://pytorch.org/memory_viz)"
+
+
+def _memory_table(run: TrainingRun) -> str:
+    planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
+    measured = _measured_bytes(run)
+    measured["most at one time"] = peak_memory_bytes(run.world.device)
+    if planned:
+        planned["most at one time"] = planned.pop("total") - planned.pop("communicators", 0)
+    rows = [
+        (name, *(bytes_text(sizes[name]) if name in sizes else "" for sizes in (planned, measured)))
+        for name in planned | measured
+    ]
+    note = "" if planned else "\nthis run has no plan of memory (train.memory, docs/memory.md)"
+    return f"{text_table(('part', 'planned', 'measured'), rows)}{note}"
+
+
+def _measured_bytes(run: TrainingRun) -> dict[str, int]:
+    parameters = list(run.model.parameters())
+    tensors = {
+        "weights": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "states": [value for state in run.optimizer.state.values() for value in state.values()],
+    }
+    device = run.world.device.type
+    return {
+        part: sum(
+            local.nbytes
+            for x in values
+            if isinstance(x, torch.Tensor) and (local := local_tensor(x.detach())).device.type == device
+        )
+        for part, values in tensors.items()
+    }
+
+
+STEPS = 20  # whose median counts
+
+
+SLOWER = 1.10  # than the other slots for the same rows
+
+
+MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
+
+
+class SlowSlots:
+    """Watches whether this rank's slot is slower than the others, over the last STEPS steps."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=STEPS)
+        self._is_named = False
+
+    def note_ratio(self, ratio: float | None) -> None:
+        if ratio is not None:
+            self._ratios.append(ratio)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the slot is slow (by its median ratio over STEPS steps), and not yet logged."""
+        return not self._is_named and len(self._ratios) == STEPS and median(self._ratios) >= SLOWER
+
+    def log_slow_slot(self, rank: int, world: World, log: LogLine) -> None:
+        """Log that the slot of `rank` is slow, and note it for reports of failed collectives; entered by all ranks."""
+        text = ""
+        if rank == world.rank:
+            self._is_named = True
+            slot = f"slot {world.slot} (rank {rank}, host {socket.gethostname()})"
+            text = (
+                f"{slot} has been {100 * (median(self._ratios) - 1):.0f} % slower than its plan for {STEPS} steps: it "
+                "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
+                "its device and at what else runs there"
+            )
+        text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
+        log(text)
+        for open_world in open_worlds():  # each of which may have to say why it waits
+            open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]

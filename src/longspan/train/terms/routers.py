@@ -1,0 +1,34 @@
+"""The routers of a model with experts: their losses in the gradient, and their statistics in the result."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from longspan.model.experts.moe import make_router_statistics
+from longspan.model.experts.router import RouterCoefficients, RouterStatistics
+from longspan.train.passes import Passes, Term
+from longspan.train.step_inputs import StepInputs
+
+
+def router_terms(inputs: StepInputs, coefficients: RouterCoefficients | None) -> list[Term]:
+    """Return the term of a model's routers, none without known losses of routers; ModelError for weights of others."""
+    statistics = make_router_statistics(inputs.language_model, inputs.world, inputs.plan.tokens, coefficients)
+    return [] if statistics is None else [RoutersTerm(statistics)]
+
+
+class RoutersTerm(Term):
+    """The routers of a model with experts: their losses in the gradient, and their statistics in the result."""
+
+    def __init__(self, statistics: RouterStatistics) -> None:
+        self._statistics = statistics
+
+    def extend_passes(self, passes: Passes) -> Passes:
+        return replace(passes, routing=self._statistics)
+
+    def sums(self) -> list[float] | Tensor:
+        return self._statistics.sums()
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        return {"router": self._statistics.losses(sums)}

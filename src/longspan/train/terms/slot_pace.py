@@ -1,0 +1,67 @@
+"""The pace of a slot: its seconds for the loss of its rows, over those of the other slots for as many."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.comm import World
+from longspan.data.document import NO_TARGET
+from longspan.train.loss import Head
+from longspan.train.passes import Measure, Passes, Term
+from longspan.train.read_rows import LocalBatch
+
+LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: on fewer the launches of kernels count
+
+
+class SlotPaceTerm(Term):
+    """Times the loss of a step's rows on this slot; on a GPU by events, read once the step has waited for it anyway."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rows = 0
+        self._seconds = 0.0
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def extend_passes(self, passes: Passes) -> Passes:
+        return replace(passes, measure=partial(self._measure_and_time, passes.measure))
+
+    def _measure_and_time(
+        self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
+    ) -> Tensor:
+        rows = int((batch.labels != NO_TARGET).sum())
+        if rows * head.vocabulary < LEAST_LOGITS:
+            return measure(batch, hidden, head, *deeper)
+        self._rows += rows
+        if hidden.is_cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            loss = measure(batch, hidden, head, *deeper)
+            end.record()
+            self._spans.append((start, end))
+            return loss
+        started = time.perf_counter()
+        loss = measure(batch, hidden, head, *deeper)
+        self._seconds += time.perf_counter() - started
+        return loss
+
+    def sums(self) -> list[float]:
+        for _, end in self._spans:
+            end.synchronize()
+        seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
+        self._spans, self._seconds = [], seconds
+        return [seconds, float(self._rows)]
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Return this slot's seconds a row over the other slots' seconds a row; None if one of these was not timed.
+
+        Of a slot's tensor-parallel ranks only the first is in the sums; the others return None.
+        """
+        seconds, rows = sums[0] - self._seconds, sums[1] - self._rows  # of the others
+        if self._world.coordinates.tp or not self._rows or rows <= 0 or seconds <= 0:
+            return {"slot_ratio": None}
+        return {"slot_ratio": self._seconds / self._rows / (seconds / rows)}

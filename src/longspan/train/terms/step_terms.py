@@ -1,0 +1,74 @@
+"""The terms of a step: what the features that are on add to it. The module of a feature that is off is not imported."""
+
+from typing import TYPE_CHECKING
+
+from longspan.model.layers import score_columns
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.train.passes import Term
+from longspan.train.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from longspan.model.experts.router import RouterCoefficients
+    from longspan.train.terms.document_loss import DocumentLoss
+    from longspan.train.terms.micro_batch_loss import MicroBatchLoss
+    from longspan.train.terms.mtp import MtpLoss
+    from longspan.train.terms.token_loss import LossFunction
+
+
+def step_terms(
+    inputs: StepInputs,
+    *,
+    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
+    divisor: float | None = None,
+    router: "RouterCoefficients | None" = None,
+    mtp: "MtpLoss | None" = None,
+    chunk_rows: int = 0,
+    times_slots: bool = False,
+) -> tuple[Term, ...]:
+    """Make all terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
+
+    Raises what the terms raise for a model or arguments that they cannot take.
+    """
+    model = inputs.language_model
+    terms = list[Term]()
+    if inputs.backward and getattr(model, "adapter", None) is not None:
+        from longspan.model.lora import refuse_adapter_left_out
+
+        refuse_adapter_left_out(inputs.model)
+    scores = score_columns(model)
+    if scores and loss is None:
+        from longspan.train.terms.scores import configured_loss
+
+        loss = configured_loss(model)
+    if loss is not None or divisor is not None:
+        from longspan.train.terms.document_loss import LossTerm
+
+        terms.append(LossTerm(loss, divisor, inputs, chunk_rows, scores))
+    depths = None
+    if mtp is not None:
+        from longspan.train.terms.mtp import DepthsTerm
+
+        depths = DepthsTerm(mtp, inputs, chunk_rows)
+    is_configured = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
+    if is_configured or (router is not None and router.any):
+        from longspan.train.terms.routers import router_terms
+
+        terms += router_terms(inputs, router)
+    if depths is not None:
+        terms.append(depths)  # after the loss, to whose measure it adds its own
+    if times_slots:
+        from longspan.train.terms.slot_pace import SlotPaceTerm
+
+        terms.append(SlotPaceTerm(inputs.world))  # last: it times the measure of all others
+    return (*encoder_terms(inputs, 0 if depths is None else depths.depths), *terms)
+
+
+def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
+    """Return the terms that make inputs of the language model: its encoders. Evaluations have no others."""
+    model, items = inputs.model, inputs.documents.items
+    if not isinstance(model, MultimodalModel):
+        return ()
+    from longspan.train.terms.encoders import EncodersTerm
+
+    assert items is not None, "documents of a MultimodalModel have items"
+    return (EncodersTerm(model, inputs, items, depths),)
