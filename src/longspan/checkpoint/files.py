@@ -26,7 +26,7 @@ def checkpoints_root(run_dir: Path, named: str) -> Path:
     return require_local_root(named) if named else run_dir / "checkpoints"
 
 
-FORMAT = 2  # of what is written here; longspan 0.2 wrote format 1 (format_1.py)
+FORMAT = 2  # of what is written here; longspan 0.2 wrote format 1
 PARTIAL = ".partial"
 MANIFEST, STATE, OPTIMIZER, DAMAGED = "manifest.json", "state.json", "optimizer.json", "damaged.txt"
 Digest = tuple[int, str]  # bytes, SHA-256
@@ -148,12 +148,12 @@ def write_damage_notes(damage: Mapping[Path, str], good: Path | None) -> None:
             (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
 
 
-def check_file_sizes(path: Path, version: int = FORMAT) -> dict[str, Digest]:
+def check_file_sizes(path: Path) -> dict[str, Digest]:
     """Compare the files of a checkpoint with its manifest; returns the manifest's size and hash of each by name.
 
-    Raises CheckpointError for a file that is missing or of another size, and for another `version` of the format.
+    Raises CheckpointError for a file that is missing or of another size, and for another version of the format.
     """
-    files = _read_manifest(path, version)
+    files = _read_manifest(path)
     for name, (size, _) in files.items():
         if not (path / name).is_file():
             raise CheckpointError(f"checkpoint {path}: {name} is missing")
@@ -173,7 +173,7 @@ def check_file_hashes(path: Path, files: Mapping[str, Digest]) -> None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """Raises CheckpointError for a state that is missing or damaged, or of another format."""
-    _read_manifest(path, FORMAT)
+    _read_manifest(path)
     return read_checkpoint_json(path / STATE)
 
 
@@ -190,15 +190,14 @@ def _looks_good(path: Path) -> bool:
     return not (path / DAMAGED).exists()
 
 
-def _read_manifest(path: Path, version: int) -> dict[str, Digest]:
+def _read_manifest(path: Path) -> dict[str, Digest]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     manifest = read_checkpoint_json(path / MANIFEST)
-    if (stored := manifest.get("format")) != version:
-        rewrite = f"rewrite what is there once: python -m longspan.checkpoint.format_1 {path.parent}"
+    if (stored := manifest.get("format")) != FORMAT:
         raise CheckpointError(
-            f"checkpoint {path}: it has format {stored!r}, and this version of longspan reads format {version}; "
-            + (rewrite if stored == 1 else "use the version that wrote it, or a newer one")
+            f"checkpoint {path}: it has format {stored!r}, and this version of longspan reads format {FORMAT}; "
+            "use the version that wrote it, or a newer one; longspan 0.3 rewrites format 1"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:

@@ -6,7 +6,7 @@ folder has a record (`corpus.json` too), which names the folder of documents.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -288,7 +288,6 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     try:
         values: dict[str, Any] = read_json(folder / FILE)
-        known = {entry.name: values[entry.name] for entry in fields(Record)}  # version 0.2 wrote others too
-        return Record(**{**known, "around": tuple(values["around"])})
+        return Record(**{**values, "around": tuple(values["around"])})
     except (OSError, KeyError, TypeError, ValueError):
         return None

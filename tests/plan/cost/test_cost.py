@@ -310,9 +310,6 @@ def test_costs_of_states_follow_the_cost() -> None:
     assert cost.states and cost.states.state_bytes == 3 * 2 * 4 * 4 * 16 * 8
     assert cost.states.transition_bytes == 3 * 2 * 4 * 4 * 16 * 16
     assert Cost.from_json(cost.to_json()) == cost and Cost.from_json(Cost().to_json()).states is None
-    older = cost.to_json()
-    older["states"]["halo_bytes"] = 1.0  # of version 0.2
-    assert Cost.from_json(older) == cost
     halves = cost.shared_by(2).states
     assert (
         halves and halves.state_bytes == cost.states.state_bytes / 2 and halves.step_seconds == cost.states.step_seconds

@@ -434,9 +434,7 @@ class Cost:
         try:
             fields: dict[str, Any] = {"source": "a file that does not name its machine"} | values
             if fields.get("states"):
-                states: dict[str, Any] = dict(fields["states"])
-                states.pop("halo_bytes", None)  # of version 0.2
-                fields["states"] = StateCost(**states)
+                fields["states"] = StateCost(**fields["states"])
             parts: dict[str, Any] = {"forward": cls.from_json, "network": Network.from_json}
             return cls(**fields | {name: read(fields[name]) for name, read in parts.items() if fields.get(name)})
         except (TypeError, KeyError, AttributeError) as error:
