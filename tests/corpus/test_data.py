@@ -18,8 +18,8 @@ from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
 from longspan.corpus import builder
 from longspan.corpus.build import check_ids_in_vocabulary, open_or_build_run_corpus
-from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files, texts_for_tokenizer
+from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile

@@ -12,7 +12,8 @@ from longspan.config.file import load_config
 from longspan.config.sections import DataConfig
 from longspan.corpus import builder
 from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
-from longspan.corpus.corpus_settings import CorpusSettings, missing_end_line, rows_line, unseen_line
+from longspan.corpus.lines import missing_end_line, rows_line, unseen_line
+from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, Unseen, rename_columns, row_kind
 from longspan.corpus.tokenizer import load_tokenizer
