@@ -8,18 +8,20 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+_ROOT = Path("/")  # of /proc and /sys
+
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None:
+def free_host_bytes(*, swap: bool = False) -> int | None:
     """Return the bytes of the host's memory that this process may still take; None where they are not known.
 
     It is the least of what Linux and the process's control groups leave. With `swap`, free swap of the host counts too.
     """
     names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
-    figures = [_read_sizes(root / "proc/meminfo", names), *_free_bytes_of_cgroups(root / "sys/fs/cgroup")]
+    figures = [_read_sizes(_ROOT / "proc/meminfo", names), *_free_bytes_of_cgroups(_ROOT / "sys/fs/cgroup")]
     known = [figure for figure in figures if figure is not None]
     return max(0, min(known)) if known else None
 

@@ -17,9 +17,10 @@ from transformers import AutoTokenizer, Qwen3Config
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
 from longspan.corpus import builder
+from longspan.corpus import recipe as recipes
 from longspan.corpus.build import check_ids_in_vocabulary, open_or_build_run_corpus
-from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files, texts_for_tokenizer
+from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
@@ -222,8 +223,8 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
     texts = write_texts(tmp_path / "texts")
     monkeypatch.setattr(builder, "BATCH_BYTES", 500)
     one = build(tmp_path / "1", texts, cache=str(tmp_path / "cache 1"))
-    monkeypatch.setattr(builder, "_IN_PROCESS_BYTES", {"text": 0})
-    monkeypatch.setattr(builder, "usable_cores", lambda: 2)
+    monkeypatch.setattr(recipes, "_IN_PROCESS_BYTES", {"text": 0})
+    monkeypatch.setattr(recipes, "usable_cores", lambda: 2)
     several = build(tmp_path / "2", texts, cache=str(tmp_path / "cache 2"))
     assert [ids_of(several, d) for d in range(len(several))] == [ids_of(one, d) for d in range(len(one))]
 

@@ -16,7 +16,7 @@ import pytest
 
 from longspan.config.sections import DataConfig, SourceConfig
 from longspan.corpus.build import open_or_build_run_corpus
-from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.row_files import chunk_rows, row_file
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer

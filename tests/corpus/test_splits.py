@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import DatasetCardData, constants
 
 from longspan.config.sections import DataConfig, SourceConfig
-from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.files import CorpusFile, find_files, find_rows, rows_of_file
+from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.splits import read_split_parts
 from longspan.errors import DataError

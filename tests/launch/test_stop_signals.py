@@ -13,6 +13,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed import HashStore
@@ -89,17 +90,22 @@ def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.M
     assert received == [signal.SIGUSR1] and signal.getsignal(signal.SIGUSR1) is before
 
 
+def drop_if_closed(descriptor: int) -> None:
+    with mock.patch.object(stop_signals, "_OUTPUTS", (descriptor,)):
+        drop_output_if_closed()
+
+
 def test_output_to_a_closed_terminal_or_pipe_goes_nowhere(tmp_path: Path) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for reader, writer in (pty.openpty(), os.pipe()):
-        drop_output_if_closed([writer])
+        drop_if_closed(writer)
         assert not os.path.sameopenfile(writer, nowhere)
         os.close(reader)
-        drop_output_if_closed([writer])
+        drop_if_closed(writer)
         assert os.path.sameopenfile(writer, nowhere)
         os.close(writer)
     with (tmp_path / "file").open("w") as file:
-        drop_output_if_closed([file.fileno()])
+        drop_if_closed(file.fileno())
         assert not os.path.sameopenfile(file.fileno(), nowhere)
 
 

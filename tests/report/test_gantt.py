@@ -94,7 +94,7 @@ def test_svg_is_well_formed_and_bounded(slots: int, wide: int) -> None:
 def test_hover_says_where_a_document_is() -> None:
     group = Group((3, 1, 2), (1, 0), (500, 40), cp_comm_type=("p2p", "all_gather", "p2p"), pad_to=500)
     plan = Plan(4, (40, 500), (MicroBatch((group,)),), 538)
-    part = plan_part(plan, "step 1", None, None, measured=True)
+    part = plan_part(plan, "step 1", None, measured=True)
     words = {name: value for name, value in part["documents"][1] if name != "group: time as priced"}
     rows = "group of 2 documents, each padded to 500: rows on a slot"
     expected = {"tokens": "500", "micro-batch": "0", "slots": "1–3", "degree": "3, p2p/all_gather", rows: "334"}
@@ -104,7 +104,7 @@ def test_hover_says_where_a_document_is() -> None:
     )
     assert [words for _, words in part["legend"]] == [LEGEND[i][1] for i in (0, 2, 3)]  # no short ones
     full = Plan(2, (500, 40), (MicroBatch((Group((0, 1), (0, 1), (500, 40)),)),), 538)
-    assert [kind for kind, _ in plan_part(full, "", None, None, measured=True)["legend"]] == ["b k0", "launch"]
+    assert [kind for kind, _ in plan_part(full, "", None, measured=True)["legend"]] == ["b k0", "launch"]
 
 
 def test_shares_of_a_step_are_quarters() -> None:

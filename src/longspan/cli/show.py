@@ -13,8 +13,9 @@ from tokenizers.decoders import DecodeStream
 
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import load_configured_tokenizer
-from longspan.corpus.corpus_settings import CorpusSettings, make_recipe, row_lines
 from longspan.corpus.files import rows_of_file, texts_for_tokenizer
+from longspan.corpus.lines import row_lines
+from longspan.corpus.recipe import CorpusSettings, make_recipe
 from longspan.corpus.rows.sample import BadRow, Sample, rename_columns
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.document import NO_TARGET

@@ -17,9 +17,11 @@ from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.config.defaults import absolute_paths
 from longspan.config.keys import GONE_VALUES
 from longspan.config.sections import DataConfig, RunConfig
-from longspan.corpus.builder import Cache, Recipe, build_documents, cache_error, cache_folder
-from longspan.corpus.corpus_settings import CorpusSettings, left_out_lines, make_recipe, row_lines
+from longspan.corpus.builder import build_documents
+from longspan.corpus.cache import Cache, cache_error, cache_folder
 from longspan.corpus.files import FileSums, LogLine, file_differences, texts_for_tokenizer
+from longspan.corpus.lines import left_out_lines, row_lines
+from longspan.corpus.recipe import CorpusSettings, Recipe, make_recipe
 from longspan.corpus.rows.sample import display_kind
 from longspan.corpus.tokenizer import (
     TextTokenizer,

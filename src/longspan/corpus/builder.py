@@ -1,190 +1,23 @@
 """Builds a folder of documents: files are read in order, encoded by several processes, and written.
 
-A `Recipe` contains everything that decides the documents. Rows do not stay in memory. How rows become documents is in
-`document_encoder.py`; which files and encodings there are is in `corpus_settings.py`.
+Rows do not stay in memory. How rows become documents is in `document_encoder.py`; which files and encodings there are
+is in `recipe.py`.
 """
 
-import fcntl
-import hashlib
-import json
-import os
 import shlex
-import shutil
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes, encode_batches
-from longspan.corpus.files import CorpusFile, LogLine
-from longspan.corpus.rows.sample import PAIRS
+from longspan.corpus.document_encoder import Encoded, FileChunk, Notes, encode_batches
+from longspan.corpus.files import LogLine
+from longspan.corpus.recipe import Recipe
 from longspan.data.images import ImageWriter
-from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceFiles
+from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
-from longspan.files import name_file_in_errors
-from longspan.host import usable_cores
-
-if TYPE_CHECKING:
-    from longspan.corpus.rows.encoding import RowEncoding
-
-
-_POLL_SECONDS, _WAIT_NEWS_SECONDS = 0.2, 30.0
-
-
-def cache_folder(setting: str) -> Path:
-    """Return the folder that `data.cache` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
-    if setting == "none":
-        raise DataError('data.cache is "none", and tokens are always kept; name a folder, or leave it empty')
-    if setting:
-        return Path(setting).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "longspan" / "corpora"
-
-
-class Cache:
-    """The cache in a folder, which is created. Raises OSError if it cannot be written."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "not writable for this user", str(folder))  # 13: EACCES
-
-    def sums_file(self, path: str) -> Path:
-        """Return the file with the SHA-256 sums of the files at a path."""
-        name = hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:32]
-        return self.folder / "files" / f"{name}.jsonl"
-
-    def open_or_build_documents(
-        self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
-    ) -> tuple[Path, bool]:
-        """Return the folder of the documents with this key, and whether it was built now; other runs wait meanwhile."""
-        folder = self.folder / key[:40]  # of 64 hexadecimal digits: enough to be different
-        if folder.is_dir() and is_whole(folder):
-            return folder, False
-        with self._lock_documents(folder, log) as locked:
-            if folder.is_dir() and is_whole(folder):  # another run made it in the meantime
-                return folder, False
-            if locked:  # then no other run builds, and what is unfinished is left of one that ended
-                for unfinished in self.folder.glob(f"{folder.name}.partial*"):
-                    shutil.rmtree(unfinished, ignore_errors=True)
-            if folder.is_dir():
-                log(f"{folder} is damaged: its documents are made again")
-                shutil.rmtree(folder)
-            partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
-            try:
-                with name_file_in_errors(partial):
-                    build(partial)
-                    try:
-                        partial.rename(folder)
-                    except OSError:  # without locks another run may have made it first
-                        if not folder.is_dir():
-                            raise
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-        return folder, True
-
-    @contextmanager
-    def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
-        """Lock these documents, after waiting for a run that has; yields False if the file system has no locks."""
-        last_log_time = 0.0
-        with folder.with_suffix(".lock").open("a") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() - last_log_time > _WAIT_NEWS_SECONDS:
-                        log("another run tokenizes the same corpus: waiting for it")
-                        last_log_time = time.monotonic()
-                    time.sleep(_POLL_SECONDS)
-                except OSError:
-                    yield False
-                    return
-            yield True
-
-
-def cache_error(folder: Path, error: OSError) -> DataError:
-    free = ""
-    with suppress(OSError):
-        free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
-    return DataError(
-        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache to a folder with room "
-        "for its tokens"
-    )
-
-
-# A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and
-# of texts and token ids alone, which changes of chats leave as they are.
-VERSION, TEXT_VERSION = 4, 2
-# Larger corpora are encoded by several processes: by the kind of rows.
-_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
-_CHATS_BYTES = 4 << 20  # of rows of other kinds
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the documents of a corpus.
-
-    `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
-    source's rows. `longest` is the most tokens of a document, `most_bytes` of a row (0: any). A bad row is an error, or
-    left out with `skip_bad`. `path` names the corpus in messages.
-    """
-
-    path: str
-    files: Sequence[CorpusFile]
-    sources: Sequence[SourceFile]
-    encodings: "tuple[RowEncoding, ...]"
-    longest: int
-    skip_bad: bool = False
-    most_bytes: int = MAX_TEXT_BYTES
-
-    @cached_property
-    def key(self) -> str:
-        """The SHA-256 of all that decides the documents; equal for equal files, unless rows may have images."""
-        digests = [encoding.digest for encoding in self.encodings]
-        # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
-        further_settings = [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
-        further_settings += ["texts"] * self.records_texts
-        version = TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
-        digest = hashlib.sha256(json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode())
-        for file, source in zip(self.files, self.sources, strict=True):
-            rows = "" if file.rows is None else f" {file.rows}"
-            digest.update(f"{file.source} {source.sha256} {source.name}{rows}\n".encode())
-            if self.has_images:  # relative paths of images begin in the file's folder
-                digest.update(f"{file.path.absolute().parent}\n".encode())
-        return digest.hexdigest()
-
-    @property
-    def has_images(self) -> bool:
-        return any(encoding.images is not None for encoding in self.encodings)
-
-    @property
-    def records_texts(self) -> bool:
-        """Whether a text may become several documents, and it is recorded which."""
-        splits = any(encoding.settings.turns == "split" or encoding.kind == PAIRS for encoding in self.encodings)
-        return splits or self.longest > 0
-
-    @property
-    def encoder(self) -> DocumentEncoder:
-        """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
-        fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
-        return DocumentEncoder(self.encodings, self.longest, "<u2" if fits_uint16 else "<u4", self.skip_bad)
-
-    @property
-    def processes(self) -> int:
-        """How many processes encode: one if the corpus is so small that it is done before others start."""
-        size = sum(source.bytes for source in self.sources)
-        small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in self.encodings)
-        return 1 if size <= small_bytes else usable_cores()
-
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
 _LONG_BYTES = 16 << 20

@@ -27,8 +27,9 @@ from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import corpus_line, documents_with_images
 from longspan.corpus.builder import build_documents
-from longspan.corpus.corpus_settings import CorpusSettings, left_out_lines, make_recipe, row_lines
 from longspan.corpus.files import FileSums
+from longspan.corpus.lines import left_out_lines, row_lines
+from longspan.corpus.recipe import CorpusSettings, make_recipe
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER_OF_SOURCES

@@ -68,9 +68,12 @@ def signals_that_stop() -> tuple[signal.Signals, ...]:
     return (*KILLS, *(number for number in NOTICES if not _is_ignored(number)))
 
 
-def drop_output_if_closed(descriptors: Collection[int] = (1, 2)) -> None:
+_OUTPUTS = (1, 2)  # descriptors of standard output and error
+
+
+def drop_output_if_closed() -> None:
     """Drop output from now on that would go to a closed terminal or a pipe without a reader, so that no print fails."""
-    for descriptor in descriptors:
+    for descriptor in _OUTPUTS:
         events = select.poll()
         events.register(descriptor, 0)  # 0: errors only
         if any(event & select.POLLERR for _, event in events.poll(0)):

@@ -27,15 +27,14 @@ _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
 _HEAD, _FOOT = 68, 44  # above and below the drawing of a document: title and facts, and legend
 
 
-def plan_part(plan: Plan, name: str, cost: Cost | None, seconds: float | None, *, measured: bool) -> Part:
+def plan_part(plan: Plan, name: str, seconds: float | None, *, measured: bool) -> Part:
     """The facts of a plan and its picture, for a wide and for a narrow page. `seconds` are
     the measured ones of its step. Without a `measured` machine times only compare, and none is shown.
     """
     counts = ((plural(row["count"], "group"), row["degree"], row["cp_comm_type"]) for row in group_counts(plan))
     groups = (f"{count} of {f'{n} slots, by {kind}' if n > 1 else 'one slot'}" for count, n, kind in counts)
     facts = [*plan_facts(plan, seconds, measured=measured), ("groups", "; ".join(groups))]
-    cost = plan.cost if cost is None else cost
-    cost = cost if measured else replace(cost, source="")
+    cost = plan.cost if measured else replace(plan.cost, source="")
     pictures = [gantt_svg(plan, cost, width=width) for width in (WIDTH, NARROW)]
     shown = {int(number) for number in re.findall(r'data-d="(\d+)"', str(pictures))}
     documents, legend = _document_facts(plan, cost, shown), picture_legend(pictures[0])
@@ -75,9 +74,10 @@ def plan_fact_lines(plan: Plan) -> tuple[str, str]:
     return " · ".join(facts[:5]), " · ".join(facts[5:])
 
 
-def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
+def plan_document(plan: Plan, *, title: str = "plan") -> str:
     """Return the picture of one plan in time as the text of an .svg file, with its title and its legend."""
-    height, picture = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM, gantt_svg(plan, cost)
+    height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
+    picture = gantt_svg(plan)
     size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
     entries = (
         svg_element(
@@ -108,11 +108,11 @@ def slot_height(slots: int) -> float:
     return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
 
 
-def gantt_svg(plan: Plan, cost: Cost | None = None, *, limit: int = 2400, width: int = WIDTH) -> str:
-    """Return an SVG of slots × time, coloured by document, at most `limit` bars."""
+def gantt_svg(plan: Plan, cost: Cost | None = None, *, width: int = WIDTH) -> str:
+    """Return an SVG of slots × time, coloured by document."""
     cost = plan.cost if cost is None else cost
     canvas = _Canvas(plan_bars(plan, cost), cost, width)
-    bars, summaries = canvas.picture.select_bars(canvas.x_scale, canvas.slot_height, limit)
+    bars, summaries = canvas.picture.select_bars(canvas.x_scale, canvas.slot_height)
     drawn = *map(canvas.summary, summaries), *map(canvas.bar, bars), *canvas.slot_axis(), *canvas.value_axis()
     return svg_element(
         "svg",

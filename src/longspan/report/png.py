@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
-from longspan.plan import Cost, Plan
+from longspan.plan import Plan
 from longspan.report.bars import FILLS, PlanBars, plan_bars
 from longspan.report.gantt import LEGEND, plan_fact_lines
 
@@ -13,7 +13,7 @@ MANY, IDLE = "#93a5bf", "#f3f3f0"
 LETTER_WIDTH, LABEL_HEIGHT = 7, 11  # pixels
 
 
-def write_png(plan: Plan, path: str | Path, cost: Cost | None = None) -> Path:
+def write_png(plan: Plan, path: str | Path) -> Path:
     """Write the picture of a plan, slots × time, as a PNG file. Raises ConfigError without matplotlib.
 
     >>> write_png(plan, "plan.png")
@@ -31,7 +31,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None) -> Path:
             f"a PNG needs matplotlib, which is not installed ({error}); pip install 'longspan[viz]'"
         ) from None
 
-    picture = plan_bars(plan, cost)
+    picture = plan_bars(plan)
     inches = min(9.0, max(3.0, 0.5 * plan.slots) + 1.4)
     figure = Figure(figsize=(14, inches), layout="constrained")
     FigureCanvasAgg(figure)
@@ -71,7 +71,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None) -> Path:
     )
     patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in entries]
     figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
-    _label_axes(axes, picture, timed=bool((cost or plan.cost).source))
+    _label_axes(axes, picture, timed=bool(plan.cost.source))
     figure.savefig(path, dpi=150, facecolor="white")
     return Path(path)
 

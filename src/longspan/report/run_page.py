@@ -12,7 +12,7 @@ from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.evaluation.result import SAME, largest_difference
 from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.plan import Cost, Plan
+from longspan.plan import Plan
 from longspan.plan.memory.memory_plan import measures_text
 from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, loss_unit, set_sections
 from longspan.report.gantt import plan_part
@@ -89,9 +89,9 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
+def plan_page(plan: Plan, *, title: str = "plan") -> str:
     """Return a page with the picture of one plan."""
-    part = plan_part(plan, title, cost, None, measured=bool((cost or plan.cost).source))
+    part = plan_part(plan, title, None, measured=bool(plan.cost.source))
     plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0}}, {"note": _PLAN_NOTE})
     return page(f"{title} · longspan", {"head": page_head(title, time_and_command_text()), "sections": [plans]})
 
@@ -322,7 +322,7 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
         is_measured = (
             run.value_of_planned_step(name, "predicted_seconds") is not None if name.startswith("step ") else predicts
         )
-        part = plan_part(plan, name, None, run.value_of_planned_step(name, "seconds"), measured=is_measured)
+        part = plan_part(plan, name, run.value_of_planned_step(name, "seconds"), measured=is_measured)
         parts.append(part | {"name": f"{name}, the median" if name == run.median else name})
     title = f"Plan of {names[0]}, the newest" if run.live else "Plan of a step"
     plans = {"plans": parts, "first": first}

@@ -23,7 +23,7 @@ from longspan.corpus.build import (
     open_or_build_run_corpus,
     open_shared_corpus,
 )
-from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import StepOrder, documents_of_units, sample_documents

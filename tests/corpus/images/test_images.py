@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import open_or_build_run_corpus
-from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.document_encoder import cut_into_documents
 from longspan.corpus.image_documents import ImageDocuments, attach_images
 from longspan.corpus.images.image_file import ImageFile, import_pillow
 from longspan.corpus.images.processor import load_processor
+from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.errors import DataError

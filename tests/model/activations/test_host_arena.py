@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from longspan import host
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.host import free_host_bytes
@@ -139,21 +140,22 @@ def test_all_ranks_of_a_host_are_counted_together() -> None:
         assert "1,152,921,504,606,846,978 bytes" in message and "for 2 ranks of host" in message, message
 
 
-def test_free_memory_is_the_least_of_linux_and_control_groups(tmp_path: Path) -> None:
-    assert free_host_bytes(tmp_path) is None
+def test_free_memory_is_the_least_of_linux_and_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_ROOT", tmp_path)
+    assert free_host_bytes() is None
     _write(tmp_path / "proc/meminfo", "MemTotal: 900 kB\nMemAvailable:     800 kB\nSwapFree: 24 kB\n")
-    assert (free_host_bytes(tmp_path), free_host_bytes(tmp_path, swap=True)) == (800 * 1024, 824 * 1024)
+    assert (free_host_bytes(), free_host_bytes(swap=True)) == (800 * 1024, 824 * 1024)
     group = tmp_path / "sys/fs/cgroup"
     _write(group / "memory.max", "max\n")
     _write(group / "memory.current", "100000\n")
     _write(group / "memory.stat", "anon 5\ninactive_file 30000\n")
-    assert free_host_bytes(tmp_path) == 800 * 1024
+    assert free_host_bytes() == 800 * 1024
     _write(group / "memory.max", "500000\n")
-    assert free_host_bytes(tmp_path) == free_host_bytes(tmp_path, swap=True) == 430000
+    assert free_host_bytes() == free_host_bytes(swap=True) == 430000
     _write(group / "memory/memory.limit_in_bytes", "90\n")
     _write(group / "memory/memory.usage_in_bytes", "80\n")
     _write(group / "memory/memory.stat", "total_inactive_file 7\n")
-    assert free_host_bytes(tmp_path) == 17
+    assert free_host_bytes() == 17
 
 
 def _write(file: Path, text: str) -> None:

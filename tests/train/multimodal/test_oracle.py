@@ -77,7 +77,7 @@ def ahead(case: Case, world: World, encoder_world: World) -> None:
     assert run_step(model, plans[0], docs, world).loss_sum == at_once[0]
     assert all(parameter.grad is None for parameter in model.encoders.parameters())
     for _ in range(9):
-        plan_waves_ahead(model, plans[0], docs, backward=False)
+        plan_waves_ahead(model, plans[0], docs)
     assert run_step(model, plans[0], docs, world, backward=False).loss_sum == at_once[0]
 
 

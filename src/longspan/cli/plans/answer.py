@@ -72,7 +72,7 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
         yield _estimate_documents(config, log)
         return
     from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
-    from longspan.corpus.corpus_settings import CorpusSettings
+    from longspan.corpus.recipe import CorpusSettings
 
     engine = load_configured_tokenizer(config)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:

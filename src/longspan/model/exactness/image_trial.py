@@ -184,11 +184,10 @@ def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
     return kinds.long()[None]
 
 
-def make_trial_documents(
-    model: PreTrainedModel, sizes: Sequence[tuple[int, int]], seed: int = 0
-) -> list[TrialDocument]:
+def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]]) -> list[TrialDocument]:
     """Make documents of these numbers of tokens of text and of images, for a whole small model."""
-    tokens, draw = image_tokens(model.config), np.random.default_rng(seed)
+    tokens = image_tokens(model.config)
+    draw = np.random.default_rng(0)
     words = np.array(ordinary_ids(model.config))
     base, most = base_model(model), max((images for _, images in sizes), default=0)
     images = [draw_image(base, tokens.merge, side, draw) for side in (_SIDES * most)[:most]]
@@ -239,15 +238,18 @@ def _make_document(
     return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
 
 
-def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
+def make_video_document(model: PreTrainedModel) -> TrialDocument:
     """Make a document of a video, an image and a second video, with words around each, for a whole small model.
 
     Each group of frames is an image; the videos have three groups and two, of different shapes, so that exchanged items
     would be seen. ModelError for a model without videos by grids.
     """
-    videos, draw, base = VideoTokens.from_configuration(model.config), np.random.default_rng(seed), base_model(model)
-    # words: (before everything; between groups of frames; after each item), `text` of each, of which some are used
-    merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
+    videos = VideoTokens.from_configuration(model.config)
+    draw = np.random.default_rng(0)
+    base = base_model(model)
+    # words: (before everything; between groups of frames; after each item), nine of each, of which some are used
+    merge = videos.images.merge
+    words = draw.choice(np.array(ordinary_ids(model.config)), (3, 9))
     ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
     for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):  # a video, an image, a video
         placeholder = videos.images.placeholder if number == 1 else videos.placeholder

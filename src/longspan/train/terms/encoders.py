@@ -451,17 +451,15 @@ _pool = ThreadPoolExecutor(1, "longspan-waves")
 _planned_encodings = WeakKeyDictionary[nn.Module, "OrderedDict[Any, Future[Encoding]]"]()
 
 
-def plan_waves_ahead(
-    model: MultimodalModel, plan: Plan, documents: Any, *, backward: bool = True, depths: int = 0
-) -> None:
-    """Begin to plan the waves of a coming step, and return at once; `run_step` takes them when it comes to the step.
+def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, depths: int = 0) -> None:
+    """Begin to plan the waves of a coming step with a backward pass; `run_step` takes them when it comes to the step.
 
     >>> following = plans.plan(step + 1)
     >>> plan_waves_ahead(model, following, documents_of(step + 1))
     >>> run_step(model, plan, documents, world, optimizer=optimizer)
 
-    `backward`, and how many `depths` of multi-token prediction run, are those of the step. What is planned is on the
-    host: which items a rank encodes, and which rows go where. A method `read_ahead(items)` of the documents is called
+    `depths` of multi-token prediction are those of the step. What is planned is on the host: which items a rank
+    encodes, and which rows go where. A method `read_ahead(items)` of the documents is called
     with the items that this rank will read; nothing else is read. An error is raised by the step. Raises what
     `run_step` raises for documents without items.
     """
@@ -470,10 +468,8 @@ def plan_waves_ahead(
     planned = _planned_encodings.setdefault(model, OrderedDict())
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    make = partial(Encoding, model, plan, plan.micro_batches, table, backward=backward, depths=depths)
-    planned[_encoding_key(model, plan, table, (backward, depths))] = _pool.submit(
-        _plan_in_thread, stream, make, documents
-    )
+    make = partial(Encoding, model, plan, plan.micro_batches, table, backward=True, depths=depths)
+    planned[_encoding_key(model, plan, table, (True, depths))] = _pool.submit(_plan_in_thread, stream, make, documents)
     while len(planned) > MOST_AHEAD:
         planned.popitem(last=False)
 

@@ -1,77 +1,18 @@
-"""The settings of a corpus: keys of [data] or of an evaluation set, the recipe that follows, and lines about both."""
+"""Lines about the rows of a corpus: how they are encoded, what is no target, and what is cut or left out."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from longspan.config.defaults import absolute_paths
-from longspan.config.sections import DataConfig, RunConfig
-from longspan.corpus.builder import Recipe, cache_folder
-from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_rows, kind_of_files
+from longspan.corpus.files import files_of_other_kinds
+from longspan.corpus.recipe import CorpusSettings, Recipe
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, Turns, rows_hold, short_repr
-from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
+from longspan.corpus.rows.sample import CHATS, Row, Sample, Turns, rows_hold, short_repr
+from longspan.corpus.tokenizer import pattern_of_any
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
-from longspan.errors import DataError, plural
-
-# Keys of [data] that decide documents, with the paths and RowSettings.
-_DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
-
-
-@dataclass(frozen=True)
-class CorpusSettings:
-    """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
-
-    `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages;
-    `num_labels` is the model's.
-    """
-
-    data: DataConfig
-    folder: str = "corpus"
-    prefix: str = "data."
-    num_labels: int = 0
-
-    @classmethod
-    def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":
-        """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut."""
-        data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
-        return cls(data, num_labels=config.model.num_labels, **names)
-
-    def source_paths(self) -> tuple[tuple[str, str], ...]:
-        """Return the key and the path of each source; without any, the standard library is the only one."""
-        if not self.data.sources:
-            return ((f"{self.prefix}path", self.data.path or STDLIB),)
-        return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
-
-    def find_source_files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
-        """Find the source files in order, without those in the run's folder and in the cache.
-
-        With data.sources, the name of a file in a source's folder begins with the name of that folder.
-        """
-        leave_out = (run_dir, cache_folder(self.data.cache))
-        files = list[CorpusFile]()
-        sources = zip(self.source_paths(), self.data.sources or (self.data,), strict=True)
-        for number, ((key, path), source) in enumerate(sources):
-            folder = f"{Path(path).name}/" if self.data.sources and not Path(path).is_file() else ""
-            for file in find_rows(path, source.split, leave_out=leave_out, key=key):
-                files.append(replace(file, source=number, name=folder + file.name))
-        return tuple(files)
-
-    def deciding_values(self) -> dict[str, Any]:
-        """Return the settings that decide the documents, by key, as values that JSON can hold."""
-        values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
-        values |= {"chat_template": absolute_paths(self.data.chat_template)} if self.data.chat_template else {}
-        if not self.data.sources:
-            return {"path": absolute_paths(self.data.path), "split": self.data.split} | values
-        sources = [f"{absolute_paths(source.path)} {source.split}".strip() for source in self.data.sources]
-        return {"sources": sources} | values
-
-    def row_settings(self) -> RowSettings:
-        names = (field.name for field in fields(RowSettings) if field.name != "num_labels")
-        return RowSettings(**{name: getattr(self.data, name) for name in names}, num_labels=self.num_labels)
+from longspan.errors import plural
 
 
 def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
@@ -125,40 +66,6 @@ def row_lines(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
         yield source_text + rows_line(encoding)
         if (line := missing_end_line(encoding)) is not None:
             yield source_text + line
-
-
-def make_recipe(
-    settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[SourceFile], tokenizer: TextTokenizer
-) -> Recipe:
-    """Make the recipe of the documents of these files. Raises DataError for different kinds of rows in one source."""
-    data, encodings = settings.data, list[RowEncoding]()
-    for number, _ in enumerate(settings.source_paths()):
-        source_files = [file for file in files if file.source == number]
-        kind = kind_of_files(
-            source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes, columns=data.columns
-        )
-        encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
-    _check_kinds({encoding.kind for encoding in encodings}, settings)
-    return Recipe(
-        path=" and ".join(f"{key} {path!r}" for key, path in settings.source_paths()),
-        files=files,
-        sources=sources,
-        encodings=tuple(encodings),
-        longest=data.max_document_tokens,
-        skip_bad=data.on_bad == "skip",
-        most_bytes=data.max_text_bytes,
-    )
-
-
-def _check_kinds(kinds: Collection[str], settings: CorpusSettings) -> None:
-    paths, labels = " and ".join(path for _, path in settings.source_paths()), settings.num_labels
-    if PAIRS in kinds and labels != 1:
-        raise DataError(
-            f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {labels}; set it to 1 to train "
-            "a model that scores, or give a loss of your own in a loop (docs/losses.md)"
-        )
-    if PAIRS in kinds and len(kinds) > 1:
-        raise DataError(f"rows of {paths} are pairs and also {' and '.join({*kinds} - {PAIRS})}; train on one of them")
 
 
 _WORDS = ("Zq0user", "Zq1assistant")

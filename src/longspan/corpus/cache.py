@@ -1,0 +1,99 @@
+"""The cache of tokenized documents, in a folder that runs share: what one run builds, others open."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from longspan.corpus.files import LogLine
+from longspan.errors import DataError
+from longspan.files import name_file_in_errors
+
+_POLL_SECONDS, _WAIT_NEWS_SECONDS = 0.2, 30.0
+
+
+def cache_folder(setting: str) -> Path:
+    """Return the folder that `data.cache` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
+    if setting == "none":
+        raise DataError('data.cache is "none", and tokens are always kept; name a folder, or leave it empty')
+    if setting:
+        return Path(setting).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "longspan" / "corpora"
+
+
+class Cache:
+    """The cache in a folder, which is created. Raises OSError if it cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable for this user", str(folder))  # 13: EACCES
+
+    def sums_file(self, path: str) -> Path:
+        """Return the file with the SHA-256 sums of the files at a path."""
+        name = hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:32]
+        return self.folder / "files" / f"{name}.jsonl"
+
+    def open_or_build_documents(
+        self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
+    ) -> tuple[Path, bool]:
+        """Return the folder of the documents with this key, and whether it was built now; other runs wait meanwhile."""
+        folder = self.folder / key[:40]  # of 64 hexadecimal digits: enough to be different
+        if folder.is_dir() and is_whole(folder):
+            return folder, False
+        with self._lock_documents(folder, log) as locked:
+            if folder.is_dir() and is_whole(folder):  # another run made it in the meantime
+                return folder, False
+            if locked:  # then no other run builds, and what is unfinished is left of one that ended
+                for unfinished in self.folder.glob(f"{folder.name}.partial*"):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+            if folder.is_dir():
+                log(f"{folder} is damaged: its documents are made again")
+                shutil.rmtree(folder)
+            partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+            try:
+                with name_file_in_errors(partial):
+                    build(partial)
+                    try:
+                        partial.rename(folder)
+                    except OSError:  # without locks another run may have made it first
+                        if not folder.is_dir():
+                            raise
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return folder, True
+
+    @contextmanager
+    def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
+        """Lock these documents, after waiting for a run that has; yields False if the file system has no locks."""
+        last_log_time = 0.0
+        with folder.with_suffix(".lock").open("a") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() - last_log_time > _WAIT_NEWS_SECONDS:
+                        log("another run tokenizes the same corpus: waiting for it")
+                        last_log_time = time.monotonic()
+                    time.sleep(_POLL_SECONDS)
+                except OSError:
+                    yield False
+                    return
+            yield True
+
+
+def cache_error(folder: Path, error: OSError) -> DataError:
+    free = ""
+    with suppress(OSError):
+        free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
+    return DataError(
+        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache to a folder with room "
+        "for its tokens"
+    )

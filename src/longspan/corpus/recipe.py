@@ -1,0 +1,176 @@
+"""What decides the documents of a corpus: keys of [data], files, and how the rows of each source are encoded."""
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from longspan.config.defaults import absolute_paths
+from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RunConfig
+from longspan.corpus.cache import cache_folder
+from longspan.corpus.document_encoder import DocumentEncoder
+from longspan.corpus.files import STDLIB, CorpusFile, find_rows, kind_of_files
+from longspan.corpus.rows.encoding import RowEncoding
+from longspan.corpus.rows.sample import RowSettings
+from longspan.corpus.tokenizer import TextTokenizer
+from longspan.data.manifest import PAIRS, SourceFile
+from longspan.errors import DataError
+from longspan.host import usable_cores
+
+# A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and
+# of texts and token ids alone, which changes of chats leave as they are.
+VERSION, TEXT_VERSION = 4, 2
+# Larger corpora are encoded by several processes: by the kind of rows.
+_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
+_CHATS_BYTES = 4 << 20  # of rows of other kinds
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the documents of a corpus.
+
+    `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
+    source's rows. `longest` is the most tokens of a document, `most_bytes` of a row (0: any). A bad row is an error, or
+    left out with `skip_bad`. `path` names the corpus in messages.
+    """
+
+    path: str
+    files: Sequence[CorpusFile]
+    sources: Sequence[SourceFile]
+    encodings: tuple[RowEncoding, ...]
+    longest: int
+    skip_bad: bool = False
+    most_bytes: int = MAX_TEXT_BYTES
+
+    @cached_property
+    def key(self) -> str:
+        """The SHA-256 of all that decides the documents; equal for equal files, unless rows may have images."""
+        digests = [encoding.digest for encoding in self.encodings]
+        # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
+        further_settings = [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
+        further_settings += ["texts"] * self.records_texts
+        version = TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
+        digest = hashlib.sha256(json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode())
+        for file, source in zip(self.files, self.sources, strict=True):
+            rows = "" if file.rows is None else f" {file.rows}"
+            digest.update(f"{file.source} {source.sha256} {source.name}{rows}\n".encode())
+            if self.has_images:  # relative paths of images begin in the file's folder
+                digest.update(f"{file.path.absolute().parent}\n".encode())
+        return digest.hexdigest()
+
+    @property
+    def has_images(self) -> bool:
+        return any(encoding.images is not None for encoding in self.encodings)
+
+    @property
+    def records_texts(self) -> bool:
+        """Whether a text may become several documents, and it is recorded which."""
+        splits = any(encoding.settings.turns == "split" or encoding.kind == PAIRS for encoding in self.encodings)
+        return splits or self.longest > 0
+
+    @property
+    def encoder(self) -> DocumentEncoder:
+        """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
+        fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
+        return DocumentEncoder(self.encodings, self.longest, "<u2" if fits_uint16 else "<u4", self.skip_bad)
+
+    @property
+    def processes(self) -> int:
+        """How many processes encode: one if the corpus is so small that it is done before others start."""
+        size = sum(source.bytes for source in self.sources)
+        small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in self.encodings)
+        return 1 if size <= small_bytes else usable_cores()
+
+
+# Keys of [data] that decide documents, with the paths and RowSettings.
+_DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
+
+    `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages;
+    `num_labels` is the model's.
+    """
+
+    data: DataConfig
+    folder: str = "corpus"
+    prefix: str = "data."
+    num_labels: int = 0
+
+    @classmethod
+    def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":
+        """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut."""
+        data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
+        return cls(data, num_labels=config.model.num_labels, **names)
+
+    def source_paths(self) -> tuple[tuple[str, str], ...]:
+        """Return the key and the path of each source; without any, the standard library is the only one."""
+        if not self.data.sources:
+            return ((f"{self.prefix}path", self.data.path or STDLIB),)
+        return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
+
+    def find_source_files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
+        """Find the source files in order, without those in the run's folder and in the cache.
+
+        With data.sources, the name of a file in a source's folder begins with the name of that folder.
+        """
+        leave_out = (run_dir, cache_folder(self.data.cache))
+        files = list[CorpusFile]()
+        sources = zip(self.source_paths(), self.data.sources or (self.data,), strict=True)
+        for number, ((key, path), source) in enumerate(sources):
+            folder = f"{Path(path).name}/" if self.data.sources and not Path(path).is_file() else ""
+            for file in find_rows(path, source.split, leave_out=leave_out, key=key):
+                files.append(replace(file, source=number, name=folder + file.name))
+        return tuple(files)
+
+    def deciding_values(self) -> dict[str, Any]:
+        """Return the settings that decide the documents, by key, as values that JSON can hold."""
+        values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
+        values |= {"chat_template": absolute_paths(self.data.chat_template)} if self.data.chat_template else {}
+        if not self.data.sources:
+            return {"path": absolute_paths(self.data.path), "split": self.data.split} | values
+        sources = [f"{absolute_paths(source.path)} {source.split}".strip() for source in self.data.sources]
+        return {"sources": sources} | values
+
+    def row_settings(self) -> RowSettings:
+        names = (field.name for field in fields(RowSettings) if field.name != "num_labels")
+        return RowSettings(**{name: getattr(self.data, name) for name in names}, num_labels=self.num_labels)
+
+
+def make_recipe(
+    settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[SourceFile], tokenizer: TextTokenizer
+) -> Recipe:
+    """Make the recipe of the documents of these files. Raises DataError for different kinds of rows in one source."""
+    data, encodings = settings.data, list[RowEncoding]()
+    for number, _ in enumerate(settings.source_paths()):
+        source_files = [file for file in files if file.source == number]
+        kind = kind_of_files(
+            source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes, columns=data.columns
+        )
+        encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
+    _check_kinds({encoding.kind for encoding in encodings}, settings)
+    return Recipe(
+        path=" and ".join(f"{key} {path!r}" for key, path in settings.source_paths()),
+        files=files,
+        sources=sources,
+        encodings=tuple(encodings),
+        longest=data.max_document_tokens,
+        skip_bad=data.on_bad == "skip",
+        most_bytes=data.max_text_bytes,
+    )
+
+
+def _check_kinds(kinds: Collection[str], settings: CorpusSettings) -> None:
+    paths, labels = " and ".join(path for _, path in settings.source_paths()), settings.num_labels
+    if PAIRS in kinds and labels != 1:
+        raise DataError(
+            f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {labels}; set it to 1 to train "
+            "a model that scores, or give a loss of your own in a loop (docs/losses.md)"
+        )
+    if PAIRS in kinds and len(kinds) > 1:
+        raise DataError(f"rows of {paths} are pairs and also {' and '.join({*kinds} - {PAIRS})}; train on one of them")
