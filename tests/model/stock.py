@@ -187,7 +187,7 @@ def without_trials() -> Iterator[None]:
 
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
     """A prepared model that is not tried, neither now nor before its steps."""
-    with without_trials(), patch.object(check_model, "record_calls_and_draws", _record_once):
+    with without_trials(), patch("longspan.model.prepared.record_calls_and_draws", _record_once):
         prepared = prepare(model, world, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
     return prepared

@@ -27,7 +27,7 @@ from longspan.model.experts.router import RouterCoefficients, RouterLosses, Rout
 from longspan.model.layers import score_columns
 from longspan.model.lora import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.prepared import refuse_other_parameters
+from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Measure, Passes, Term, default_divisor, launch_passes, read_batches, run_passes

@@ -4,10 +4,8 @@ What only a pass shows is in `seams/meta_pass.py`, what numbers of the placed mo
 """
 
 import re
-import reprlib
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,19 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from longspan.attention import AttendCall
-from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import (
-    Adapter,
-    adapter_parameters,
-    base_module,
-    belongs_to_adapter,
-    find_adapter,
-    has_trained_copy,
-    is_adapted,
-    peft_modules,
-)
 from longspan.model.exactness.small_copies import (
     parameter_gradients,
     relative_error,
@@ -36,9 +22,9 @@ from longspan.model.exactness.small_copies import (
     shrink_configuration,
     trial_error_text,
 )
-from longspan.model.experts.moe import mix_experts
+from longspan.model.features import Feature
+from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_indexers, find_mixers, is_indexed, is_mixer
 from longspan.model.layers import (
-    SCORE_HEADS,
     base_model,
     decoder_layers,
     expert_modules,
@@ -48,15 +34,7 @@ from longspan.model.layers import (
     score_columns,
     text_model,
 )
-from longspan.model.mtp import depth_reasons, model_depths, select_depth_weights, unwrap_trained_depths_or_undo
-from longspan.model.parts import is_tied
-from longspan.model.seams.attention_calls import (
-    attend_separately,
-    defer_temperature,
-    find_indexers,
-    has_temperature,
-    is_indexed,
-)
+from longspan.model.seams.attention_calls import attend_separately, defer_temperature, has_temperature
 from longspan.model.seams.call_rules import (
     doctor_hint,
     has_bidirectional_prefix,
@@ -65,11 +43,7 @@ from longspan.model.seams.call_rules import (
     items_text,
     modules_with_instance_forward,
 )
-from longspan.model.seams.indexers import shard_indexers
-from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
-from longspan.model.seams.mixers import ROWS_ALONE, ROWWISE_LAYER_TYPES, find_mixers, is_mixer, set_mixer_ops
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
-from longspan.model.sharding import Placement
 from longspan.model.weights.hf_folder import DEQUANTIZE
 from longspan.plan.shape.layers import INDEXED
 
@@ -208,171 +182,6 @@ def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:
         yield f"{items_text(names)} (Conv1d of {', '.join(owners)}) mixes neighbouring rows outside attention"
 
 
-_DORA = "DoraLinearVariant"
-_UNTESTED = {  # keys of LoraConfig, and what a value there asks for
-    "target_parameters": "adapters of parameters that are not a linear's weight (fused experts)",
-    "layer_replication": "layers that share weights",
-    "trainable_token_indices": "single rows of an embedding",
-    "megatron_config": "Megatron's layers",
-    "alora_invocation_tokens": "activated LoRA, which counts the local rows",
-}
-_INSTEAD = {  # of a key that is set by more than the user
-    "trainable_token_indices": "leave it out, and TRL's chat_template_path, which sets it: call "
-    "trl.clone_chat_template, and train modules_to_save=['embed_tokens', 'lm_head'], or all weights"
-}
-
-
-def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> None:
-    """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
-
-    The result is the same on every rank, before the first collective. Tensor parallelism has reasons of its own.
-    """
-    staged = world.home.pp > 1
-    if staged and model_depths(model) and is_adapted(model.get_input_embeddings()):
-        raise ModelError(
-            f"{type(model).__name__} has multi-token prediction, for which the last pipeline stage has a copy of the "
-            "embedding, and an adapter of the embedding, which would be trained twice; leave it out of "
-            "target_modules, or use pp 1"
-        )
-    reasons = [*_adapter_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
-    reasons = reasons or [
-        *_adapter_layer_reasons(model),
-        *_missing_value_reasons(model),
-        *_trained_parameter_reasons(model),
-    ]
-    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-    if staged and is_tied(model) and any(is_adapted(end) or has_trained_copy(end) for end in ends):
-        reasons.append(
-            "it changes an embedding that is tied to the head, of which the first and the last pipeline stage hold a "
-            "copy each; leave embed_tokens and lm_head out, or use pp 1"
-        )
-    if reasons:
-        raise ModelError(
-            f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
-        )
-
-
-def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
-    """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together.
-
-    Compared are checksums of all that is trained; parameters on the meta device have no values yet.
-    """
-    trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
-    values: dict[str, Any] = {name: p.detach().cpu().contiguous() for name, p in trained.items() if not p.is_meta}
-    digests = {name: zlib.crc32(x.view(torch.uint8).numpy()) for name, x in values.items()}
-    digests_of_ranks = world.control.gather_objects(digests, "digests of adapters")
-    for rank, rank_digests in zip(world.home.ranks, digests_of_ranks, strict=True):
-        for name, digest in digests_of_ranks[0].items():
-            if rank_digests.get(name) != digest:
-                raise ModelError(
-                    f"{name} is not the same on ranks {world.home.ranks[0]} and {rank}: peft draws with torch's "
-                    "generator; call torch.manual_seed with one seed on every rank before peft.get_peft_model, or load "
-                    "the adapter from a folder"
-                )
-
-
-def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
-    config = adapter.config
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA":
-        yield (
-            f"it is of peft's method {kind}, and LoRA alone is supported; use peft.LoraConfig, or merge it first: "
-            "model = peft_model.merge_and_unload()"
-        )
-        return
-    for key, feature in _UNTESTED.items():
-        if value := getattr(config, key, None):
-            yield f"{key} is {reprlib.repr(value)}: {feature} are not supported; {_INSTEAD.get(key, 'leave it out')}"
-    if getattr(config, "bias", "none") != "none":
-        yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
-
-
-def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
-    indexers = tuple(f"{name}." for name in find_indexers(model))
-    for name, module in peft_modules(model).items():
-        layer: Any = module
-        if name.startswith(indexers):
-            yield f"{name} belongs to an indexer, which gets no gradient; name target_modules without it"
-            return
-        if is_adapted(module):
-            inner = type(layer.base_layer)
-            variants = {type(v).__name__ for v in getattr(layer, "lora_variant", {}).values()} - {_DORA}
-            if inner not in (nn.Linear, nn.Embedding) or not hasattr(layer, "lora_A"):
-                kind = f"{type(module).__name__} over {inner.__name__}"
-                yield f"{name} ({kind}) is no LoRA of an nn.Linear or nn.Embedding; leave it out of target_modules"
-                return
-            if variants:
-                yield f"{name} uses {', '.join(sorted(variants))}; plain LoRA and DoRA are supported"
-                return
-            if layer.merged:
-                yield f"{name} is merged into its weight; call peft_model.unmerge_adapter() first"
-                return
-        elif not hasattr(layer, "modules_to_save"):
-            yield f"{name} ({type(module).__name__}) is no copy of modules_to_save; leave it out"
-            return
-
-
-def _missing_value_reasons(model: nn.Module) -> Iterator[str]:
-    if "weights_to_come" in vars(model):
-        from longspan.model.lora import adapter_is_drawn_by_prepare
-
-        if not adapter_is_drawn_by_prepare(model):
-            yield (
-                "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "
-                "values; load the base with sharded=False: load_model(folder, sharded=False)"
-            )
-    elif without_values := [name for name, p in adapter_parameters(model) if p.is_meta]:
-        yield (
-            f"{len(without_values)} of its parameters have no values ({without_values[0]}); load it without "
-            "low_cpu_mem_usage=True, and its base with sharded=False"
-        )
-
-
-def _trained_parameter_reasons(model: nn.Module) -> Iterator[str]:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        yield (
-            "none of its parameters requires a gradient (inference_mode, or a frozen model); load it with "
-            "is_trainable=True"
-        )
-    yield from depth_reasons(model)
-    other_names = {name for name in trained if not belongs_to_adapter(name)}
-    if base := sorted(other_names.difference(select_depth_weights(other_names))):
-        yield f"{len(base)} parameters of the base model require gradients ({', '.join(base[:2])}); freeze them"
-    if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
-        yield (
-            f"what is trained is of {' and '.join(sorted(dtypes))}, of which FSDP2 sums the gradients in one type; "
-            "cast it to one: for p in model.parameters(): if p.requires_grad: p.data = p.data.float()"
-        )
-
-
-def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None:
-    """Raise ModelError, with every reason, for an adapter that is not shown to be exact in an encoder under this tp."""
-    if not (modules := peft_modules(encoder)):
-        return
-    reasons = [*_adapter_configuration_reasons(adapter), *_adapter_layer_reasons(encoder)]
-    if copied := [name for name, module in modules.items() if has_trained_copy(module)]:
-        reasons.append(
-            f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
-            "it is saved as one of modules_to_save"
-        )
-    adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
-    if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
-        reasons.append(f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them")
-    for key in ("use_dora", "lora_bias"):
-        if tp > 1 and getattr(adapter.config, key, False):
-            reasons.append(f"{key} is set, which is not shown to be exact under the encoder's tp {tp}; use tp 1")
-    if tp > 1 and adapter.dropout:
-        reasons.append(
-            f"lora_dropout is {adapter.dropout:g}, and the encoder's {tp} tensor-parallel ranks would drop different "
-            "inputs; use tp 1"
-        )
-    if reasons:
-        raise ModelError(
-            f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
-        )
-
-
 _STAND_IN = "longspan_separate_rows"
 _ROWS, _EXPERTS = 48, 8
 _PIECES = (slice(0, 1), slice(1, 30), slice(30, _ROWS))  # of unequal sizes, one of a single row
@@ -434,8 +243,12 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     model = kind._from_config(small, **settings).double()
     defer_temperature(model)  # attention's business: it is not tried here
     if find_indexers(model):
+        from longspan.model.seams.indexers import shard_indexers
+
         shard_indexers(model, alone=True)
     for mixer in find_mixers(model).values():
+        from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
+
         set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -532,6 +345,8 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> It
 @torch.no_grad()
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
     for name, module in expert_modules(model).items():
+        from longspan.model.experts.moe import mix_experts
+
         experts: Any = module
         x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
         chosen = torch.rand(_ROWS, int(experts.num_experts)).topk(min(2, int(experts.num_experts))).indices
@@ -542,55 +357,33 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
             return
 
 
-def check_model(
-    model: nn.Module,
-    placement: Placement,
-    connect: Callable[[PreTrainedModel], None],
-    *,
-    stages: int,
-    kernel: str | None,
-) -> tuple[Adapter | None, tuple[AttendCall, ...], MetaRecord]:
+def check_model(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
     """Raise ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
 
-    `connect` makes the model's attention, mixers and experts call longspan. In order: what it declares, a small copy of
-    its class, its adapter and placement (also `tensor_parallel/split_trial.py`), and a pass of the connected model on
-    the meta device. Later `row_trial.py` tries the placed model, and depths, images, encoders,
-    stages and the loss by rows are tried where they are made. Returns the adapter, the calls of attention, each once,
-    and what the pass recorded.
+    In order: what it declares, a small copy of its class, its features, and what ranks must not differ in. A pass of
+    the connected model on the meta device follows (`seams/meta_pass.py`), and `row_trial.py` tries the placed model;
+    images, encoders, stages and the loss by rows are tried where they are made. Returns random draws of the class.
     """
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
-    with unwrap_trained_depths_or_undo(model), _score_rows_or_undo(model):
-        adapter, class_draws = check_unconnected(model, placement, stages=stages)
+    with ExitStack() as contexts:
+        for feature in features:
+            contexts.enter_context(feature.checks_context(model))
+        class_draws = check_unconnected(model, features)
         assert isinstance(model, PreTrainedModel)  # others were refused
-        if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
-            check_equal_adapters(model, placement.world)
-    connect(model)
-    record = record_calls_and_draws(model, class_draws)
-    device, dtype = placement.world.device, placement.dtype_of(model)
-    calls = check_kernel_for_calls(model, kernel, record.calls, device=device, dtype=dtype)
-    return adapter, calls, record
+        for feature in features:  # last, as each rank has passed its own checks
+            feature.compare_ranks(model)
+    return class_draws
 
 
-def check_unconnected(model: nn.Module, placement: Placement, *, stages: int) -> tuple[Adapter | None, tuple[str, ...]]:
-    """Raise ModelError as `check_model` for what a rank tells alone; returns the adapter, and draws of the class."""
+def check_unconnected(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
+    """Raise ModelError as `check_model` for what a rank tells alone; returns random draws of the class."""
     refuse_unsupported_model(model)
     assert isinstance(model, PreTrainedModel)  # others were refused
     class_draws = refuse_inexact_class(model) if needs_class_trial(model) else ()
-    adapter = find_adapter(model)
-    if adapter is not None:
-        check_adapter(model, adapter, placement.world)
-    placement.check_placement(model, stages)
-    return adapter, class_draws
-
-
-def _score_rows_or_undo(model: nn.Module) -> AbstractContextManager[None]:
-    scores = any(kind.__name__.endswith(SCORE_HEADS) for kind in type(model).__mro__)
-    if not (scores and isinstance(model, PreTrainedModel)):
-        return nullcontext()
-    from longspan.model.score_heads import score_rows_or_undo
-
-    return score_rows_or_undo(model)
+    for feature in features:
+        feature.refuse(model)
+    return class_draws
 
 
 def needs_class_trial(model: PreTrainedModel) -> bool:

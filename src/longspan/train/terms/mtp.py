@@ -26,7 +26,8 @@ from longspan.config.sections import RANDOM, RunConfig
 from longspan.data.document import NO_TARGET
 from longspan.errors import LossError, ModelError, plural, short_text
 from longspan.model.add_depths import add_mtp
-from longspan.model.mtp import count_depths, model_depths
+from longspan.model.layers import mtp_depths
+from longspan.model.mtp import count_depths
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.train.loss import CrossEntropy, Head
@@ -109,7 +110,7 @@ def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
     name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
-    depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
+    depths = model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
     if not depths:
         raise ModelError(
             f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, depths=1) "
