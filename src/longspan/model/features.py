@@ -88,7 +88,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     (lambda call: MTP in call.model._modules, "longspan.model.mtp:MtpFeature"),
     (lambda call: _is_classifier(call.model), "longspan.model.score_heads:ScoreHeadFeature"),
     (lambda call: call.options.float8, "longspan.model.float8_layers:Float8Feature"),
-    (lambda call: call.has(is_peft_module), "longspan.model.adapter_rules:AdapterFeature"),
+    (lambda call: call.has(is_peft_module), "longspan.model.exactness.adapter_rules:AdapterFeature"),
     (
         lambda call: call.world.device.type == "cuda" or call.options.fused_norms not in ("auto", "off"),
         "longspan.model.seams.norms:NormFeature",
@@ -105,7 +105,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     ),
     (
         lambda call: call.world.home.tp > 1 or call.options.sequence_parallel,
-        "longspan.model.tensor_parallel.tensor_parallel:TensorParallelFeature",
+        "longspan.model.tensor_parallel_feature:TensorParallelFeature",
     ),
     (lambda call: call.options.mlp_tile_rows, "longspan.model.activations.tiles:TileFeature"),
     (

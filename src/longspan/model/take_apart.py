@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model.adapter_rules import check_encoder_adapter
 from longspan.model.adapters import find_adapter
+from longspan.model.exactness.adapter_rules import check_encoder_adapter
 from longspan.model.exactness.image_trial import reasons_against_images
 from longspan.model.kinds import belongs_to_adapter, unwrap_peft_model
 from longspan.model.layers import base_model, is_in_projector, reads_other_modalities, towers_beside_text_model

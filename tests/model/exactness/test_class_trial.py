@@ -15,7 +15,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness import image_trial, small_copies
-from longspan.model.exactness.check_model import (
+from longspan.model.exactness.class_trial import (
     ClassTrial,
     needs_class_trial,
     refuse_inexact_class,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from longspan import Layout, LongspanError, World, bind, prepare, run_step
 from longspan.errors import ModelError, PlanError
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
+from longspan.model.exactness.split_trial import mixes_features, refuse_mixed_features
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
@@ -21,7 +22,6 @@ from longspan.model.tensor_parallel.plan import (
     list_styles,
     refuse_unnamed_parameters,
 )
-from longspan.model.tensor_parallel.split_trial import mixes_features, refuse_mixed_features
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from tests.model.experts.moe_models import moe_answer, moe_model

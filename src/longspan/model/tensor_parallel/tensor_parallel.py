@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.tp_collectives import tp_copy, tp_copy_parameter, tp_gather, tp_index_and_degree, tp_split, tp_sum
 from longspan.errors import ModelError, plural
-from longspan.model.features import Feature
 from longspan.model.kinds import is_adapted
 from longspan.model.layers import Absent, decoder_model, expert_modules, layers_and_mtp_blocks, mtp_depths
 from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_part_names
@@ -40,7 +39,6 @@ from longspan.model.tensor_parallel.plan import (
     split_block_names,
     tensors_of_part,
 )
-from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
     ADAPTED,
     ROWS,
@@ -310,7 +308,6 @@ def _checked_styled_modules(model: PreTrainedModel, tp: int, *, sequence_paralle
         if style == tp_style.MIXER:
             refuse_unsplittable_mixer(name, module, tp)
     refuse_unnamed_parameters(model, styled_modules)
-    refuse_mixed_features(model, styled_modules)
     if sequence_parallel:
         for name, layer in layers_and_mtp_blocks(model).items():
             single_and_full_row_modules(name, layer, styled_modules)  # here only to raise, as the next line
@@ -409,18 +406,3 @@ def _split_head_and_embedding(
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
     elif embedding is not None and sequence_parallel:
         wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
-
-
-class TensorParallelFeature(Feature):
-    """Layers split over the tensor-parallel ranks of a slot, with or without rows split between them."""
-
-    def refuse(self, model: PreTrainedModel) -> None:
-        refuse_tensor_parallel(model, self.world, sequence_parallel=self.options.sequence_parallel)
-
-    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        split_over_ranks(
-            model,
-            self.world,
-            sequence_parallel=self.options.sequence_parallel,
-            sum_expert_gradients=not self.options.shard_parameters,
-        )

@@ -1,4 +1,4 @@
-"""Which LoRA adapters are exact under a home: the rules of `prepare` for an adapter, of a model and of an encoder."""
+"""Rules for adapters of peft: which ones are shown to be exact in a model, or in an encoder, under a home."""
 
 import reprlib
 import zlib
@@ -26,31 +26,9 @@ from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
 from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
 from longspan.model.parts import is_tied
 
-
-class AdapterFeature(Feature):
-    """An adapter, which alone is trained and saved."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        self._peft_model = call.given
-        self._adapter: Adapter | None = None
-
-    def refuse(self, model: PreTrainedModel) -> None:
-        self._adapter = find_adapter(model)
-        if self._adapter is not None:
-            check_adapter(model, self._adapter, self.world)
-
-    def compare_ranks(self, model: PreTrainedModel) -> None:
-        if self._adapter is not None:
-            check_equal_adapters(model, self.world)
-
-    def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
-        if self._adapter is not None:
-            prepared.adapter = self._adapter
-            redirect_peft_model(self._peft_model, prepared)
-
-
 _DORA = "DoraLinearVariant"
+
+
 _UNTESTED = {  # keys of LoraConfig, and what a value there asks for
     "target_parameters": "adapters of parameters that are not a linear's weight (fused experts)",
     "layer_replication": "layers that share weights",
@@ -58,6 +36,8 @@ _UNTESTED = {  # keys of LoraConfig, and what a value there asks for
     "megatron_config": "Megatron's layers",
     "alora_invocation_tokens": "activated LoRA, which counts the local rows",
 }
+
+
 _INSTEAD = {  # of a key that is set by more than the user
     "trainable_token_indices": "leave it out, and TRL's chat_template_path, which sets it: call "
     "trl.clone_chat_template, and train modules_to_save=['embed_tokens', 'lm_head'], or all weights"
@@ -211,3 +191,26 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
         raise ModelError(
             f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
         )
+
+
+class AdapterFeature(Feature):
+    """An adapter, which alone is trained and saved."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._peft_model = call.given
+        self._adapter: Adapter | None = None
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        self._adapter = find_adapter(model)
+        if self._adapter is not None:
+            check_adapter(model, self._adapter, self.world)
+
+    def compare_ranks(self, model: PreTrainedModel) -> None:
+        if self._adapter is not None:
+            check_equal_adapters(model, self.world)
+
+    def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        if self._adapter is not None:
+            prepared.adapter = self._adapter
+            redirect_peft_model(self._peft_model, prepared)
