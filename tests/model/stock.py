@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import World, prepare
-from longspan.model.exactness import check_model, class_trial, row_trial
+from longspan.model.exactness import class_trial, row_trial
 from longspan.model.seams import row_loss
 from longspan.model.seams.meta_pass import MetaRecord, record_calls_and_draws
 from longspan.testing import backend
@@ -187,7 +187,7 @@ def without_trials() -> Iterator[None]:
 
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
     """A prepared model that is not tried, neither now nor before its steps."""
-    with without_trials(), patch.object(check_model, "record_calls_and_draws", _record_once):
+    with without_trials(), patch("longspan.model.prepared.record_calls_and_draws", _record_once):
         prepared = prepare(model, world, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
     return prepared

@@ -48,8 +48,9 @@ from longspan.checkpoint.storage import DTYPES, SafetensorsReader, SafetensorsWr
 from longspan.comm import World, leave_together
 from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
-from longspan.model.adapters import adapter_of_prepared_model, entries_trained_with_adapter
-from longspan.model.prepared import refuse_other_parameters
+from longspan.model.adapters import entries_trained_with_adapter
+from longspan.model.kinds import adapter_of_prepared_model
+from longspan.model.replaced_parameters import refuse_other_parameters
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are

@@ -34,11 +34,13 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
-from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, is_adapted, peft_modules
+from longspan.model.adapters import Adapter, find_adapter
 from longspan.model.add_depths import add_mtp
+from longspan.model.kinds import belongs_to_adapter, is_adapted, peft_modules
+from longspan.model.layers import MTP, mtp_blocks
 from longspan.model.load import find_score_class, torch_dtype
 from longspan.model.lora import CONFIGURATION, WEIGHTS, entries_inside_modules, largest_trained_modules, write_adapter
-from longspan.model.mtp import PREFIX, find_published_naming, mtp_blocks
+from longspan.model.mtp import find_published_naming
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
@@ -74,13 +76,13 @@ def add_run_depths(run: RunConfig, empty: PreTrainedModel, log: LogLine, *, publ
     rename = find_published_naming(text.model_type, text.num_hidden_layers, depths, len(blocks)) if published else None
     title = f"{plural(depths, 'depth')} of multi-token prediction"
     if rename is None:
-        log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
+        log(f"{title}: under {MTP}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
         return str
     config: Any = text  # gets the keys with which published configurations describe depths
     config.num_nextn_predict_layers = depths
     if len(blocks) > 1:
         config.mtp_layers_block_type = [block.block_type for block in blocks]
-    log(f"{title}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
+    log(f"{title}: under the names of published {text.model_type} models, {rename(f'{MTP}.layers.0.eh_proj.…')}")
     return rename
 
 

@@ -25,7 +25,7 @@ from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, P
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
-from longspan.model.float8.products import find_float8_weight, keep_quantised_weights
+from longspan.model.kinds import find_float8_weight, keep_float8_weights
 from longspan.model.layers import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
@@ -62,7 +62,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:
-        with keep_quantised_weights(model), leave_out_idle_hooks(model):
+        with keep_float8_weights(model), leave_out_idle_hooks(model):
             yield
     finally:
         for module in modules:

@@ -19,7 +19,7 @@ from longspan.errors import ConfigError, DataError, ModelError
 from longspan.hf.refusals import NAMES_TO_READ, refuse_hooks
 from longspan.hf.scores import CalledScores, make_leaf, read_scored_batch, stock_loss
 from longspan.layout import Floats
-from longspan.model.adapters import unwrap_peft_model
+from longspan.model.kinds import unwrap_peft_model
 from longspan.model.layers import SCORE_HEADS, architecture_name, score_columns
 from longspan.train import TokenLogProbs, documents_of
 

@@ -16,10 +16,10 @@ from transformers.trainer_utils import SaveStrategy
 
 from longspan.errors import ConfigError, ModelError
 from longspan.hf.arguments import LongspanArguments
-from longspan.model.adapters import unwrap_peft_model
 from longspan.model.exactness.check_model import refuse_quantized
+from longspan.model.kinds import unwrap_peft_model
 from longspan.model.layers import SCORE_HEADS
-from longspan.model.prepared import refuse_gradient_hooks
+from longspan.model.replaced_parameters import refuse_gradient_hooks
 from longspan.model.score_heads import find_score_head
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")

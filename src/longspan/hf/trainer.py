@@ -33,10 +33,12 @@ from longspan.hf.refusals import (
 )
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
-from longspan.model.adapters import find_adapter, unwrap_peft_model
+from longspan.model.adapters import find_adapter
+from longspan.model.kinds import unwrap_peft_model
 from longspan.model.layers import architecture_name
 from longspan.model.lora import redirect_peft_model
-from longspan.model.prepared import PrepareOptions, refuse_other_parameters
+from longspan.model.prepared import PrepareOptions
+from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice

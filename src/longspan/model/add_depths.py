@@ -16,17 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter
-from longspan.model.layers import base_model, decoder_layers, final_norm
-from longspan.model.mtp import (
-    PREFIX,
-    MtpBlocks,
-    MtpDepth,
-    MtpDepths,
-    model_depths,
-    mtp_blocks,
-    note_layer_inputs,
-    translate_published_name,
-)
+from longspan.model.layers import MTP, base_model, decoder_layers, final_norm, mtp_blocks, mtp_depths
+from longspan.model.mtp import MtpBlocks, MtpDepth, MtpDepths, note_layer_inputs, translate_published_name
 from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.weights.fill import (
@@ -46,7 +37,7 @@ def read_depth_weights(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> 
     layers = model.config.get_text_config().num_hidden_layers
     rename = partial(translate_published_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     source = FolderWeights(folder, model, rename=rename)  # publishers have names of their own
-    names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
+    names = [f"{MTP}.{name}" for name in mtp.state_dict()]
     available = source.names()
     if missing := [name for name in names if name not in available]:
         raise ModelError(
@@ -62,8 +53,8 @@ class _DrawnWeights:
 
     def __init__(self, model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
         self._initialise, self._seed = model._init_weights, seed
-        self._depths = {f"{PREFIX}.layers.{i}": deepcopy(depth).to("meta") for i, depth in enumerate(mtp.layers)}
-        self._buffers = {f"{PREFIX}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
+        self._depths = {f"{MTP}.layers.{i}": deepcopy(depth).to("meta") for i, depth in enumerate(mtp.layers)}
+        self._buffers = {f"{MTP}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
 
     def __str__(self) -> str:
         return "the drawn depths"
@@ -84,7 +75,7 @@ def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSo
         return
     if has_meta_parameters(mtp):  # a model of names and shapes only
         return
-    tensors: dict[str, Tensor] = {f"{PREFIX}.{name}": x for name, x in mtp.state_dict(keep_vars=True).items()}
+    tensors: dict[str, Tensor] = {f"{MTP}.{name}": x for name, x in mtp.state_dict(keep_vars=True).items()}
     device = next(mtp.parameters()).device
     for name, values in source.read({name: LocalPart.from_parameter(x) for name, x in tensors.items()}, device):
         tensors[name].copy_(values)
@@ -108,7 +99,7 @@ def add_mtp(
     _check_layer_inputs(model)
     layers = _find_layers_to_copy(model)
     mtp = MtpDepths([_make_depth(model, layers) for _ in range(depths)])
-    model.add_module(PREFIX, mtp)
+    model.add_module(MTP, mtp)
     mtp.train(model.training)
     try:
         if weights is None:
@@ -132,9 +123,9 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
         )
     if is_prepared(model):
         raise ModelError(f"this {name} was prepared already; call add_mtp before prepare, which places its parameters")
-    if hasattr(model, PREFIX):
-        depth = len(model_depths(model))
-        obstacle = f"multi-token prediction of depth {depth}" if depth else f"a module at {PREFIX!r}"
+    if hasattr(model, MTP):
+        depth = len(mtp_depths(model))
+        obstacle = f"multi-token prediction of depth {depth}" if depth else f"a module at {MTP!r}"
         raise ModelError(f"{name} has {obstacle} already; add depths once, to a stock model")
     if model.get_output_embeddings() is None or base_model(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")

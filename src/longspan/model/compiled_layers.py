@@ -18,20 +18,44 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError, plural
 from longspan.model.activations.tiles import TiledForward
-from longspan.model.experts.moe import note_layer_arguments, remove_argument_hooks
-from longspan.model.layers import architecture_name, expert_modules
-from longspan.model.mtp import layers_and_depths
-from longspan.model.seams.mixers import class_forward, find_mixers, run_outside_graphs
+from longspan.model.features import Call, Feature
+from longspan.model.kinds import IS_COMPILED, class_forward, find_mixers
+from longspan.model.layers import architecture_name, expert_modules, layers_and_mtp_blocks
 from longspan.model.seams.norms import restore_class_norms
 from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 
 BACKEND = "inductor"
 RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation
-_IS_COMPILED = "is_compiled_layer"
 _STARTING = Lock()  # held while processes that compile are started
 _FUNCTIONS = (FunctionType, MethodType)
+
+
+class CompiledFeature(Feature):
+    """Compiled layers; "auto" may choose none."""
+
+    def __init__(self, call: Call) -> None:
+        """Start the processes that compile, on GPUs, while the model is checked."""
+        super().__init__(call)
+        device = self.world.device
+        self._parts = choose_compiled_parts(self.options.compiled, call.model, device, self.world.home.tp)
+        self._text = ""
+        if self._parts != "none" and device.type == "cuda":
+            home = self.world.home
+            start_compile_workers(min(len(home.ranks), self.world.node_size * home.tp))  # node_size counts slots
+
+    def connect(self, model: PreTrainedModel) -> None:
+        if self._parts != "none":  # the compiler fuses the norms in its graphs itself
+            unfuse_norms_in_graphs(model)
+
+    def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        if self._parts != "none":
+            self._text = compile_layers(models)
+
+    def describe(self) -> dict[str, Any]:
+        return {"compiled": self._text}
 
 
 def choose_compiled_parts(word: str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
@@ -59,7 +83,7 @@ def compile_layers(models: Sequence[PreTrainedModel]) -> str:
     >>> compile_layers([model])
     '36 layers around attention'
     """
-    layers = [layer for model in models for layer in layers_and_depths(model).values()]
+    layers = [layer for model in models for layer in layers_and_mtp_blocks(model).values()]
     replaced = [x for x in layers if "forward" in vars(x) or not inspect.isfunction(class_forward(x))]
     for layer in layers:
         if layer not in replaced:
@@ -76,11 +100,6 @@ def compiled_graphs_text() -> str:
     return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether anything inside a model is compiled."""
-    return any(_IS_COMPILED in vars(module) for module in model.modules())
-
-
 def _compile_layer(layer: nn.Module) -> None:
     _set_up_compiler()
     restore_class_norms(_modules_in_graphs(layer))
@@ -90,14 +109,29 @@ def _compile_layer(layer: nn.Module) -> None:
         forward = vars(module).get("forward")
         if isinstance(forward, TiledForward):  # tiles: the forward of one
             forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
-        run_outside_graphs(module)
-    remove_argument_hooks(layer)  # `_LayerRun` does what they do
+        _run_outside_graphs(module)
+    has_experts = bool(expert_modules(layer))
+    if has_experts:
+        from longspan.model.experts.moe import remove_argument_hooks
+
+        remove_argument_hooks(layer)  # `_LayerRun` does what they do
     run = torch.compile(class_forward(layer), dynamic=True, backend=BACKEND)
-    layer_run = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
-    setattr(layer, _IS_COMPILED, True)
+    layer_run = _LayerRun(layer, run, has_experts=has_experts)
+    setattr(layer, IS_COMPILED, True)
     # In transformers 5.23 the class's forward runs the checkpoint; in 5.17 the call does.
     in_forward = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
     layer.forward = partial(_run_within_checkpoint, layer_run) if in_forward else layer_run
+
+
+def _run_outside_graphs(module: nn.Module) -> None:
+    """Have torch.compile end its graph before a call of this module and begin another one after it."""
+    vars(module)["forward_outside_graphs"] = module.forward
+    module.forward = MethodType(_forward_outside_graphs, module)
+
+
+@break_graphs_around
+def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module.forward_outside_graphs(*args, **kwargs)
 
 
 def _set_up_compiler() -> None:
@@ -129,7 +163,7 @@ def start_compile_workers(ranks_of_host: int) -> None:
 
 def unfuse_norms_in_graphs(model: PreTrainedModel) -> None:
     """Let the norms that graphs will contain, those of layers outside mixers, run by their class's own code again."""
-    for layer in layers_and_depths(model).values():
+    for layer in layers_and_mtp_blocks(model).values():
         restore_class_norms(_modules_in_graphs(layer))
 
 
@@ -147,6 +181,8 @@ class _LayerRun:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A single row would take a graph of its own: the class's code runs it."""
         if self.has_experts:
+            from longspan.model.experts.moe import note_layer_arguments
+
             note_layer_arguments(kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:

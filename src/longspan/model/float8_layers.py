@@ -12,23 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.comm import World
+from longspan.comm import raise_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import belongs_to_adapter
-from longspan.model.experts.moe import router_modules
+from longspan.model.features import Feature
 from longspan.model.float8.products import (
     Scaled,
     add_float8_weights,
-    find_float8_weight,
     find_or_make_float8_weight,
     linear_in_float8,
     multiply_scaled_rows,
     quantise_by_torch,
 )
-from longspan.model.layers import decoder_layers, expert_modules
-from longspan.model.mtp import PREFIX, model_depths
+from longspan.model.kinds import belongs_to_adapter, find_float8_weight
+from longspan.model.layers import MTP, decoder_layers, expert_modules, mtp_depths, router_modules
 from longspan.model.seams.call_rules import has_forward_of_others
-from longspan.model.sharding import Placement
 from longspan.model.tensor_parallel import plan as styles
 from longspan.model.tensor_parallel.plan import list_styles
 
@@ -43,7 +40,7 @@ _IN_SPLIT = (styles.ROWWISE, styles.SPLIT_INPUT)
 
 def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linears that compute in float8, each once, by qualified name."""
-    blocks = [*decoder_layers(model), *([PREFIX] if model_depths(model) else [])]
+    blocks = [*decoder_layers(model), *([MTP] if mtp_depths(model) else [])]
     prefixes = tuple(f"{name}." for name in blocks)
     router_prefixes = tuple(f"{name}." for name in router_modules(model))
     linears = dict[str, nn.Linear]()
@@ -73,15 +70,28 @@ def device_lack(device: torch.device) -> str:
     return f"{need}, and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
 
 
-def float8_error(model: PreTrainedModel, float8: str, placement: Placement, world: World) -> ModelError | None:
-    """Make the error of a model that cannot have float8 here, else None; ranks' devices differ: the caller raises."""
-    if float8 not in ("", "rows"):
-        return ModelError(f'float8 is {float8!r}; use "rows" (one scale a row), or "" for none')
-    if not float8:
-        return None
-    if reasons := [*_reasons_against_float8(model, world.device, placement.dtype_of(model), world.home.tp)]:
-        return ModelError(f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out')
-    return None
+class Float8Feature(Feature):
+    """Linears and experts in float8."""
+
+    def compare_ranks(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for a model that cannot have float8: ranks' devices may differ."""
+        word = self.options.float8
+        error = None
+        if word != "rows":
+            error = ModelError(f'float8 is {word!r}; use "rows" (one scale a row), or "" for none')
+        else:
+            dtype = self.options.sharding(self.world).dtype_of(model)
+            if reasons := [*_reasons_against_float8(model, self.world.device, dtype, self.world.home.tp)]:
+                error = ModelError(
+                    f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'
+                )
+        raise_first_error(self.world, error)
+
+    def convert(self, model: PreTrainedModel) -> None:
+        self._text = use_float8(model)
+
+    def describe(self) -> dict[str, Any]:
+        return {"float8": self._text}
 
 
 def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
@@ -117,7 +127,7 @@ def dtype_lack(dtype: torch.dtype) -> str:
 
 
 def use_float8(model: PreTrainedModel) -> str:
-    """Let the linears and experts of a model compute in float8, after `float8_error`; return in words which do."""
+    """Let the linears and experts of a model compute in float8, once it is checked; return in words which do."""
     linears, experts = float8_linears(model), expert_modules(model)
     in_float8 = sum(linear.weight.numel() for linear in linears.values())
     for linear in linears.values():
@@ -127,7 +137,7 @@ def use_float8(model: PreTrainedModel) -> str:
         matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
         add_float8_weights(module, matrices)
         in_float8 += sum(matrices.values())
-    layers = (*decoder_layers(model).values(), *model_depths(model))
+    layers = (*decoder_layers(model).values(), *mtp_depths(model))
     of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     of_experts = f", experts of {len(experts)} layers" if experts else ""
     percent = 100 * in_float8 / of_layers

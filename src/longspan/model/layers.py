@@ -129,6 +129,31 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {f"{name}.{i}": layer for i, layer in enumerate(layers) if not isinstance(layer, Absent)}
 
 
+MTP = "mtp"  # the attribute that holds depths of multi-token prediction, and the prefix of their weights' names
+
+
+def mtp_depths(model: nn.Module) -> tuple[Any, ...]:
+    """Return the depths that `add_mtp` gave a model, in order; none for another model."""
+    mtp: Any = model._modules.get(MTP)
+    return tuple(mtp.layers) if getattr(type(mtp), "holds_depths", False) else ()
+
+
+def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the decoder layers of a model's depths, by qualified name; a depth may have several, in a list."""
+    blocks = dict[str, nn.Module]()
+    for i, depth in enumerate(mtp_depths(model)):
+        name = f"{MTP}.layers.{i}.mtp_block"
+        block = depth.mtp_block
+        several = isinstance(block, nn.ModuleList)
+        blocks |= {f"{name}.{j}": layer for j, layer in enumerate(block)} if several else {name: block}
+    return blocks
+
+
+def layers_and_mtp_blocks(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the decoder layers that are here, and layers of multi-token prediction, by name."""
+    return decoder_layers(model) | mtp_blocks(model)
+
+
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
     """Find the norm after the decoder layers: `norm`, or the last child named as one; None if none is on this rank."""
     parent_of_layers = model.get_submodule(named_layer_list(model)[0].rpartition(".")[0])
@@ -158,6 +183,20 @@ def score_columns(model: nn.Module) -> int:
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold experts, by qualified name; they have attributes of transformers' interface."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
+
+
+def router_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the routers next to experts by name; those of multi-token prediction, with rows of no token, are out."""
+    routers = dict[str, nn.Module]()
+    for block in (name.rpartition(".")[0] for name in expert_modules(model) if not name.startswith(f"{MTP}.")):
+        children = model.get_submodule(block).named_children()
+        routers |= {f"{block}.{n}": m for n, m in children if hasattr(m, "top_k") and hasattr(m, "num_experts")}
+    return routers
+
+
+def router_sizes(model: nn.Module) -> tuple[int, ...]:
+    """Return how many experts each router of the model chooses from."""
+    return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
 
 
 def has_experts(model: Any) -> bool:

@@ -20,7 +20,6 @@ from transformers import (
 
 from longspan.errors import ModelError, plural
 from longspan.model.layers import SCORE_HEADS, vocabulary_size
-from longspan.model.mtp import select_published_depth_names
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.fill import (
     RandomWeights,
@@ -186,7 +185,10 @@ def checked_folder_weights(folder: Path, model: PreTrainedModel) -> FolderWeight
     unread = source.unread
     patterns, buffers = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES], dict(model.named_buffers())
     known = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
-    known |= select_published_depth_names(unread, model.config.get_text_config().num_hidden_layers)
+    if unread.keys() - known:
+        from longspan.model.mtp import select_published_mtp_names
+
+        known |= select_published_mtp_names(unread, model.config.get_text_config().num_hidden_layers)
     if unknown := sorted(unread.keys() - known):  # towers of a text model
         whole_config = read_configuration(folder)
         if (image_class := image_text_class_of_architectures(whole_config)) is not None:

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_of_prepared_model, adapter_parameters, is_adapted, peft_modules
-from longspan.model.layers import SCORE_HEADS, architecture_name, decoder_layers, towers_beside_text_model
-from longspan.model.mtp import PREFIX, select_depth_weights, unwrap_trained_depths
+from longspan.model.adapters import Adapter, adapter_parameters
+from longspan.model.kinds import adapter_of_prepared_model, find_indexers, is_adapted, peft_modules
+from longspan.model.layers import MTP, SCORE_HEADS, architecture_name, decoder_layers, towers_beside_text_model
+from longspan.model.mtp import select_mtp_weights, unwrap_trained_mtp
 from longspan.model.parts import is_tied
-from longspan.model.seams.attention_calls import find_indexers
 from longspan.model.seams.call_rules import SAVES, refuse_call
 from longspan.model.weights.fill import WeightSource, has_meta_parameters
 from longspan.model.weights.local_tensors import LocalPart
@@ -177,7 +177,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
     config.base_model_name_or_path = new.base or None
     config.revision = new.revision or None
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    unwrap_trained_depths(model)  # depths among `new.whole`: peft has put copies beside them
+    unwrap_trained_mtp(model)  # depths among `new.whole`: peft has put copies beside them
     for name in new.whole:
         model.get_submodule(name).to(dtype)
     for name, parameter in adapter_parameters(model):
@@ -269,7 +269,7 @@ def write_adapter(
     save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(adapter.config)
     config.inference_mode = True
-    if whole_modules := [*modules, *([PREFIX] if select_depth_weights(tensors) else [])]:
+    if whole_modules := [*modules, *([MTP] if select_mtp_weights(tensors) else [])]:
         config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole_modules))]
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files

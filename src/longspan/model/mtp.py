@@ -18,14 +18,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.bridge.bridge import embedding_arguments
 from longspan.errors import ModelError
-from longspan.model.adapters import belongs_to_adapter, has_trained_copy, is_adapted
-from longspan.model.layers import architecture_name, decoder_layers, named_layer_list
+from longspan.model.features import Feature
+from longspan.model.kinds import belongs_to_adapter, has_trained_copy, is_adapted
+from longspan.model.layers import MTP, architecture_name, mtp_depths, named_layer_list
 from longspan.model.weights.folder import open_tensors
 from longspan.model.weights.hf_folder import weight_files
 from longspan.plan.shape.families import FAMILIES, find_family
 
 # Published names are those of vLLM's `deepseek_mtp.py`, `qwen3_next_mtp.py` and `nemotron_h_mtp.py`.
-PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
 _OURS = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")
 _QWEN: dict[str, str] = dict(zip(("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), _OURS, strict=True))
 _LAST_NORMS = {family.mtp_norm: "post_norm." for family in FAMILIES.values()}
@@ -56,8 +56,8 @@ def translate_published_name(key: str, layers: int, blocks: int = 1) -> str:
         depth, block = divmod(int(match[1]), blocks)
         inside = _replace_prefix(match[2], {"final_layernorm.": "post_norm."})
         inside = inside if inside != match[2] else f"mtp_block.{block}.{inside}"
-        return f"{PREFIX}.layers.{depth}.{inside}"
-    bare = key.removeprefix(f"{PREFIX}.")
+        return f"{MTP}.layers.{depth}.{inside}"
+    bare = key.removeprefix(f"{MTP}.")
     inside = _replace_prefix(bare, _QWEN)
     is_qwen_name = bare != key and inside != bare
     return _depth_name(0, inside) if is_qwen_name else key
@@ -85,13 +85,13 @@ def count_depths(folder: Path, layers: int) -> int:
     """Count the depths 0, 1, … without a gap whose weights a folder has; ModelError for files that cannot be read."""
     with ExitStack() as stack:
         names = {translate_published_name(name, layers) for name in open_tensors(weight_files(folder), stack)}
-    return next(depth for depth in count() if f"{PREFIX}.layers.{depth}.eh_proj.weight" not in names)
+    return next(depth for depth in count() if f"{MTP}.layers.{depth}.eh_proj.weight" not in names)
 
 
-def select_published_depth_names(keys: Iterable[str], layers: int) -> set[str]:
+def select_published_mtp_names(keys: Iterable[str], layers: int) -> set[str]:
     """Select, of names in files of a model of so many layers, those of depths: of a layer with a depth's projection.
 
-    >>> sorted(select_published_depth_names(["model.layers.2.eh_proj.weight", "model.layers.3.x"], layers=2))
+    >>> sorted(select_published_mtp_names(["model.layers.2.eh_proj.weight", "model.layers.3.x"], layers=2))
     ['model.layers.2.eh_proj.weight']
     """
     names = {key: translate_published_name(key, layers) for key in keys}
@@ -100,7 +100,7 @@ def select_published_depth_names(keys: Iterable[str], layers: int) -> set[str]:
 
 
 def _depth_name(depth: int, inside: str) -> str:
-    return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
+    return f"{MTP}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
 
 
 def _replace_prefix(name: str, begins: dict[str, str]) -> str:
@@ -108,7 +108,7 @@ def _replace_prefix(name: str, begins: dict[str, str]) -> str:
 
 
 def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
-    match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
+    match = re.fullmatch(rf"{MTP}\.layers\.(\d+)\.(.*)", name)
     if match is None:
         return name
     inside = match[2].removeprefix("mtp_block.").replace("post_norm.", last_norm, 1)
@@ -116,19 +116,19 @@ def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
 
 
 def _qwen_name(name: str) -> str:
-    inside = name.removeprefix(f"{PREFIX}.layers.0.")
+    inside = name.removeprefix(f"{MTP}.layers.0.")
     if inside == name:
         return name
     without_number = _replace_prefix(inside, {our_prefix: qwen_prefix for qwen_prefix, our_prefix in _QWEN.items()})
     if without_number != inside:
-        return f"{PREFIX}.{without_number}"
-    return f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"
+        return f"{MTP}.{without_number}"
+    return f"{MTP}.layers.0.{inside.removeprefix('mtp_block.')}"
 
 
 def _nemotron_name(name: str, blocks: int) -> str:
-    if match := re.fullmatch(rf"{PREFIX}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
-        return f"{PREFIX}.layers.{match[1]}.{match[2]}"
-    return name.replace(f"{PREFIX}.layers.0.post_norm.", f"{PREFIX}.layers.{blocks - 1}.final_layernorm.")
+    if match := re.fullmatch(rf"{MTP}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
+        return f"{MTP}.layers.{match[1]}.{match[2]}"
+    return name.replace(f"{MTP}.layers.0.post_norm.", f"{MTP}.layers.{blocks - 1}.final_layernorm.")
 
 
 LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
@@ -206,43 +206,24 @@ def take_hidden_states(output: Any) -> Tensor:
 class MtpDepths(nn.Module):
     """All depths of a model, its attribute `mtp`; the block of each, or its last layer, is like the model's last."""
 
+    holds_depths = True  # by which `mtp_depths` knows it
+
     def __init__(self, depths: list[MtpDepth]) -> None:
         super().__init__()
         self.layers: nn.ModuleList = nn.ModuleList(depths)
 
 
-def model_depths(model: nn.Module) -> tuple[MtpDepth, ...]:
-    """Return the depths that `add_mtp` gave a model, in order; none for another model."""
-    mtp = model._modules.get(PREFIX)
-    return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
-
-
-def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the decoder layers of a model's depths, by qualified name."""
-    blocks = dict[str, nn.Module]()
-    for i, depth in enumerate(model_depths(model)):
-        name, block = f"{PREFIX}.layers.{i}.mtp_block", depth.mtp_block
-        several = isinstance(block, MtpBlocks)
-        blocks |= {f"{name}.{j}": layer for j, layer in enumerate(block)} if several else {name: block}
-    return blocks
-
-
-def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the decoder layers that are here, and layers of multi-token prediction, by name."""
-    return decoder_layers(model) | mtp_blocks(model)
-
-
-def refuse_bypassing_depths(model: nn.Module, reached: Sequence[nn.Module]) -> None:
+def refuse_bypassing_mtp(model: nn.Module, reached: Sequence[nn.Module]) -> None:
     """Raise ModelError for a depth without any of the modules `reached`, which call our attention or are mixers."""
-    for i, depth in enumerate(model_depths(model)):
+    for i, depth in enumerate(mtp_depths(model)):
         if not any(module is inner for inner in depth.mtp_block.modules() for module in reached):
             raise ModelError(
-                f"{type(model).__name__}: {PREFIX}.layers.{i}.mtp_block ({type(depth.mtp_block).__name__}) reaches no "
+                f"{type(model).__name__}: {MTP}.layers.{i}.mtp_block ({type(depth.mtp_block).__name__}) reaches no "
                 "attention over the sharded sequence; train the model without add_mtp"
             )
 
 
-def compute_depth_states(
+def compute_mtp_states(
     model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, inputs: LayerInputs, shard: Any = None
 ) -> tuple[Tensor, ...]:
     """Compute the hidden states (T, D) of each depth, from the model's (1, T, D) and ids (depths, T) of later tokens.
@@ -251,7 +232,7 @@ def compute_depth_states(
     """
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
-    for number, (depth, ids) in enumerate(zip(model_depths(model), future_ids, strict=True), 1):
+    for number, (depth, ids) in enumerate(zip(mtp_depths(model), future_ids, strict=True), 1):
         embedded = embedding(ids[None], **embedding_arguments(shard, number))
         args, kwargs = inputs.make_call()
         hidden = depth(embedded, hidden, *args, **kwargs)
@@ -259,9 +240,9 @@ def compute_depth_states(
     return tuple(states)
 
 
-def unwrap_trained_depths(model: nn.Module) -> nn.Module | None:
+def unwrap_trained_mtp(model: nn.Module) -> nn.Module | None:
     """Replace peft's wrapper of the depths by the one copy that it trains; returns the wrapper, or None without."""
-    wrapper: Any = model._modules.get(PREFIX)
+    wrapper: Any = model._modules.get(MTP)
     if wrapper is None or not has_trained_copy(wrapper):
         return None
     copies = [*wrapper.modules_to_save.values()]
@@ -271,38 +252,41 @@ def unwrap_trained_depths(model: nn.Module) -> nn.Module | None:
     for name, original in wrapper.original_module.named_modules():
         if isinstance(config := vars(original).get("config"), PreTrainedConfig):
             copies[0].get_submodule(name).config = config
-    model._modules[PREFIX] = copies[0]
+    model._modules[MTP] = copies[0]
     return wrapper
 
 
-@contextmanager
-def unwrap_trained_depths_or_undo(model: nn.Module) -> Iterator[None]:
-    """Call `unwrap_trained_depths`; after an error inside, the wrapper is put back."""
-    original = unwrap_trained_depths(model)
-    try:
-        yield
-    except BaseException:
-        if original is not None:
-            model._modules[PREFIX] = original
-        raise
+class MtpFeature(Feature):
+    """Depths of multi-token prediction: peft's wrapper gives way to the copy that it trains. Others act on layers."""
+
+    @contextmanager
+    def checks_context(self, model: nn.Module) -> Iterator[None]:
+        """Call `unwrap_trained_mtp`; after an error inside, the wrapper is put back."""
+        original = unwrap_trained_mtp(model)
+        try:
+            yield
+        except BaseException:
+            if original is not None:
+                model._modules[MTP] = original
+            raise
 
 
-def select_depth_weights(names: Iterable[str]) -> list[str]:
+def select_mtp_weights(names: Iterable[str]) -> list[str]:
     """Select the depths' own weights from the names of what a run with an adapter trains.
 
-    >>> select_depth_weights(["mtp.layers.0.eh_proj.weight", "mtp.layers.0.eh_proj.lora_A.default.weight"])
+    >>> select_mtp_weights(["mtp.layers.0.eh_proj.weight", "mtp.layers.0.eh_proj.lora_A.default.weight"])
     ['mtp.layers.0.eh_proj.weight']
     """
-    return [name for name in names if name.startswith(f"{PREFIX}.") and not belongs_to_adapter(name)]
+    return [name for name in names if name.startswith(f"{MTP}.") and not belongs_to_adapter(name)]
 
 
-def depth_reasons(model: nn.Module) -> Iterator[str]:
+def reasons_against_mtp(model: nn.Module) -> Iterator[str]:
     """Yield why depths cannot be trained with an adapter: trained only in part, or trained whole and adapted too."""
-    mtp = model._modules.get(PREFIX)
+    mtp = model._modules.get(MTP)
     if mtp is None:
         return
-    parameters = {f"{PREFIX}.{name}": parameter for name, parameter in mtp.named_parameters()}
-    depth_weights = select_depth_weights(parameters)
+    parameters = {f"{MTP}.{name}": parameter for name, parameter in mtp.named_parameters()}
+    depth_weights = select_mtp_weights(parameters)
     trained = [name for name in depth_weights if parameters[name].requires_grad]
     if not trained:
         return
@@ -312,7 +296,7 @@ def depth_reasons(model: nn.Module) -> Iterator[str]:
             "gradients, and depths are trained whole or through adapters alone; use "
             "model.mtp.requires_grad_(True), or False"
         )
-    if adapted := [f"{PREFIX}.{name}" for name, module in mtp.named_modules() if is_adapted(module)]:
+    if adapted := [f"{MTP}.{name}" for name, module in mtp.named_modules() if is_adapted(module)]:
         yield (
             f"its depths of multi-token prediction are trained whole and have adapters ({', '.join(adapted[:2])}); "
             'give LoraConfig(modules_to_save=["mtp"]), which leaves them without'

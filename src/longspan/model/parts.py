@@ -16,8 +16,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, copy_shallow_module, decoder_model, text_model_name, towers_beside_text_model
-from longspan.model.mtp import PREFIX, model_depths
+from longspan.model.layers import (
+    MTP,
+    Absent,
+    copy_shallow_module,
+    decoder_model,
+    mtp_depths,
+    text_model_name,
+    towers_beside_text_model,
+)
 
 
 @dataclass(frozen=True)
@@ -177,7 +184,7 @@ def copy_for_stage(
     later stage begins with an `_Entry`.
     """
     tied = is_tied(model)
-    embeds = tied or bool(model_depths(model))  # what comes after the layers needs the embedding
+    embeds = tied or bool(mtp_depths(model))  # what comes after the layers needs the embedding
     stage = base = copy_shallow_module(model)
     for name in filter(
         None, text_model_name(model).split(".")
@@ -203,8 +210,8 @@ def copy_for_stage(
         base.get_submodule(parent)._modules[last_name] = stand_in
         base.register_forward_pre_hook(stand_in.take_rows, with_kwargs=True)
         base.register_forward_hook(stand_in.forget_rows, always_call=True)
-    for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction (PREFIX)
-        if name != text_model_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
+    for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction (MTP)
+        if name != text_model_name(model).partition(".")[0] and not (last or (tied and first and name != MTP)):
             stage._modules[name] = Absent()
     return stage
 

@@ -21,16 +21,17 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import (
-    Adapter,
+from longspan.model.adapters import Adapter, entries_trained_with_adapter
+from longspan.model.add_depths import add_mtp
+from longspan.model.kinds import (
     adapter_of_prepared_model,
     belongs_to_adapter,
-    entries_trained_with_adapter,
+    find_language_model,
     is_adapted,
     name_without_adapter,
     unwrap_peft_model,
 )
-from longspan.model.add_depths import add_mtp
+from longspan.model.layers import mtp_depths
 from longspan.model.load import checked_folder_weights, torch_dtype
 from longspan.model.lora import (
     WEIGHTS,
@@ -39,10 +40,9 @@ from longspan.model.lora import (
     name_in_peft_files,
     write_adapter,
 )
-from longspan.model.mtp import model_depths
-from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel, find_language_model
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import refuse_unprepared_model
+from longspan.model.seams.call_rules import refuse_unprepared_model
 from longspan.model.weights.fill import DeferredWeights, empty_model, persistent_buffers
 from longspan.model.weights.folder import refuse_quantized_tensor
 from longspan.model.weights.hf_folder import no_progress_bars, remove_code_and_quantization
@@ -357,7 +357,7 @@ def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype
     architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
-    if depths := model.depths if isinstance(model, PipelineModel) else len(model_depths(model)):
+    if depths := model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model)):
         add_mtp(empty, depths)
     return empty
 

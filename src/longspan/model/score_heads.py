@@ -22,6 +22,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from longspan.errors import ModelError
+from longspan.model.features import Feature
 from longspan.model.layers import SCORE_HEADS, architecture_name, base_model, base_name
 from longspan.model.weights.fill import GivenWeights, JoinedWeights, fill_when_prepared, find_deferred_weights
 
@@ -62,28 +63,36 @@ def _class_of_rows(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(stock.__name__, (_ScoresOfRows, stock), {"__module__": stock.__module__})
 
 
-@contextmanager
-def score_rows_or_undo(model: PreTrainedModel) -> Iterator[None]:
-    """Give a classifier the forward of all rows' scores, and take it back where it is refused inside.
+class ScoreHeadFeature(Feature):
+    """A classifier, which gets the forward of all rows' scores."""
 
-    Raises ModelError for a class with a forward of its own, which may do more than that.
-    """
-    stock: Any = type(model)
-    if getattr(model.config, "is_encoder_decoder", False) or base_model(model) is model or not find_score_head(model):
-        yield  # refused inside, with the reason
-        return
-    owner = next(kind for kind in stock.__mro__ if "forward" in vars(kind))
-    if not owner.__module__.startswith("transformers."):
-        raise ModelError(
-            f"{stock.__name__} has a forward of its own ({owner.__module__}), and a step makes the scores of rows by "
-            "its base model and its head alone; do the rest in the base model, or in a hook on one of its modules"
-        )
-    model.__class__ = _class_of_rows(stock)
-    try:
-        yield
-    except BaseException:
-        model.__class__ = stock
-        raise
+    @contextmanager
+    def checks_context(self, model: PreTrainedModel) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Give a classifier that forward, and take it back where the model is refused inside.
+
+        Raises ModelError for a class with a forward of its own, which may do more than that.
+        """
+        stock: Any = type(model)
+        if (
+            getattr(model.config, "is_encoder_decoder", False)
+            or base_model(model) is model
+            or not find_score_head(model)
+        ):
+            yield  # refused inside, with the reason
+            return
+        owner = next(kind for kind in stock.__mro__ if "forward" in vars(kind))
+        if not owner.__module__.startswith("transformers."):
+            raise ModelError(
+                f"{stock.__name__} has a forward of its own ({owner.__module__}), and a step makes the scores of rows "
+                "by its base model and its head alone; do the rest in the base model, or in a hook on one of its "
+                "modules"
+            )
+        model.__class__ = _class_of_rows(stock)
+        try:
+            yield
+        except BaseException:
+            model.__class__ = stock
+            raise
 
 
 def score_class(config: PreTrainedConfig, kind: str = SCORE_HEADS[0]) -> type[PreTrainedModel]:

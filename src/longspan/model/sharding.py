@@ -4,10 +4,9 @@ Either way a gradient is the plain sum over slots: the loss is divided by the pl
 here divides.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,14 +20,10 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.channel import widen_half_precision
 from longspan.errors import ModelError
-from longspan.model.activations.host_offload import HostOffload
-from longspan.model.activations.recompute import Recomputation
-from longspan.model.activations.tiles import check_mlp_tiles, tile_mlps
-from longspan.model.experts.moe import check_experts, shard_experts
-from longspan.model.layers import decoder_layers, towers_beside_text_model
-from longspan.model.mtp import model_depths
+from longspan.model.features import Call, Feature
+from longspan.model.layers import decoder_layers, mtp_depths, towers_beside_text_model
+from longspan.model.options import Sharding
 from longspan.model.seams.call_rules import refuse_shared_layers
-from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_ranks
 from longspan.model.weights.fill import has_meta_parameters
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
@@ -36,52 +31,6 @@ _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether 
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
-
-    Without `reshard_after_forward` they stay gathered through a step, and without `sync_each_batch` gradients are
-    summed once as well, by its last backward pass (with both ZeRO's stage 3, then 2 and 1: Rajbhandari et al. 2020).
-    `compute_dtype` is what FSDP2 computes in. ModelError for one of parameters that are not sharded, and for gradients
-    that are summed once beside weights that are freed.
-    """
-
-    parameters: bool = True
-    reshard_after_forward: bool = True
-    sync_each_batch: bool = True
-    compute_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.compute_dtype is not None and not self.parameters:
-            raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
-        if self.reshard_after_forward and not self.sync_each_batch:
-            raise ModelError(
-                "sync_each_batch=False keeps whole gradients through a step, and weights beside them; give "
-                "reshard_after_forward=False too"
-            )
-
-    def check_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Raise ModelError for a compute dtype that is wider than the parameters' own."""
-        compute = self.compute_dtype
-        if compute is not None and _dtype_bits(compute) > _dtype_bits(dtype):
-            raise ModelError(
-                f"compute_dtype is {compute} ({_dtype_bits(compute)} significant bits) over parameters of {dtype} "
-                f"({_dtype_bits(dtype)}), to which it adds none; load the model in {compute}, or leave "
-                "compute_dtype out"
-            )
-
-    def mixed_precision_policy(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """Return how FSDP2 computes and sums: in float32 if parameters or arithmetic are in half precision."""
-        dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
-        low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
-        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
-
-
-def _dtype_bits(dtype: torch.dtype) -> int:
-    """Return a type's significant bits, the implicit leading one included: 8 of bfloat16, 24 of float32."""
-    return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
 def shard_over_slots(
@@ -463,66 +412,24 @@ def _parameter_ids(module: nn.Module) -> tuple[int, ...]:
     return tuple(id(parameter) for parameter in module.parameters())
 
 
-@dataclass(frozen=True)
-class Placement:
-    """What becomes of every layer under the world's home; `mlp_tile_rows` 0: MLPs run on all rows at once.
+class ShardingFeature(Feature):
+    """Parameters over the slots, or a copy on every rank: always on, behind whatever else places layers."""
 
-    Options are checked on the whole model, on every rank, before the first layer is changed.
-    """
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._sharding = self.options.sharding(self.world)
 
-    world: World
-    sharding: Sharding
-    recomputation: Recomputation
-    sequence_parallel: bool
-    mlp_tile_rows: int = 0
-
-    def check_placement(self, model: PreTrainedModel, stages: int) -> None:
-        """Raise ModelError if a model, still whole, cannot be placed so after it is cut into this number of stages."""
-        self.sharding.check_compute_dtype(model.dtype)
-        if self.sharding.parameters or self.sequence_parallel:
+    def refuse(self, model: PreTrainedModel) -> None:
+        self._sharding.check_compute_dtype(model.dtype)
+        if self._sharding.parameters or self.options.sequence_parallel:
             layers = decoder_layers(model)
             refuse_shared_layers(model, layers, shared_blocks(layers))
-        if self.world.home.tp > 1 or self.sequence_parallel:
-            refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
-        check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
-        self.recomputation.check_measures(model)
-        if self.mlp_tile_rows:
-            check_mlp_tiles(model, self.mlp_tile_rows)
 
-    def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """Return the dtype that the model computes in."""
-        return self.sharding.compute_dtype or model.dtype
-
-    def place_layers(
-        self, model: PreTrainedModel, root: nn.Module, offload: HostOffload | None, *, has_experts: bool
-    ) -> None:
-        """Bring the layers that are here under the home; all ranks call it together.
-
-        `root`, the model or a stage around it, will be called; `has_experts` is of the whole model: all ranks make the
-        mesh. Layers are split first, then tiled and recomputed; FSDP2 comes last, blocks before the layers around them.
-        """
-        world, splits_rows, has_copies = self.world, self.sequence_parallel, not self.sharding.parameters
-        if world.home.tp > 1:
-            split_over_ranks(model, world, sequence_parallel=splits_rows, sum_expert_gradients=has_copies)
-        if self.mlp_tile_rows:
-            tile_mlps(model, self.mlp_tile_rows)
-        self.recomputation.apply_measures(model, offload)
-        if has_copies:
-            if not has_meta_parameters(root):  # a model without memory is filled on its device later
-                nn.Module.to(root, world.device)
-        else:
-            if has_experts:
-                shard_experts(
-                    model,
-                    world,
-                    self.sharding.mixed_precision_policy(model),
-                    reshard=self.sharding.reshard_after_forward,
-                )
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        """Blocks come before the layers around them."""
+        if self._sharding.parameters:
             layers = decoder_layers(model)
-            blocks = (*shared_blocks(layers), *layers.values(), *towers_beside_text_model(model), *model_depths(model))
-            shard_over_slots(blocks, world, self.sharding, root=root)
-
-    @property
-    def row_multiple(self) -> int:
-        """What a slot's rows must be a multiple of."""
-        return self.world.home.tp if self.sequence_parallel else 1
+            blocks = (*shared_blocks(layers), *layers.values(), *towers_beside_text_model(model), *mtp_depths(model))
+            shard_over_slots(blocks, self.world, self._sharding, root=root)
+        elif not has_meta_parameters(root):  # a model without memory is filled on its device later
+            nn.Module.to(root, self.world.device)

@@ -4,7 +4,7 @@ The encoder is what stands next to the text model in the base model; no weight i
 home is opened as a World next to the language model's and left with it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,16 +15,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model.adapters import belongs_to_adapter
+from longspan.model.adapters import find_adapter
+from longspan.model.exactness.adapter_rules import check_encoder_adapter
 from longspan.model.exactness.image_trial import reasons_against_images
+from longspan.model.kinds import belongs_to_adapter, unwrap_peft_model
 from longspan.model.layers import base_model, is_in_projector, reads_other_modalities, towers_beside_text_model
-from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel
+from longspan.model.lora import redirect_peft_model
+from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel, check_encoder_home
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
+from longspan.model.options import PrepareOptions
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.replaced_parameters import name_parameters
 from longspan.model.seams.call_rules import doctor_hint
 from longspan.model.vision.image_encoder import VisionParts, pack_attention, split_off_image_encoder
 from longspan.model.vision.image_tokens import VideoTokens, image_tokens
-from longspan.model.weights.fill import DeferredWeights
+from longspan.model.weights.fill import DeferredWeights, find_deferred_weights
 from longspan.plan.cost.cost import Cost
 from longspan.plan.items.encoder_shape import EncoderShape, Trained, read_window_layers
 from longspan.plan.shape.families import find_family
@@ -152,14 +157,49 @@ class EncoderHome:
     tp_plan: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def prepare_and_join_encoder(
+@contextmanager
+def take_encoder_apart(
+    model: nn.Module, world: World, encoder: object, options: PrepareOptions
+) -> Iterator[Callable[[Any], MultimodalModel]]:
+    """Take a model's tower and projector from it while its language model is prepared inside.
+
+    Yields the function that prepares them too, under the home `encoder`, and joins both. After an error the model is
+    put together again. Raises ModelError for a model without them, and for what they cannot have.
+    """
+    if isinstance(encoder, Layout):
+        encoder = EncoderHome(
+            home=encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype
+        )
+    elif not isinstance(encoder, EncoderHome):
+        raise ModelError(
+            f"encoder is a {type(encoder).__name__}; give a Layout over the language model's ranks, or "
+            "EncoderHome(home=…) with settings"
+        )
+    whole = unwrap_peft_model(model)
+    weights = find_deferred_weights(whole)
+    adapter = find_adapter(whole)
+    name_parameters(whole)
+    check_encoder_home(IMAGE, encoder.home, world)
+    with take_apart_or_undo(whole) as parts:
+        if adapter is not None:
+            check_encoder_adapter(parts.encoder, adapter, encoder.home.tp)
+
+        def join(language_model: Any) -> MultimodalModel:
+            language_model.adapter = adapter  # also if only the encoder has one
+            prepared = _prepare_and_join_encoder(parts, language_model, world, encoder, weights)
+            redirect_peft_model(model, prepared)
+            return prepared
+
+        yield join
+
+
+def _prepare_and_join_encoder(
     parts: VisionParts,
     language_model: PreTrainedModel | PipelineModel,
     world: World,
     settings: EncoderHome,
     weights: DeferredWeights | None,
 ) -> MultimodalModel:
-    """Prepare the images' encoder under its own layout, fill it, and join it with a prepared language model."""
     encoder_world = world.open_inner(settings.home)
     if weights is not None:
         DeferredWeights(parts.encoder, weights.source).fill_weights([parts.encoder], encoder_world)

@@ -26,8 +26,8 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.files import read_json, write_atomically
+from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
-from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, copy_generation_settings, read_stop_token_ids

@@ -20,8 +20,8 @@ from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import synthetic_documents
 from longspan.errors import plural
 from longspan.model.compiled_layers import compiled_graphs_text
+from longspan.model.kinds import find_language_model
 from longspan.model.layers import vocabulary_size
-from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
 from longspan.run.run_data import TrainingRun

@@ -11,18 +11,15 @@ binds the same micro-batches; the first stage reads token ids, and only the last
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
-from longspan.model.experts.router import RouterStatistics
-from longspan.model.float8.products import keep_quantised_weights
+from longspan.model.kinds import is_pipeline, keep_float8_weights
 from longspan.model.layers import preserve_modes
-from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.pipeline.stages import StageInput
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import (
     defer_until_last_pass,
@@ -37,6 +34,10 @@ from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
 from longspan.train.read_rows import LocalBatch, padding_batch, read_local_batches
 from longspan.train.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from longspan.model.experts.router import RouterStatistics
+    from longspan.model.pipeline.stages import StageInput
 
 # A function of a batch, its last hidden states (T, D), a head that makes logits of some of them, and the hidden states
 # of depths of multi-token prediction, to the sum of losses, with a gradient where gradients are enabled.
@@ -102,7 +103,7 @@ class Passes:
     backward: bool
     measure: Measure
     divisor: float = 1.0
-    routing: RouterStatistics | None = None
+    routing: "RouterStatistics | None" = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
     frees_parameters: bool = True
     depths: int = 0
@@ -178,11 +179,11 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     model, world, backward = passes.model, passes.world, passes.backward
-    run = _run_pipeline if isinstance(model, PipelineModel) else _run_whole_model
+    run = _run_pipeline if is_pipeline(model) else _run_whole_model
     naming = world.watch.name_collectives("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
-    stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or keeps_parameters_gathered(model)
-    quantised = keep_quantised_weights(model) if stay_whole and len(batches) > 1 else nullcontext()
+    stay_whole = passes.plan.mode == "free" or is_pipeline(model) or keeps_parameters_gathered(model)
+    quantised = keep_float8_weights(model) if stay_whole and len(batches) > 1 else nullcontext()
     with naming, quantised, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
@@ -258,8 +259,8 @@ def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
 
 def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's."""
-    model, total = passes.model, torch.zeros((), dtype=torch.float64, device=passes.world.device)
-    assert isinstance(model, PipelineModel)
+    model: Any = passes.model
+    total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     if passes.needs_loads_first:
         with torch.no_grad():
             model.run_micro_batches([_stage_input(passes, batch, None) for batch in batches], backward=False)
@@ -272,8 +273,10 @@ def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     return total
 
 
-def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> StageInput:
+def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> "StageInput":
     """The last stage adds its loss to `total` and returns its share of the step's; None: only loads are counted."""
+    from longspan.model.pipeline.stages import StageInput
+
     ids = to_device(batch.ids, passes.world.device)[None]
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:

@@ -19,7 +19,6 @@ from longspan.data.document import NO_TARGET, Labelled, Valued
 from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
-from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.model.seams.call_rules import CallRules, call_rules
 from longspan.plan import MicroBatch, Plan
@@ -272,7 +271,7 @@ def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **
 def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0) -> list[LocalBatch]:
     """Read this rank's rows of some micro-batches, without the other ranks; middle stages read no tokens."""
     model, plan, world, documents = inputs.language_model, inputs.plan, inputs.world, inputs.documents.documents
-    reads = not isinstance(model, PipelineModel) or model.reads_tokens
+    reads = getattr(model, "reads_tokens", True)  # of a PipelineModel
     batches, vocabulary, names = list[LocalBatch](), vocabulary_size(model), NamesOfValues()
     rules, items = call_rules(model), inputs.documents.items
     positions = getattr(documents, "positions", None)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.errors import LossError
 from longspan.model.layers import score_columns
-from longspan.model.prepared import refuse_other_parameters
+from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
 from longspan.train.passes import Passes, default_divisor, launch_passes, read_batches, run_passes

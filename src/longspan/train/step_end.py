@@ -21,8 +21,7 @@ from longspan.comm import World, on_all_ranks, to_device
 from longspan.comm.channel import Channel
 from longspan.data.document import NO_TARGET
 from longspan.errors import ModelError, NonFiniteError, PlanError
-from longspan.model.multimodal.multimodal_model import MultimodalModel, modules_and_worlds
-from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.kinds import is_multimodal, is_pipeline, modules_and_worlds
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import excerpt
 from longspan.train.optim.offload_states import OffloadedStates
@@ -80,14 +79,14 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
 
 def model_gradient_square_sum(model: nn.Module, world: World) -> Tensor:
     """Return this rank's part of the squared norm of a model and its encoders, which the device may still compute."""
-    modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
+    modules = modules_and_worlds(model, world) if is_multimodal(model) else [(model, world)]
     return torch.stack([gradient_square_sum(counted_parameters(module), home) for module, home in modules]).sum()
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that this rank counts in the gradient norm: copies on several stages only on the first."""
-    inside = model.language_model if isinstance(model, MultimodalModel) else model
-    skipped = inside.copies.parameters_counted_elsewhere if isinstance(inside, PipelineModel) else ()
+    inside: Any = model.language_model if is_multimodal(model) else model
+    skipped = inside.copies.parameters_counted_elsewhere if is_pipeline(inside) else ()
     return [parameter for parameter in model.parameters() if parameter not in skipped]
 
 
@@ -298,8 +297,9 @@ class StepEnd:
         """Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
         model, encoders included, of which `passes.model` is the language model.
         """
-        passes, language_model = self.passes, self.passes.model
-        makes_loss = not isinstance(language_model, PipelineModel) or any(stage.last for stage in language_model.stages)
+        passes = self.passes
+        language_model: Any = passes.model
+        makes_loss = not is_pipeline(language_model) or any(stage.last for stage in language_model.stages)
         targets = sum((batch.labels != NO_TARGET).sum() for batch in self.batches) if makes_loss else 0
         slot_sums = [loss_sum, [float(targets)], *(term.sums() for term in passes.terms)]
         if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums

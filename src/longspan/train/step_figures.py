@@ -13,8 +13,8 @@ from torch import nn
 from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
-from longspan.model.adapters import adapter_of_prepared_model
 from longspan.model.execution import model_execution
+from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine

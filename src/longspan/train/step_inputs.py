@@ -14,11 +14,14 @@ from longspan.comm import World
 from longspan.data.document import count_targets
 from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
+from longspan.model.kinds import is_multimodal, is_pipeline
 from longspan.model.layers import score_columns
-from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
-from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import refuse_unprepared_model
-from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions, refuse_randomness
+from longspan.model.seams.call_rules import (
+    call_rules,
+    refuse_documents_beyond_positions,
+    refuse_randomness,
+    refuse_unprepared_model,
+)
 from longspan.plan import Plan
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class StepDocuments:
         items = getattr(documents, "items", None)
         items = None if callable(items) else items  # a dict of documents has a method of this name
         self.items: ItemTable | None = None
-        if isinstance(model, MultimodalModel):
+        if is_multimodal(model):
             from longspan.data.item_documents import find_item_table
 
             self.items = find_item_table(documents, lengths)
@@ -148,8 +151,10 @@ def check_step_arguments(model: nn.Module, plan: Plan, documents: Any, world: Wo
     Raises ModelError, DataError or PlanError if the parts do not belong together. Before the first step in a mode all
     ranks try the model's rows together: they may not influence each other outside attention.
     """
-    language_model = model
-    if isinstance(model, MultimodalModel):
+    language_model: Any = model
+    if is_multimodal(model):
+        from longspan.model.multimodal.multimodal_model import check_world_of_model
+
         check_world_of_model(model, world)
         language_model = model.language_model
     if not isinstance(documents, StepDocuments):
@@ -170,7 +175,7 @@ def check_step_arguments(model: nn.Module, plan: Plan, documents: Any, world: Wo
 
 
 def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
-    if world.home.pp > 1 and not isinstance(model, PipelineModel):
+    if world.home.pp > 1 and not is_pipeline(model):
         raise ModelError(
             f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
             "longspan.prepare(model, world), or use a home without pp"

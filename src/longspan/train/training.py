@@ -27,9 +27,9 @@ from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.exactness.check_model import check_unconnected
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.features import Call, features_of
 from longspan.model.float8_layers import device_lack
-from longspan.model.layers import SCORE_HEADS
-from longspan.model.mtp import PREFIX
+from longspan.model.layers import MTP, SCORE_HEADS
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions
@@ -193,7 +193,7 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     if not (sees_images or config.mtp.depths or config.model.num_labels):
         stages: Any = {"virtual_stages": parallel.vpp, "pipeline_schedule": parallel.pipeline_schedule}
         options = PrepareOptions(sequence_parallel=parallel.sequence_parallel, **stages)
-        check_unconnected(model, options.placement(world), stages=options.pipeline(world).stages)
+        check_unconnected(model, features_of(Call(model, model, world, options)))
     return [*adapter_lines(model)] if adapts else []
 
 
@@ -218,7 +218,7 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         alpha=lora.alpha,
         dropout=lora.dropout,
         targets=lora.targets,
-        whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
+        whole=(MTP,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
         base=name or str(folder) if config.model.path else "",  # is saved with the adapter
         revision=folder.name if name else "",

@@ -35,7 +35,7 @@ from longspan.errors import CheckpointError, ConfigError, DataError, NonFiniteEr
 from longspan.hub import find_local_path
 from longspan.layout import Layout
 from longspan.model import image_tokens, prepare, save_model, weights_by_name, without_adapter
-from longspan.model.adapters import adapter_of_prepared_model, belongs_to_adapter, name_without_adapter
+from longspan.model.kinds import adapter_of_prepared_model, belongs_to_adapter, name_without_adapter
 from longspan.model.load import load_model, torch_dtype
 from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
 from longspan.model.saving import WholeWeights

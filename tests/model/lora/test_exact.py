@@ -15,8 +15,7 @@ from longspan.comm import World
 from longspan.doctor.stock import compute_in_float64
 from longspan.layout import Layout
 from longspan.model import prepare, without_adapter
-from longspan.model.adapters import peft_modules
-from longspan.model.seams.mixers import find_mixers
+from longspan.model.kinds import find_mixers, peft_modules
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step, token_log_probs

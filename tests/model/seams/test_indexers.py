@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from longspan import Layout, World, attend, bind, plan_fixed
 from longspan.attention.saved_outputs import Recording
 from longspan.doctor.stock import compute_in_float64
+from longspan.model.kinds import find_indexers
 from longspan.model.seams import index_scores, indexers
-from longspan.model.seams.attention_calls import find_indexers
 from longspan.testing import backend, run_ranks
 from tests.interpreter import run_interpreted
 from tests.model.seams.families import MANY_HEADS, here, tiny

@@ -15,7 +15,7 @@ from torch import nn
 
 from longspan import Layout, World, bind, plan_fixed
 from longspan.doctor.stock import compute_in_float64
-from longspan.model.seams import attention_calls, latents
+from longspan.model.seams import latents
 from longspan.testing import backend, run_ranks
 from tests.model.seams.families import LENGTHS, here, tiny
 from tests.model.seams.test_families import FULL, PP, SELECTIVE, Row, errors_of_rows, stock_answer
@@ -48,7 +48,7 @@ def errors(rank: int, ranks: int, rows: list[Row], stock: dict[str, Any], change
         with (
             mutated(change),
             patch.object(latents, "GATHERED_COST", 0.0),
-            patch.object(attention_calls, "fold_queries", fold),
+            patch.object(latents, "fold_queries", fold),
         ):
             found.append({row: answer[0] for row, answer in errors_of_rows(rank, ranks, rows, stock).items()})
         assert fold.call_count >= 2 * len(rows)

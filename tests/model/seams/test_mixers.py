@@ -15,7 +15,7 @@ from longspan.doctor.proof import prove
 from longspan.errors import ModelError
 from longspan.model.exactness.check_model import refuse_unsupported_model
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
-from longspan.model.seams.mixers import find_mixers, is_mixer
+from longspan.model.kinds import find_mixers, is_mixer
 
 FAMILIES = {
     "qwen3_next": "gated delta nets, attention and experts",

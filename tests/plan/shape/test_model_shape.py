@@ -17,7 +17,8 @@ from longspan.errors import PlanError
 from longspan.model import load_model, preset_config
 from longspan.model.add_depths import add_mtp
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
-from longspan.model.seams.mixers import ROWS_ALONE, find_mixers, set_mixer_ops
+from longspan.model.kinds import find_mixers
+from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
 from longspan.plan import Cost
 from longspan.plan.shape.layers import ConfigReader, MixerShape, layer_types
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape, has_mixers, model_flops, peak_tflops, read_experts

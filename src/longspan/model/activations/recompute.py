@@ -8,7 +8,7 @@ others run once more when backward reaches it. FSDP2 then gathers and frees them
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -24,15 +24,16 @@ from transformers import PreTrainedModel
 from longspan.attention.saved_outputs import Recording, Reentrant, Result
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.activations.host_offload import HostArena, HostOffload, check_free_host_memory
+from longspan.model.activations.host_offload import HOST_OFFLOAD, HostArena, HostOffload, check_free_host_memory
 from longspan.model.activations.tiles import (
     current_autocast_factory,
     has_active_dropout,
     random_states,
     use_random_states,
 )
-from longspan.model.layers import Absent, named_layer_list
-from longspan.model.mtp import MtpBlocks, model_depths
+from longspan.model.execution import Execution, check_same_kernels
+from longspan.model.features import Call, Feature
+from longspan.model.layers import Absent, mtp_depths, named_layer_list
 from longspan.plan.memory.settings import MEASURES, Measure
 
 Run = Callable[..., Any]
@@ -258,7 +259,7 @@ class Recomputation:
                 f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
                 "layer recomputes; use activation_checkpointing 'full' or 'selective', or segment_layers 0"
             )
-        layers, depths = len(named_layer_list(model)[1]), len(model_depths(model))
+        layers, depths = len(named_layer_list(model)[1]), len(mtp_depths(model))
         if self.measures is not None and len(self.measures) != layers + depths:
             depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
             raise ModelError(
@@ -307,15 +308,49 @@ class Recomputation:
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
         name, layers = named_layer_list(model)
         local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
-        for number, depth in enumerate(model_depths(model)):
+        for number, depth in enumerate(mtp_depths(model)):
             block = depth.mtp_block
-            depth_layers = [*block] if isinstance(block, MtpBlocks) else [block]
+            depth_layers = [*block] if isinstance(block, nn.ModuleList) else [block]
             local_layers += [
                 (len(layers) + number, f"depth {number} of multi-token prediction", depth_layer)
                 for depth_layer in depth_layers
             ]
         measures = self.measures
         return [(name, layer, measures[i] if measures else self.measure) for i, name, layer in local_layers]
+
+
+class RecomputationFeature(Feature):
+    """What layers keep for backward, what they recompute, and what waits on the host."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        options = self.options
+        if options.measures is None:
+            recomputation = Recomputation.from_options(
+                options.activation_checkpointing, offload=options.offload_activations, host_bytes=options.host_bytes
+            )
+        else:
+            for name in ("activation_checkpointing", "offload_activations"):
+                if (value := getattr(options, name)) not in (False, "none"):
+                    raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
+            recomputation = Recomputation.from_measures(options.measures, options.host_bytes)
+        self._recomputation = replace(recomputation, segment_layers=options.segment_layers)
+        self._offload: HostOffload | None = None
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        self._recomputation.check_measures(model)
+
+    def begin_placing(self, execution: Execution) -> None:
+        """Where heads are exchanged, a selective layer's backward sends what its kernel of attention returns."""
+        if self._recomputation.repeats_exchanges and self.world.home.slots > 1:
+            check_same_kernels(execution, self.world)
+        self._offload = self._recomputation.make_offload(self.world)
+
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        self._recomputation.apply_measures(model, self._offload)
+
+    def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        setattr(prepared, HOST_OFFLOAD, self._offload)
 
 
 def run_checkpointed(

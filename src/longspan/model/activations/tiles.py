@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError
-from longspan.model.float8.products import keep_quantised_weights
-from longspan.model.layers import expert_modules
-from longspan.model.mtp import layers_and_depths
+from longspan.model.features import Feature
+from longspan.model.kinds import keep_float8_weights
+from longspan.model.layers import expert_modules, layers_and_mtp_blocks
 
 ROWS = -2  # the dim of rows (…, R, W)
 TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
@@ -218,7 +218,7 @@ class TiledForward:
         if count == 1:
             return self.run(x, *others, **named)
         module, run = self._module, lambda rows: self.run(rows, *others, **named)
-        around = partial(keep_quantised_weights, module)  # weights in float8 are made once for all tiles
+        around = partial(keep_float8_weights, module)  # weights in float8 are made once for all tiles
         draws = has_active_dropout(module)
         return run_in_tiles(run, (x,), tuple(module.parameters()), count, draws=draws, around=around)
 
@@ -239,7 +239,7 @@ def check_mlp_tiles(model: PreTrainedModel, tile_rows: int) -> None:
     if tile_rows < 0:
         raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
     has_any = False
-    for name, layer in layers_and_depths(model).items():
+    for name, layer in layers_and_mtp_blocks(model).items():
         experts = expert_modules(layer)
         for inner, module in layer.named_modules():
             if type(module).__name__.endswith("Experts") and inner not in experts:
@@ -266,8 +266,18 @@ def check_mlp_tiles(model: PreTrainedModel, tile_rows: int) -> None:
 
 def tile_mlps(model: PreTrainedModel, tile_rows: int) -> None:
     """Let MLPs and experts of the layers here run over tiles of at most so many rows, after layers are split."""
-    for layer in layers_and_depths(model).values():
+    for layer in layers_and_mtp_blocks(model).values():
         for mlp in find_mlps(layer).values():
             mlp.forward = TiledForward(mlp, tile_rows)
         for experts in expert_modules(layer).values():
             setattr(experts, TILE_ROWS, tile_rows)  # their forward, which is longspan's, reads it
+
+
+class TileFeature(Feature):
+    """MLPs and experts over tiles of rows."""
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        check_mlp_tiles(model, self.options.mlp_tile_rows)
+
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        tile_mlps(model, self.options.mlp_tile_rows)

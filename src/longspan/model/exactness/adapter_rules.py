@@ -2,7 +2,7 @@
 
 import reprlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,20 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import (
-    Adapter,
-    adapter_parameters,
+from longspan.model.adapters import Adapter, adapter_parameters, find_adapter
+from longspan.model.features import Call, Feature
+from longspan.model.kinds import (
     base_module,
     belongs_to_adapter,
+    find_indexers,
     has_trained_copy,
     is_adapted,
     peft_modules,
 )
-from longspan.model.mtp import depth_reasons, model_depths, select_depth_weights
+from longspan.model.layers import mtp_depths
+from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
+from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
 from longspan.model.parts import is_tied
-from longspan.model.seams.attention_calls import find_indexers
 
 _DORA = "DoraLinearVariant"
 
@@ -48,7 +50,7 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     The result is the same on every rank, before the first collective. Tensor parallelism has reasons of its own.
     """
     staged = world.home.pp > 1
-    if staged and model_depths(model) and is_adapted(model.get_input_embeddings()):
+    if staged and mtp_depths(model) and is_adapted(model.get_input_embeddings()):
         raise ModelError(
             f"{type(model).__name__} has multi-token prediction, for which the last pipeline stage has a copy of the "
             "embedding, and an adapter of the embedding, which would be trained twice; leave it out of "
@@ -134,8 +136,6 @@ def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
 
 def _missing_value_reasons(model: nn.Module) -> Iterator[str]:
     if "weights_to_come" in vars(model):
-        from longspan.model.lora import adapter_is_drawn_by_prepare
-
         if not adapter_is_drawn_by_prepare(model):
             yield (
                 "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "
@@ -155,9 +155,9 @@ def _trained_parameter_reasons(model: nn.Module) -> Iterator[str]:
             "none of its parameters requires a gradient (inference_mode, or a frozen model); load it with "
             "is_trainable=True"
         )
-    yield from depth_reasons(model)
+    yield from reasons_against_mtp(model)
     other_names = {name for name in trained if not belongs_to_adapter(name)}
-    if base := sorted(other_names.difference(select_depth_weights(other_names))):
+    if base := sorted(other_names.difference(select_mtp_weights(other_names))):
         yield f"{len(base)} parameters of the base model require gradients ({', '.join(base[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (
@@ -191,3 +191,26 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
         raise ModelError(
             f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
         )
+
+
+class AdapterFeature(Feature):
+    """An adapter, which alone is trained and saved."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._peft_model = call.given
+        self._adapter: Adapter | None = None
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        self._adapter = find_adapter(model)
+        if self._adapter is not None:
+            check_adapter(model, self._adapter, self.world)
+
+    def compare_ranks(self, model: PreTrainedModel) -> None:
+        if self._adapter is not None:
+            check_equal_adapters(model, self.world)
+
+    def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        if self._adapter is not None:
+            prepared.adapter = self._adapter
+            redirect_peft_model(self._peft_model, prepared)

@@ -4,29 +4,19 @@ What only a pass shows is in `seams/meta_pass.py`, what numbers show in the tria
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from longspan.attention import AttendCall
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, find_adapter
-from longspan.model.exactness.adapter_rules import check_adapter, check_equal_adapters
 from longspan.model.exactness.class_trial import needs_class_trial, refuse_inexact_class
-from longspan.model.exactness.split_trial import refuse_mixed_features
-from longspan.model.layers import (
-    SCORE_HEADS,
-    base_model,
-    decoder_layers,
-    reads_other_modalities,
-    score_columns,
-    text_model,
-)
-from longspan.model.mtp import unwrap_trained_depths_or_undo
-from longspan.model.seams.attention_calls import find_indexers, has_temperature, is_indexed
+from longspan.model.features import Feature
+from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_indexers, find_mixers, is_indexed, is_mixer
+from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, score_columns, text_model
+from longspan.model.seams.attention_calls import has_temperature
 from longspan.model.seams.call_rules import (
     doctor_hint,
     has_bidirectional_prefix,
@@ -34,11 +24,7 @@ from longspan.model.seams.call_rules import (
     is_wrapped_by_others,
     modules_with_instance_forward,
 )
-from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
-from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers, is_mixer
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
-from longspan.model.sharding import Placement
-from longspan.model.tensor_parallel.plan import list_styles
 from longspan.model.weights.hf_folder import DEQUANTIZE
 from longspan.plain_text import items_text
 from longspan.plan.shape.layers import INDEXED
@@ -178,54 +164,30 @@ def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:
         yield f"{items_text(names)} (Conv1d of {', '.join(owners)}) mixes neighbouring rows outside attention"
 
 
-def check_model(
-    model: nn.Module,
-    placement: Placement,
-    connect: Callable[[PreTrainedModel], None],
-    *,
-    stages: int,
-    kernel: str | None,
-) -> tuple[Adapter | None, tuple[AttendCall, ...], MetaRecord]:
+def check_model(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
     """Raise ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
 
-    `connect` makes the model's attention, mixers and experts call longspan. In order: what it declares, a small copy of
-    its class, its adapter and placement (also `split_trial.py`), and a pass of the connected model on
-    the meta device. Later `row_trial.py` tries the placed model, and depths, images, encoders,
-    stages and the loss by rows are tried where they are made. Returns the adapter, the calls of attention, each once,
-    and what the pass recorded.
+    In order: what it declares, a small copy of its class, its features, and what ranks must not differ in. A pass of
+    the connected model on the meta device follows (`seams/meta_pass.py`), and `row_trial.py` tries the placed model;
+    images, encoders, stages and the loss by rows are tried where they are made. Returns random draws of the class.
     """
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
-    with unwrap_trained_depths_or_undo(model), _score_rows_or_undo(model):
-        adapter, class_draws = check_unconnected(model, placement, stages=stages)
+    with ExitStack() as contexts:
+        for feature in features:
+            contexts.enter_context(feature.checks_context(model))
+        class_draws = check_unconnected(model, features)
         assert isinstance(model, PreTrainedModel)  # others were refused
-        if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
-            check_equal_adapters(model, placement.world)
-    connect(model)
-    record = record_calls_and_draws(model, class_draws)
-    device, dtype = placement.world.device, placement.dtype_of(model)
-    calls = check_kernel_for_calls(model, kernel, record.calls, device=device, dtype=dtype)
-    return adapter, calls, record
+        for feature in features:  # last, as each rank has passed its own checks
+            feature.compare_ranks(model)
+    return class_draws
 
 
-def check_unconnected(model: nn.Module, placement: Placement, *, stages: int) -> tuple[Adapter | None, tuple[str, ...]]:
-    """Raise ModelError as `check_model` for what a rank tells alone; returns the adapter, and draws of the class."""
+def check_unconnected(model: nn.Module, features: Sequence[Feature]) -> tuple[str, ...]:
+    """Raise ModelError as `check_model` for what a rank tells alone; returns random draws of the class."""
     refuse_unsupported_model(model)
     assert isinstance(model, PreTrainedModel)  # others were refused
     class_draws = refuse_inexact_class(model) if needs_class_trial(model) else ()
-    adapter = find_adapter(model)
-    if adapter is not None:
-        check_adapter(model, adapter, placement.world)
-    placement.check_placement(model, stages)
-    if placement.world.home.tp > 1:
-        refuse_mixed_features(model, list_styles(model))
-    return adapter, class_draws
-
-
-def _score_rows_or_undo(model: nn.Module) -> AbstractContextManager[None]:
-    scores = any(kind.__name__.endswith(SCORE_HEADS) for kind in type(model).__mro__)
-    if not (scores and isinstance(model, PreTrainedModel)):
-        return nullcontext()
-    from longspan.model.score_heads import score_rows_or_undo
-
-    return score_rows_or_undo(model)
+    for feature in features:
+        feature.refuse(model)
+    return class_draws

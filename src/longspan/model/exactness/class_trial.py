@@ -18,11 +18,9 @@ from longspan.model.exactness.small_copies import (
     shrink_configuration,
     trial_error_text,
 )
-from longspan.model.experts.moe import mix_experts
+from longspan.model.kinds import find_indexers, find_mixers
 from longspan.model.layers import expert_modules, has_experts, innermost_decoder
-from longspan.model.seams.attention_calls import attend_separately, defer_temperature, find_indexers
-from longspan.model.seams.indexers import shard_indexers
-from longspan.model.seams.mixers import ROWS_ALONE, find_mixers, set_mixer_ops
+from longspan.model.seams.attention_calls import attend_separately, defer_temperature
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS = 48
@@ -86,8 +84,12 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     model = kind._from_config(small, **settings).double()
     defer_temperature(model)  # attention's business: it is not tried here
     if find_indexers(model):
+        from longspan.model.seams.indexers import shard_indexers
+
         shard_indexers(model, alone=True)
     for mixer in find_mixers(model).values():
+        from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
+
         set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -184,6 +186,8 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> It
 @torch.no_grad()
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
     for name, module in expert_modules(model).items():
+        from longspan.model.experts.moe import mix_experts
+
         experts: Any = module
         x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
         chosen = torch.rand(_ROWS, int(experts.num_experts)).topk(min(2, int(experts.num_experts))).indices

@@ -19,12 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.comm import SequenceShard, World, bind, raise_first_error, to_device, world_of
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
-from longspan.model.compiled_layers import is_compiled
 from longspan.model.execution import model_execution
-from longspan.model.layers import decoder_layers, has_experts, preserve_modes
-from longspan.model.mtp import model_depths
-from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.pipeline.stages import Stage, StageInput
+from longspan.model.kinds import is_compiled, is_pipeline
+from longspan.model.layers import decoder_layers, has_experts, mtp_depths, preserve_modes
 from longspan.model.seams.attention_calls import SeparateRows
 from longspan.model.seams.call_rules import call_rules, doctor_hint, is_prepared
 from longspan.model.seams.meta_pass import preserve_attributes
@@ -271,7 +268,7 @@ class _Trial:
 
     def __init__(self, model: Any, world: World) -> None:
         self.model, self.world, rules = model, world, call_rules(model)
-        self.stages: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
+        self.stages: tuple[Any, ...] = model.stages if is_pipeline(model) else (model,)
         dtype = model_execution(model).compute_dtype
         if torch.is_autocast_enabled(world.device.type):
             dtype = torch.get_autocast_dtype(world.device.type)
@@ -285,7 +282,7 @@ class _Trial:
             self.others.insert(0, rows(_ALL, others=True))
         self.shape = 2, _COUNT * rules.row_multiple
         vocabulary = model.config.get_text_config().vocab_size
-        depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
+        depths = model.depths if is_pipeline(model) else len(mtp_depths(model))
         draw = torch.Generator().manual_seed(3)
         self.ids = torch.randint(vocabulary, self.shape, generator=draw).to(world.device)
         self.later = torch.randint(vocabulary, (*self.shape, depths), generator=draw).to(world.device)
@@ -302,8 +299,11 @@ class _Trial:
             f"of that row alone, or leave it out{doctor_hint(self.model)}"
         )
 
+    def _model_of(self, stage: Any) -> Any:
+        return stage.model if is_pipeline(self.model) else stage
+
     def _difference_texts(self, stage: nn.Module, *, every_module: bool) -> Iterator[str]:
-        model = stage.model if isinstance(stage, Stage) else stage
+        model = self._model_of(stage)
         mode = "training" if self.model.training else "evaluation"
         first_pass = self._run_stage(stage, self.first, None, every_module=every_module)
         for rows in self.others:
@@ -323,7 +323,7 @@ class _Trial:
     def _run_stage(
         self, stage: nn.Module, rows: _Rows, before: _ObservedPass | None, *, every_module: bool
     ) -> _ObservedPass:
-        model: Any = stage.model if isinstance(stage, Stage) else stage
+        model = self._model_of(stage)
         allowed = self.allowed(same_shapes=len(rows.numbers) == len(self.first.numbers))
         observed = _ObservedPass(rows, allowed, before)
         devices = [self.world.device] if self.world.device.type == "cuda" else []
@@ -335,7 +335,7 @@ class _Trial:
                 self._run_pass(stage, observed)
         return observed
 
-    def _run_pass(self, stage: nn.Module, observed: _ObservedPass) -> None:
+    def _run_pass(self, stage: Any, observed: _ObservedPass) -> None:
         rows = observed.rows
         ids, positions = rows.values_of_rows(self.ids)[None], rows.shard.position_ids[None]
         later = {"future_ids": rows.values_of_rows(self.later).t().contiguous()} if self.later.shape[2] else {}
@@ -347,9 +347,10 @@ class _Trial:
                 observed.note(f"the hidden states of depth {depth + 1} of multi-token prediction", x)
             return hidden.new_zeros(())
 
-        if not isinstance(stage, Stage):
+        if not is_pipeline(self.model):
             stage(input_ids=ids, position_ids=positions, shard=rows.shard, row_loss=note_hidden, **later)
             return
+        from longspan.model.pipeline.stages import StageInput
 
         def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
             return part(**arguments, row_loss=note_hidden, **later)
@@ -360,7 +361,7 @@ class _Trial:
             # Embedded rows behind the hidden states are no result: split over tp 2, both together look like all rows.
             observed.note("the hidden states after its last layer", out[0].chunk(1 + stage.with_embedding)[0])
 
-    def _make_hidden_states(self, stage: Stage, rows: _Rows) -> Tensor:
+    def _make_hidden_states(self, stage: Any, rows: _Rows) -> Tensor:
         """The same (1, T, D) for a row's number in every pass; behind them embedded rows, if stages hand these on."""
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         width = self.model.config.get_text_config().hidden_size

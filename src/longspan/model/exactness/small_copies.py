@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.seams.mixers import use_torch_operations
+from longspan.model.kinds import find_mixers
 from longspan.model.seams.rope import rope_types
 from longspan.plan.shape.families import find_family
 
@@ -440,7 +440,10 @@ def make_tiny_model(
             if buffer.is_floating_point() and name.endswith("bias"):
                 buffer += 0.1 * torch.randn_like(buffer)
     model.config.dtype = dtype
-    use_torch_operations(model)
+    if find_mixers(model):
+        from longspan.model.seams.mixers import use_torch_operations
+
+        use_torch_operations(model)
     return cast(PreTrainedModel, cast(Any, model).to(dtype))
 
 

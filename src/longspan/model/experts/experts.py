@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.functional import silu
 from transformers.integrations import moe
 
-from longspan.model.float8.products import Float8Weight, experts_in_float8, find_float8_weight
+from longspan.model.kinds import find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
@@ -253,7 +253,7 @@ def _multiply_by_experts(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    float8_weight: Float8Weight | None,
+    float8_weight: Any,
     *,
     loads: Loads,
     grouped: bool,
@@ -270,6 +270,8 @@ def _multiply_by_experts(
         return torch.cat(pieces)
     ends = loads.device.cumsum(0).to(torch.int32)
     if float8_weight is not None:
+        from longspan.model.float8.products import experts_in_float8
+
         y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
     else:
         y = F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)

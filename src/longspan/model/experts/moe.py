@@ -29,11 +29,17 @@ from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
 from longspan.model.experts.experts import Loads, Visits, run_experts, spread_rows, sum_visits
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
-from longspan.model.float8.products import keep_quantised_weights
-from longspan.model.layers import architecture_name, decoder_layers, expert_modules
-from longspan.model.mtp import PREFIX, mtp_blocks
+from longspan.model.features import Feature
+from longspan.model.kinds import is_mixer, keep_float8_weights
+from longspan.model.layers import (
+    architecture_name,
+    decoder_layers,
+    expert_modules,
+    mtp_blocks,
+    router_modules,
+    router_sizes,
+)
 from longspan.model.seams.attention_calls import Probe, running_layer
-from longspan.model.seams.mixers import is_mixer
 from longspan.model.weights.fill import copy_to_device
 from longspan.plan.shape.model_shape import experts_missing_text
 
@@ -50,24 +56,8 @@ class _LayerArguments(NamedTuple):
 _layer_arguments: ContextVar[_LayerArguments | None] = ContextVar("longspan_layer", default=None)
 
 
-def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers next to experts by name; those of multi-token prediction, with rows of no token, are out."""
-    routers = dict[str, nn.Module]()
-    for block in (name.rpartition(".")[0] for name in expert_modules(model) if not name.startswith(f"{PREFIX}.")):
-        children = model.get_submodule(block).named_children()
-        routers |= {f"{block}.{n}": m for n, m in children if hasattr(m, "top_k") and hasattr(m, "num_experts")}
-    return routers
-
-
-def router_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return how many experts each router of the model chooses from."""
-    return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
-
-
 def connect_experts(model: PreTrainedModel) -> None:
-    """Send the model's experts and routers through this module; a model without experts is left as it is."""
-    if not expert_modules(model):
-        return
+    """Send the model's experts and routers through this module."""
     model.set_experts_implementation(IMPLEMENTATION)
     for layer in (*decoder_layers(model).values(), *mtp_blocks(model).values()):
         if expert_modules(layer):
@@ -203,7 +193,7 @@ def _mix_experts_in_tiles(
     if count == 1:
         return mix_experts(experts, x, chosen, weights, channel)
 
-    around = partial(keep_quantised_weights, experts)  # weights in float8 are made once for all tiles
+    around = partial(keep_float8_weights, experts)  # weights in float8 are made once for all tiles
     return run_in_tiles(
         lambda x, weights, chosen: mix_experts(experts, x, chosen, weights, channel),
         (x, weights, chosen),
@@ -328,3 +318,19 @@ def _choose_shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
         f"{name} {tuple(shape)} dealt over ep {home.ep} leaves {sizes}; the {ranks} ranks that hold the same experts "
         "divide none of these; use another ep or number of slots"
     )
+
+
+class ExpertFeature(Feature):
+    """Experts and routers through this module, and experts dealt out over `ep`."""
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        check_experts(model, self.world.home, shard_parameters=self.options.shard_parameters)
+
+    def connect(self, model: PreTrainedModel) -> None:
+        connect_experts(model)
+
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        sharding = self.options.sharding(self.world)
+        if sharding.parameters:
+            policy = sharding.mixed_precision_policy(model)
+            shard_experts(model, self.world, policy, reshard=sharding.reshard_after_forward)

@@ -4,7 +4,7 @@ Weights are made from the gathered weight in each pass, or kept for passes betwe
 are products in float8 too, those of weights are not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longspan.model.kinds import FLOAT8_WEIGHTS
 from longspan.model.weights.local_tensors import local_tensor
 
 FLOAT8 = torch.float8_e4m3fn
@@ -141,9 +142,6 @@ def multiply_scaled_rows(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor 
     return y.to(dtype)
 
 
-_ATTRIBUTE = "float8_weights"
-
-
 class Float8Weight:
     """A weight in float8: rows for forward, columns for backward, made when needed, kept after `set_keeping(True)`."""
 
@@ -171,13 +169,7 @@ class Float8Weight:
 
 def add_float8_weights(module: nn.Module, names: Iterable[str]) -> None:
     """Mark a module's parameters of these names: the module computes with them in float8."""
-    setattr(module, _ATTRIBUTE, {name: Float8Weight() for name in names})
-
-
-def find_float8_weight(module: nn.Module, name: str) -> Float8Weight | None:
-    """Return the record of a module's weight in float8; None if the module does not compute with it in float8."""
-    weights: Mapping[str, Float8Weight] = vars(module).get(_ATTRIBUTE, {})
-    return weights.get(name)
+    setattr(module, FLOAT8_WEIGHTS, {name: Float8Weight() for name in names})
 
 
 _kept_at: dict[int, Float8Weight] = {}  # records that keep, by the memory address of the weight that they belong to
@@ -198,7 +190,7 @@ def keep_quantised_weights(model: nn.Module) -> Iterator[None]:
     weights = list[Float8Weight]()  # which keep from here on
     weight_at = dict[int, Tensor]()  # the gathered weights, referred to so that no other tensor gets their addresses
     for module in model.modules():
-        for name, float8_weight in vars(module).get(_ATTRIBUTE, {}).items():
+        for name, float8_weight in vars(module).get(FLOAT8_WEIGHTS, {}).items():
             if not float8_weight.keeps:  # one that keeps already does so for an outer scope, which ends later
                 weights.append(float8_weight)
                 float8_weight.set_keeping(True)

@@ -21,8 +21,9 @@ from longspan.bridge.bridge import AHEAD, add_rows, splice_rows
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.adapters import Adapter, adapter_of_prepared_model
+from longspan.model.adapters import Adapter
 from longspan.model.execution import model_execution
+from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.layers import decoder_layers
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.attention_calls import running_layer
@@ -70,6 +71,8 @@ class MultimodalModel(nn.Module):
     Parameters are named `encoders.MODALITY.…` and `language_model.…`. Raises ModelError where a module is not
     prepared, or an encoder's world is not over the language model's ranks.
     """
+
+    holds_encoders = True  # by which `is_multimodal` knows it
 
     def __init__(
         self, encoders: Mapping[str, Encoder], language_model: PreTrainedModel | PipelineModel, world: World
@@ -133,19 +136,6 @@ def check_world_of_model(model: nn.Module, world: World) -> None:
             f"the model was built over a world of {model.world.home}, but given one of {world.home}; pass the world of "
             "its language model, model.world"
         )
-
-
-def find_language_model(model: nn.Module) -> nn.Module:
-    """Find the language model of a MultimodalModel; any other model is its own."""
-    return model.language_model if isinstance(model, MultimodalModel) else model
-
-
-def modules_and_worlds(model: nn.Module, world: World) -> list[tuple[nn.Module, World]]:
-    """Return (module, its world) of each part of a model with a layout of its own, the language model first."""
-    if not isinstance(model, MultimodalModel):
-        return [(model, world)]
-    encoders = [(encoder.module, encoder.world) for encoder in model.encoder_settings.values()]
-    return [(model.language_model, world), *encoders]
 
 
 def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> None:

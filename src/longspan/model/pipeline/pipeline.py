@@ -15,9 +15,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
-from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import Absent, decoder_model, score_columns, text_model_name
-from longspan.model.mtp import model_depths
+from longspan.model.features import Call, Feature
+from longspan.model.layers import Absent, decoder_model, mtp_depths, router_sizes, score_columns, text_model_name
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage, make_schedule
 from longspan.model.pipeline.stages import (
@@ -29,6 +28,7 @@ from longspan.model.pipeline.stages import (
     refuse_inexact_stages,
 )
 from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.sharding import leave_out_idle_hooks, reshard
 from longspan.plan.memory.stage_bytes import stage_layers
 
@@ -84,6 +84,8 @@ class PipelineModel(nn.Module):
     carry no gradient. `dtype` is that of hidden states between stages.
     """
 
+    holds_stages = True  # by which `is_pipeline` knows it
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -117,7 +119,7 @@ class PipelineModel(nn.Module):
         _ = world.channels.pipeline  # makes its group, on all ranks together
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         self.routers: tuple[int, ...] = router_sizes(model)
-        self.depths: int = len(model_depths(model))  # of multi-token prediction, which is on the last stage
+        self.depths: int = len(mtp_depths(model))  # of multi-token prediction, which is on the last stage
         self._schedules: dict[tuple[int, bool], _Schedule] = {}
         add_named_modules(self, [stage.model for stage in self.stages], self.copies)
         self._unnamed = {
@@ -234,6 +236,32 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     refuse_inexact_stages(model, parts)
     refuse_dependent_layers(model, parts, layers)
     return cut_stages_of_position(model, parts, layers, pipeline_settings.pp, world.coordinates.pp)
+
+
+class PipelineFeature(Feature):
+    """A model cut into stages."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._settings = PipelineSettings(
+            self.options.pipeline_schedule, self.world.home.pp, self.options.virtual_stages
+        )
+
+    def cut(self, model: PreTrainedModel) -> Sequence[tuple[nn.Module, PreTrainedModel]]:
+        """A stage is a copy without the forward that takes `row_loss`, which is set anew where the head is."""
+        if self._settings.pp == 1:
+            return ()
+        self._dtype = self.options.sharding(self.world).dtype_of(model)
+        stages = cut_into_stages(model, self.world, self._settings)
+        for stage in stages:
+            if stage.last:
+                add_row_loss(stage.model, tried=True)
+        return [(stage, stage.model) for stage in stages]
+
+    def join(self, prepared: Any, roots: Sequence[Any]) -> nn.Module:
+        if self._settings.pp == 1:
+            return prepared
+        return PipelineModel(prepared, self.world, roots, self._settings, self._dtype)
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:

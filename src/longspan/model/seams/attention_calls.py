@@ -4,12 +4,10 @@ The shard owns masking. Hooks note a layer's arguments for attention that does n
 Llama 4's chunks are `attend`'s, its scaling of queries goes by the rows' own positions.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +19,14 @@ from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError
-from longspan.model.layers import architecture_name, decoder_layers, reads_other_modalities
-from longspan.model.mtp import layers_and_depths, mtp_blocks
+from longspan.model.layers import (
+    architecture_name,
+    decoder_layers,
+    layers_and_mtp_blocks,
+    mtp_blocks,
+    reads_other_modalities,
+)
 from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions, refuse_randomness
-from longspan.model.seams.latents import fold_queries, unfold_values
 
 
 def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
@@ -87,7 +89,7 @@ def running_layer() -> RunningLayer:
 
 def hook_layer_arguments(model: PreTrainedModel) -> None:
     """Let attention in decoder layers look up what its layer, or the model, was called with, from here on."""
-    for layer in (model, *layers_and_depths(model).values()):
+    for layer in (model, *layers_and_mtp_blocks(model).values()):
         layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
         layer.register_forward_hook(_forget_arguments, always_call=True)
     for module in model.modules():
@@ -255,14 +257,21 @@ def sharded_attention(
     if isinstance(rows, SeparateRows):
         return attend_separately(query, key, value, scaling), None
     scaling, latents = query.shape[-1] ** -0.5 if scaling is None else scaling, key.shape[-1] < query.shape[-1]
-    query = fold_queries(module, query) if latents else query
+    if latents:
+        from longspan.model.seams.latents import fold_queries
+
+        query = fold_queries(module, query)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     mask = {"causal": causal, "window": sliding_window, "chunk": chunk_size(module), "sinks": s_aux, "softcap": softcap}
     first_head = _first_head_index(module, q.shape[1], rows) if dropout else 0
     mask["indices"] = None if indices is None or not indices.shape[-1] else indices.squeeze(0)
     layer = {"layer": getattr(module, "layer_idx", None), "kernel": attention_kernel, "first_head": first_head}
     out = attend(q, k, v, rows, scale=scaling, dropout=dropout, latents=latents, **layer, **mask)
-    return (unfold_values(module, out) if latents else out).unsqueeze(0), None
+    if latents:
+        from longspan.model.seams.latents import unfold_values
+
+        out = unfold_values(module, out)
+    return out.unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, sharded_attention)
@@ -387,37 +396,3 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     size = lengths * (scaling or 1.0)
     weights = 1.5 + 0.5 * cosine * (1 + size / (1 + size))
     return (weights * value).to(value.dtype).transpose(1, 2).contiguous()
-
-
-# ---- indexers, which choose a few keys for each row (`indexers.py`)
-
-_ASKS, _CHOOSES = "update_indexer", "topk"
-_KNOWN = frozenset({
-    _ASKS,
-    _CHOOSES,
-    *("wq_b", "wk", "k_norm", "weights_proj", "q_input_norm", "softmax_scaling"),  # modules, each by rows
-    *("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "relu", "matmul", "masked_fill"),
-    *("head_dim", "index_topk", "layer_idx", "n_heads", "qk_rope_head_dim", "softmax_scale", "use_rope", "weight"),
-    *("F", "torch", "bool", "dtype", "float", "int32", "indices", "min", "shape", "to"),
-    *("cat", "split", "squeeze", "transpose", "unsqueeze", "view"),
-})  # fmt: skip
-
-
-def is_indexer(module: nn.Module) -> bool:
-    """Return whether a class's forward scores the index keys of a cache, token by token, and does nothing unknown."""
-    forward = inspect.unwrap(type(module).forward)
-    names = {*forward.__code__.co_names} if isinstance(forward, FunctionType) else set[str]()
-    return {_ASKS, _CHOOSES} <= names <= _KNOWN
-
-
-def find_indexers(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the indexers of a model, by name."""
-    return {name: module for name, module in model.named_modules() if is_indexer(module)}
-
-
-def is_indexed(module: nn.Module) -> bool:
-    """Return whether a module attends to keys that a known indexer chose: its own, or that of a layer before."""
-    forward, indexer = inspect.unwrap(type(module).forward), getattr(module, "indexer", None)
-    if not isinstance(forward, FunctionType) or "indexer" not in forward.__code__.co_names:
-        return False
-    return is_indexer(indexer) if indexer is not None else "prev_topk_indices" in forward.__code__.co_varnames

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_of_prepared_model
+from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.layers import architecture_name, decoder_layers, score_columns, text_model_name
 from longspan.plan import MicroBatch
 from longspan.plan.shape.families import find_family
@@ -230,6 +230,14 @@ class CallRules:
 def is_prepared(model: nn.Module) -> bool:
     """Return whether `prepare` has brought this model under a home."""
     return hasattr(model, "call_rules")
+
+
+def refuse_unprepared_model(model: nn.Module) -> None:
+    """Raise ModelError for a transformers model whose attention would take the local rows for the whole sequence."""
+    if isinstance(model, PreTrainedModel) and not is_prepared(model):
+        raise ModelError(
+            f"{type(model).__name__} was not prepared; call model = longspan.prepare(model, world) before it runs"
+        )
 
 
 def call_rules(model: nn.Module) -> CallRules:

@@ -15,21 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from longspan.attention.attend import find_members
 from longspan.attention.call import Members
 from longspan.attention.tiles import Mask
 from longspan.comm.shard import break_graphs_around
-from longspan.model.seams.attention_calls import (
-    Probe,
-    SeparateRows,
-    find_indexers,
-    find_one_row_shard,
-    is_indexed,
-    running_layer,
-)
+from longspan.model.features import Feature
+from longspan.model.kinds import find_indexers, is_indexed
+from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
 from longspan.model.seams.index_scores import ScoreOperands, choose_best_keys
-from longspan.model.seams.latents import takes_latents
+from longspan.model.seams.latents import latents_text, takes_latents
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
 _ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time
@@ -60,6 +56,22 @@ def order_ties(model: nn.Module) -> None:
 def _forward_lowest_first(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     with LowestFirst(none=False):
         return type(indexer).forward(indexer, *args, **kwargs)
+
+
+class IndexerFeature(Feature):
+    """Indexers over the shard, and latents in place of the keys that they choose."""
+
+    def connect(self, model: PreTrainedModel) -> None:
+        if find_indexers(model):
+            shard_indexers(model)
+
+    def convert(self, model: PreTrainedModel) -> None:
+        dtype = self.options.sharding(self.world).dtype_of(model)
+        indexed = [module for module in model.modules() if is_indexed(module)]
+        self._latents = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
+
+    def describe(self) -> dict[str, Any]:
+        return {"latents": self._latents}
 
 
 def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:

@@ -16,38 +16,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError
+from longspan.model.features import Feature
+from longspan.model.kinds import CONVOLUTION, SCANS, called_functions, class_forward, find_mixers
 from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
 from longspan.ssm.kernels.call import state_dtype
-
-ROWWISE_LAYER_TYPES = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
-_SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
-_CONVOLUTION = "causal_conv1d_fn"
-_KNOWN = frozenset({
-    _CONVOLUTION,
-    *_SCANS,
-    "mamba2_split_conv1d_scan_combined",
-    "apply_mask_to_padding_states",  # there is no mask
-    "causal_conv1d_update",  # and what follows: steps of generation, with a cache
-    "torch_recurrent_gated_delta_rule",
-    "recurrent_kimi_delta_attention",
-    "mamba2_selective_state_update",
-})  # fmt: skip
-
-
-def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the mixers of a model, by name."""
-    return {name: module for name, module in model.named_modules() if is_mixer(module)}
-
-
-def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module's class has a mixer's forward: a causal convolution, a scan or none, nothing unknown."""
-    if not any(isinstance(child, nn.Conv1d) for child in module.children()):
-        return False
-    called = _called_functions(class_forward(module))
-    return _CONVOLUTION in called and called <= _KNOWN
 
 
 def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
@@ -62,34 +36,11 @@ def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., An
     mixer.forward = MethodType(copy, mixer)
 
 
-def run_outside_graphs(module: nn.Module) -> None:
-    """Have torch.compile end its graph before a call of this module and begin another one after it."""
-    vars(module)["forward_outside_graphs"] = module.forward
-    module.forward = MethodType(_forward_outside_graphs, module)
-
-
-@break_graphs_around
-def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return module.forward_outside_graphs(*args, **kwargs)
-
-
 def use_torch_operations(model: nn.Module) -> None:
     """Let mixers call transformers' own operations, inside its wrappers that choose an installed kernel."""
     for mixer in find_mixers(model).values():
-        called = {name: class_forward(mixer).__globals__[name] for name in _called_functions(class_forward(mixer))}
+        called = {name: class_forward(mixer).__globals__[name] for name in called_functions(class_forward(mixer))}
         replace_functions(mixer, {name: inspect.unwrap(function) for name, function in called.items()})
-
-
-def class_forward(module: nn.Module) -> FunctionType:
-    """Return the forward that its class defines, unwrapped; `prepare` refuses wrappers that are not transformers'."""
-    return inspect.unwrap(type(module).forward)
-
-
-def _called_functions(forward: Any) -> set[str]:
-    if not isinstance(forward, FunctionType):
-        return set()
-    globals_by_name = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    return {name for name, value in globals_by_name.items() if callable(value) and not isinstance(value, type)}
 
 
 _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
@@ -216,6 +167,19 @@ def _run_mamba2(
     return out.to(x.dtype).unsqueeze(0)
 
 
+class MixerFeature(Feature):
+    """Mixers over the shard."""
+
+    def connect(self, model: PreTrainedModel) -> None:
+        shard_mixers(model)
+
+    def convert(self, model: PreTrainedModel) -> None:
+        self._count = len(find_mixers(model))
+
+    def describe(self) -> dict[str, Any]:
+        return {"mixers": self._count}
+
+
 def shard_mixers(model: PreTrainedModel) -> None:
     """Let the model's mixers run over the shard that their layers are called with, from here on."""
     for name, mixer in find_mixers(model).items():
@@ -228,9 +192,9 @@ def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:
     Their further arguments, about packing, chunk sizes and states to return, are ignored.
     """
     functions: dict[str, Callable[..., Any]] = {
-        _CONVOLUTION: partial(_run_convolution, find_ops),
-        **dict.fromkeys(_SCANS[:2], partial(_run_delta_rule, find_ops)),
-        _SCANS[2]: partial(_run_mamba2, find_ops),
+        CONVOLUTION: partial(_run_convolution, find_ops),
+        **dict.fromkeys(SCANS[:2], partial(_run_delta_rule, find_ops)),
+        SCANS[2]: partial(_run_mamba2, find_ops),
         "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # declines, so that the mixer calls the others
     }
     replace_functions(mixer, functions)

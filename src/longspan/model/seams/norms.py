@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
+from transformers import PreTrainedModel
 
+from longspan.errors import ModelError
+from longspan.model.features import Call, Feature
 from longspan.model.seams.call_rules import has_forward_of_others
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -150,6 +153,21 @@ def _forward_in_pieces(norm: Callable[..., Tensor], x: Tensor, *others: object, 
     if others or named:
         return norm(x, *others, **named)
     return run_norm_in_pieces(norm, x)
+
+
+class NormFeature(Feature):
+    """Norms as one kernel, and on GPUs, whose kernels count in 32 bits, any number of rows."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        if self.options.fused_norms not in ("auto", "on", "off"):
+            raise ModelError(f"fused_norms is {self.options.fused_norms!r}; use 'auto', 'on' or 'off'")
+
+    def connect(self, model: PreTrainedModel) -> None:
+        if self.options.fused_norms != "off":
+            fuse_norms(model)
+        if self.world.device.type == "cuda":
+            split_long_norms(model)
 
 
 _EPS = ("variance_epsilon", "eps")

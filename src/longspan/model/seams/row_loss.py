@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.layers import architecture_name, base_model, score_columns
-from longspan.model.mtp import compute_depth_states, model_depths, note_layer_inputs, refuse_bypassing_depths
+from longspan.model.kinds import find_mixers
+from longspan.model.layers import architecture_name, base_model, mtp_depths, score_columns
 from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.call_rules import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.mixers import find_mixers
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
@@ -85,14 +84,21 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
         if row_loss is None:
             return forward(model, *args, **kwargs)
         # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
-        with nullcontext() if future_ids is None else note_layer_inputs(model) as inputs:
+        inputs_of_layer = nullcontext()
+        if future_ids is not None:
+            from longspan.model.mtp import note_layer_inputs
+
+            inputs_of_layer = note_layer_inputs(model)
+        with inputs_of_layer as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
             _refuse_other_forward(model, forward, hidden, args, kwargs)
             untried = False
         deeper: tuple[Tensor, ...] = ()
         if future_ids is not None and inputs is not None:  # the second test is for the type checker
-            deeper = compute_depth_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
+            from longspan.model.mtp import compute_mtp_states
+
+            deeper = compute_mtp_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
         return row_loss(hidden.squeeze(0), OutputHead(model, forward), *deeper)
 
     model.forward = forward_with_loss
@@ -104,7 +110,7 @@ def _check_output_embedding(model: PreTrainedModel) -> None:
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or base_model(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
-    placed = {id(p) for module in (base_model(model), head, *model_depths(model)) for p in module.parameters()}
+    placed = {id(p) for module in (base_model(model), head, *mtp_depths(model)) for p in module.parameters()}
     if others := [n for n, p in model.named_parameters() if id(p) not in placed]:
         raise ModelError(
             f"{name} has parameters beside its base model and its output embedding ({', '.join(others[:4])}); its loss "
@@ -121,7 +127,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
-    depths, probe = model_depths(model), Probe()
+    depths, probe = mtp_depths(model), Probe()
     ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
     deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
@@ -133,7 +139,10 @@ def _try_row_loss(model: PreTrainedModel) -> None:
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
             f"{doctor_hint(model)}"
         ) from error
-    refuse_bypassing_depths(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
+    if depths:
+        from longspan.model.mtp import refuse_bypassing_mtp
+
+        refuse_bypassing_mtp(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
     shape = (2, _output_embedding(model).weight.shape[0])
     if tuple(output.shape) != shape or not output.requires_grad:
         raise ModelError(

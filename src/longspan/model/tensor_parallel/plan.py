@@ -15,10 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import base_module
-from longspan.model.layers import text_model_name
-from longspan.model.mtp import PREFIX
-from longspan.model.seams.mixers import find_mixers
+from longspan.model.kinds import base_module, find_mixers
+from longspan.model.layers import MTP, text_model_name
 from longspan.plan.shape.families import (
     COLWISE,
     EMBEDDING,
@@ -265,9 +263,9 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     inside_layers = {inside: style for name, style in base.items() if (inside := name.partition(".*.")[2])}
     return (  # of two styles of a name the later one counts
         {f"{prefix}.{name}": style for name, style in base.items()}
-        | {f"{PREFIX}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
+        | {f"{MTP}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
         # a block of several layers numbers them
-        | {f"{PREFIX}.layers.*.mtp_block.*.{inside}": style for inside, style in inside_layers.items()}
+        | {f"{MTP}.layers.*.mtp_block.*.{inside}": style for inside, style in inside_layers.items()}
         | ({} if ours is None else _HEAD)  # a family that transformers does not cover may not name its head
         | dict(getattr(type(model), "_tp_plan", None) or {})
     )

@@ -27,7 +27,8 @@ from longspan.comm.tp_collectives import (
     tp_sum_split,
 )
 from longspan.errors import ModelError
-from longspan.model.adapters import find_adapter, has_trained_copy, is_adapted, peft_modules
+from longspan.model.adapters import find_adapter
+from longspan.model.kinds import has_trained_copy, is_adapted, peft_modules
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     GATHERED,

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.tp_collectives import tp_copy, tp_copy_parameter, tp_gather, tp_index_and_degree, tp_split, tp_sum
 from longspan.errors import ModelError, plural
-from longspan.model.adapters import is_adapted
-from longspan.model.layers import Absent, decoder_model, expert_modules
-from longspan.model.mtp import layers_and_depths, model_depths
+from longspan.model.kinds import is_adapted
+from longspan.model.layers import Absent, decoder_model, expert_modules, layers_and_mtp_blocks, mtp_depths
 from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_part_names
 from longspan.model.seams.norms import count_groups
 from longspan.model.tensor_parallel import plan as tp_style
@@ -204,13 +203,13 @@ def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], 
     again.
     """
     key = world.key
-    for depth in model_depths(model):
+    for depth in mtp_depths(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
             _sum_row_gradients(module, key)
         # `enorm` gets rows of the embedding, which hands on only this rank's
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
-    for name, layer in layers_and_depths(model).items():
+    for name, layer in layers_and_mtp_blocks(model).items():
         norms, blocks_of_all_rows = single_and_full_row_modules(name, layer, styled_modules)
         for norm in norms:
             _sum_row_gradients(norm, key)
@@ -310,7 +309,7 @@ def _checked_styled_modules(model: PreTrainedModel, tp: int, *, sequence_paralle
             refuse_unsplittable_mixer(name, module, tp)
     refuse_unnamed_parameters(model, styled_modules)
     if sequence_parallel:
-        for name, layer in layers_and_depths(model).items():
+        for name, layer in layers_and_mtp_blocks(model).items():
             single_and_full_row_modules(name, layer, styled_modules)  # here only to raise, as the next line
         final_norm_name(model)
     return styled_modules
@@ -332,7 +331,7 @@ def split_over_ranks(
     _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
     mixtures = tuple(
         f"{name}.{child}."
-        for name, layer in layers_and_depths(model).items()
+        for name, layer in layers_and_mtp_blocks(model).items()
         for child, module in layer.named_children()
         if layer_experts(module)
     )
@@ -362,7 +361,7 @@ def split_over_ranks(
     for name in sorted(split_block_names(styled_modules)):
         whole = not sequence_parallel or name.startswith(mixtures)
         wrap_forward(model.get_submodule(name), enter=copy_input if whole else gather_input)
-    for layer in layers_and_depths(model).values():
+    for layer in layers_and_mtp_blocks(model).values():
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
             split_expert_rows(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:

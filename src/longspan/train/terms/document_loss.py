@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspan.comm import World, on_all_ranks, raise_first_error, to_device
 from longspan.errors import LongspanError, LossError, ModelError, plural
 from longspan.layout import Floats
-from longspan.model.adapters import adapter_of_prepared_model, is_adapted
+from longspan.model.kinds import adapter_of_prepared_model, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plain_text import short_text

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.data.document import NO_TARGET
 from longspan.errors import LossError, ModelError
-from longspan.model.mtp import model_depths
+from longspan.model.layers import mtp_depths
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plain_text import short_text
@@ -100,7 +100,7 @@ def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
     name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
-    depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
+    depths = model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
     if not depths:
         raise ModelError(
             f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, depths=1) "

@@ -1,9 +1,9 @@
 """The terms of a step: what the features that are on add to it. The module of a feature that is off is not imported."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from longspan.model.kinds import is_multimodal
 from longspan.model.layers import score_columns
-from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.train.passes import Term
 from longspan.train.step_inputs import StepInputs
 
@@ -65,10 +65,11 @@ def step_terms(
 
 def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
     """Return the terms that make inputs of the language model: its encoders. Evaluations have no others."""
-    model, items = inputs.model, inputs.documents.items
-    if not isinstance(model, MultimodalModel):
+    model: Any = inputs.model
+    if not is_multimodal(model):
         return ()
     from longspan.train.terms.encoders import EncodersTerm
 
+    items = inputs.documents.items
     assert items is not None, "documents of a MultimodalModel have items"
     return (EncodersTerm(model, inputs, items, depths),)

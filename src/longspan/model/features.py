@@ -1,0 +1,129 @@
+"""What `prepare` may do to a model, a feature at a time. The file of a feature that is off is not imported.
+
+A new feature is a file with its `Feature`, and a row of `FEATURES`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.model.execution import Execution
+from longspan.model.kinds import is_indexed, is_indexer, is_mixer, is_peft_module
+from longspan.model.layers import MTP, SCORE_HEADS, expert_modules
+from longspan.model.options import PrepareOptions
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `prepare` for a language model; `given` is the model, or the PeftModel around it."""
+
+    given: nn.Module
+    model: nn.Module
+    world: World
+    options: PrepareOptions
+
+    def has(self, is_kind: Callable[[nn.Module], bool]) -> bool:
+        """Whether the model holds a module of a kind."""
+        return any(map(is_kind, self.model.modules()))
+
+
+class Feature:
+    """One thing that `prepare` may do to a model; each method is neutral, and a feature overrides those that it needs.
+
+    All ranks have the same features. Of each method in turn, in this order, `prepare` calls those of all features, in
+    the order of `FEATURES`. Until `cut` the model is whole.
+    """
+
+    def __init__(self, call: Call) -> None:
+        """Check the options of the feature, which raise for themselves."""
+        self.world = call.world
+        self.options = call.options
+
+    def checks_context(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context around all checks, which changes what they must find, and takes it back if one raises."""
+        return nullcontext()
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError, with the reasons, for a model that cannot have the feature exactly; on the host alone."""
+
+    def compare_ranks(self, model: PreTrainedModel) -> None:
+        """Raise ModelError, on every rank, for what ranks may not differ in; entered by all ranks."""
+
+    def connect(self, model: PreTrainedModel) -> None:
+        """Let modules call longspan; a pass on the meta device tries the model that all features have connected."""
+
+    def convert(self, model: PreTrainedModel) -> None:
+        """Change, in the tried model, what that pass could not run, and note what `describe` says."""
+
+    def begin_placing(self, execution: Execution) -> None:
+        """Make what placing needs; entered by all ranks."""
+
+    def cut(self, model: PreTrainedModel) -> Sequence[tuple[nn.Module, PreTrainedModel]]:
+        """Return the parts of the model that are here, as what is called and the model in it; () if not cut."""
+        return ()
+
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        """Bring the model, or a part of it, under the home; `root`, which holds it, is called. By all ranks."""
+
+    def join(self, prepared: nn.Module, roots: Sequence[nn.Module]) -> nn.Module:
+        """Return what stands for a model that was cut."""
+        return prepared
+
+    def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Do what comes last, when the weights of all parts are there."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return fields of the Execution."""
+        return {}
+
+
+# When a feature is on, and where its class is, in the order in which features act.
+FEATURES: list[tuple[Callable[[Call], Any], str]] = [
+    (lambda call: MTP in call.model._modules, "longspan.model.mtp:MtpFeature"),
+    (lambda call: _is_classifier(call.model), "longspan.model.score_heads:ScoreHeadFeature"),
+    (lambda call: call.options.float8, "longspan.model.float8_layers:Float8Feature"),
+    (lambda call: call.has(is_peft_module), "longspan.model.exactness.adapter_rules:AdapterFeature"),
+    (
+        lambda call: call.world.device.type == "cuda" or call.options.fused_norms not in ("auto", "off"),
+        "longspan.model.seams.norms:NormFeature",
+    ),
+    (lambda call: call.options.compiled != "none", "longspan.model.compiled_layers:CompiledFeature"),
+    (lambda call: call.has(is_mixer), "longspan.model.seams.mixers:MixerFeature"),
+    (
+        lambda call: call.has(lambda module: is_indexer(module) or is_indexed(module)),
+        "longspan.model.seams.indexers:IndexerFeature",
+    ),
+    (
+        lambda call: call.world.home.pp > 1 or call.options.sets("virtual_stages", "pipeline_schedule"),
+        "longspan.model.pipeline.pipeline:PipelineFeature",
+    ),
+    (
+        lambda call: call.world.home.tp > 1 or call.options.sequence_parallel,
+        "longspan.model.tensor_parallel_feature:TensorParallelFeature",
+    ),
+    (lambda call: call.options.mlp_tile_rows, "longspan.model.activations.tiles:TileFeature"),
+    (
+        lambda call: call.options.sets("activation_checkpointing", "offload_activations", "measures", "segment_layers"),
+        "longspan.model.activations.recompute:RecomputationFeature",
+    ),
+    (
+        lambda call: call.world.home.ep > 1 or expert_modules(call.model),
+        "longspan.model.experts.moe:ExpertFeature",
+    ),
+    (lambda call: True, "longspan.model.sharding:ShardingFeature"),
+]
+
+
+def _is_classifier(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel) and any(x.__name__.endswith(SCORE_HEADS) for x in type(model).__mro__)
+
+
+def features_of(call: Call) -> tuple[Feature, ...]:
+    """Make the features that are on in a call of `prepare`. Raises what they raise for options that do not fit."""
+    return tuple(resolve_name(name)(call) for is_on, name in FEATURES if is_on(call))

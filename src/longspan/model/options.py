@@ -1,0 +1,101 @@
+"""How a model is brought under a home: the keywords of `prepare`, and what FSDP2 does with its parameters."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from longspan.comm import World
+from longspan.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
+
+    Without `reshard_after_forward` they stay gathered through a step, and without `sync_each_batch` gradients are
+    summed once as well, by its last backward pass (with both ZeRO's stage 3, then 2 and 1: Rajbhandari et al. 2020).
+    `compute_dtype` is what FSDP2 computes in. ModelError for one of parameters that are not sharded, and for gradients
+    that are summed once beside weights that are freed.
+    """
+
+    parameters: bool = True
+    reshard_after_forward: bool = True
+    sync_each_batch: bool = True
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype is not None and not self.parameters:
+            raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
+        if self.reshard_after_forward and not self.sync_each_batch:
+            raise ModelError(
+                "sync_each_batch=False keeps whole gradients through a step, and weights beside them; give "
+                "reshard_after_forward=False too"
+            )
+
+    def dtype_of(self, model: nn.Module) -> torch.dtype:
+        """Return the dtype that the model computes in."""
+        return self.compute_dtype or model.dtype  # pyright: ignore[reportReturnType]
+
+    def check_compute_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ModelError for a compute dtype that is wider than the parameters' own."""
+        compute = self.compute_dtype
+        if compute is not None and _dtype_bits(compute) > _dtype_bits(dtype):
+            raise ModelError(
+                f"compute_dtype is {compute} ({_dtype_bits(compute)} significant bits) over parameters of {dtype} "
+                f"({_dtype_bits(dtype)}), to which it adds none; load the model in {compute}, or leave "
+                "compute_dtype out"
+            )
+
+    def mixed_precision_policy(self, model: nn.Module) -> MixedPrecisionPolicy:
+        """Return how FSDP2 computes and sums: in float32 if parameters or arithmetic are in half precision."""
+        dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
+        low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
+
+
+def _dtype_bits(dtype: torch.dtype) -> int:
+    """Return a type's significant bits, the implicit leading one included: 8 of bfloat16, 24 of float32."""
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """How a model is brought under a home; `prepare` takes each as a keyword and explains it."""
+
+    shard_parameters: bool = True
+    reshard_after_forward: bool = True
+    sync_each_batch: bool = True
+    activation_checkpointing: bool | str = False
+    offload_activations: bool = False
+    measures: str | Sequence[str] | None = None
+    host_bytes: int = 0
+    mlp_tile_rows: int = 0
+    segment_layers: int = 0
+    compute_dtype: torch.dtype | None = None
+    attention_kernel: str | None = None
+    fused_norms: Literal["auto", "on", "off"] = "auto"
+    float8: Literal["", "rows"] = ""
+    compiled: Literal["auto", "layers", "none"] = "none"
+    virtual_stages: int = 1
+    pipeline_schedule: str = "1f1b"
+    sequence_parallel: bool = False
+
+    def sharding(self, world: World) -> Sharding:
+        """Decide how FSDP2 treats parameters under the world's home; ModelError for options that exclude each other."""
+        # Passes of a stage's micro-batches alternate: layers that free parameters would gather them again for each.
+        frees_parameters = self.reshard_after_forward and world.home.pp == 1
+        return Sharding(
+            parameters=self.shard_parameters,
+            reshard_after_forward=frees_parameters,
+            sync_each_batch=self.sync_each_batch,
+            compute_dtype=self.compute_dtype,
+        )
+
+    def sets(self, *names: str) -> bool:
+        """Return whether one of these options is not its default."""
+        return any(getattr(self, name) != getattr(PrepareOptions, name) for name in names)
