@@ -47,8 +47,9 @@ class CompiledFeature(Feature):
             start_compile_workers(min(len(home.ranks), self.world.node_size * home.tp))  # node_size counts slots
 
     def connect(self, model: PreTrainedModel) -> None:
-        if self._parts != "none":  # the compiler fuses the norms in its graphs itself
-            unfuse_norms_in_graphs(model)
+        if self._parts != "none":  # the compiler fuses the norms in its graphs, those of layers outside mixers, itself
+            for layer in layers_and_mtp_blocks(model).values():
+                restore_class_norms(_modules_in_graphs(layer))
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
         if self._parts != "none":
@@ -159,12 +160,6 @@ def start_compile_workers(ranks_of_host: int) -> None:
         cores = len(os.sched_getaffinity(0))
         inductor.compile_threads = max(1, min(inductor.compile_threads or cores, cores // ranks_of_host))
         async_compile.maybe_warm_pool()
-
-
-def unfuse_norms_in_graphs(model: PreTrainedModel) -> None:
-    """Let the norms that graphs will contain, those of layers outside mixers, run by their class's own code again."""
-    for layer in layers_and_mtp_blocks(model).values():
-        restore_class_norms(_modules_in_graphs(layer))
 
 
 def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:

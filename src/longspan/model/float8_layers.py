@@ -88,7 +88,20 @@ class Float8Feature(Feature):
         raise_first_error(self.world, error)
 
     def convert(self, model: PreTrainedModel) -> None:
-        self._text = use_float8(model)
+        linears, experts = float8_linears(model), expert_modules(model)
+        in_float8 = sum(linear.weight.numel() for linear in linears.values())
+        for linear in linears.values():
+            add_float8_weights(linear, ["weight"])
+            linear.forward = MethodType(_run_linear, linear)  # a method, so that layers of a kind share compiled graphs
+        for module in experts.values():
+            matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
+            add_float8_weights(module, matrices)
+            in_float8 += sum(matrices.values())
+        layers = (*decoder_layers(model).values(), *mtp_depths(model))
+        of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+        of_experts = f", experts of {len(experts)} layers" if experts else ""
+        percent = 100 * in_float8 / of_layers
+        self._text = f"float8 by rows: {len(linears)} linears{of_experts}, {percent:.1f} % of the layers' weights"
 
     def describe(self) -> dict[str, Any]:
         return {"float8": self._text}
@@ -124,24 +137,6 @@ def dtype_lack(dtype: torch.dtype) -> str:
         return ""
     name = str(dtype).removeprefix("torch.")
     return f"its other arithmetic must be in bfloat16, and is in {name} (compute_dtype=torch.bfloat16)"
-
-
-def use_float8(model: PreTrainedModel) -> str:
-    """Let the linears and experts of a model compute in float8, once it is checked; return in words which do."""
-    linears, experts = float8_linears(model), expert_modules(model)
-    in_float8 = sum(linear.weight.numel() for linear in linears.values())
-    for linear in linears.values():
-        add_float8_weights(linear, ["weight"])
-        linear.forward = MethodType(_run_linear, linear)  # a method, so that layers of a kind share compiled graphs
-    for module in experts.values():
-        matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
-        add_float8_weights(module, matrices)
-        in_float8 += sum(matrices.values())
-    layers = (*decoder_layers(model).values(), *mtp_depths(model))
-    of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-    of_experts = f", experts of {len(experts)} layers" if experts else ""
-    percent = 100 * in_float8 / of_layers
-    return f"float8 by rows: {len(linears)} linears{of_experts}, {percent:.1f} % of the layers' weights"
 
 
 def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from longspan.evaluation import evaluate
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
 from longspan.model.execution import model_execution
-from longspan.model.float8 import products
 from longspan.model.float8_layers import float8_linears
+from longspan.model.kinds import find_float8_weight
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -158,7 +158,7 @@ def test_routers_gates_and_decays_stay_as_they_are(preset: str) -> None:
     with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
         prepared = prepare_untried(model, world, float8="rows")
         assert ("experts of" in model_execution(prepared).float8) is bool(experts)
-        assert sum(products.find_float8_weight(m, "down_proj") is not None for m in prepared.modules()) == experts
+        assert sum(find_float8_weight(m, "down_proj") is not None for m in prepared.modules()) == experts
 
 
 def refusals(rank: int) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from longspan.model.float8.products import (
     quantise_columns,
     quantise_rows,
 )
+from longspan.model.kinds import find_float8_weight
 from tests.model.float8.dense import DenseLinear, rounded
 
 
@@ -107,8 +108,8 @@ def test_a_weight_is_quantised_once_while_it_is_kept(monkeypatch: pytest.MonkeyP
     calls = count_quantised(monkeypatch)
     model, x = nn.Linear(64, 64), torch.randn(3, 64, requires_grad=True)
     products.add_float8_weights(model, ["weight"])
-    here = products.find_float8_weight(model, "weight")
-    assert here is not None and products.find_float8_weight(model, "bias") is None
+    here = find_float8_weight(model, "weight")
+    assert here is not None and find_float8_weight(model, "bias") is None
     for keeps, count in ((False, 3), (True, 1), (False, 3)):
         calls.clear()
         with (

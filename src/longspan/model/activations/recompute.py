@@ -8,7 +8,6 @@ others run once more when backward reaches it. FSDP2 then gathers and frees them
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_f
 from transformers import PreTrainedModel
 
 from longspan.attention.saved_outputs import Recording, Reentrant, Result
-from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostArena, HostOffload, check_free_host_memory
 from longspan.model.activations.tiles import (
@@ -209,61 +207,57 @@ def _is_sharded(state: Any) -> bool:
 _CHECKPOINTING = ("none", "full", "selective")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recomputation:
-    """The measure of each decoder layer and then of each depth: `measures`, or `measure` for all.
+def checkpoint_measure(checkpointing: bool | str, *, offload: bool = False) -> Measure:
+    """Return the measure of all layers by options of `prepare`. ModelError for another word, or that do not fit."""
+    word = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
+    if word not in _CHECKPOINTING:
+        raise ModelError(f"activation_checkpointing is {word!r}; use one of {', '.join(_CHECKPOINTING)}")
+    if word == "none" and offload:
+        raise ModelError(
+            "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
+            "'full' or 'selective'"
+        )
+    return cast(Measure, f"{word}+host" if offload else word)
 
-    `host_bytes` is the first size of a rank's arena on the host; with 0 it grows in the first step. Of `segment_layers`
-    layers in a row that recompute, only the first one's input waits for backward; 0: no segments.
+
+class RecomputationFeature(Feature):
+    """What layers keep for backward, what they recompute, and what waits on the host.
+
+    A rank's arena on the host begins with `host_bytes`; with 0 it grows in the first step. Of `segment_layers` layers
+    in a row that recompute, only the first one's input waits for backward; 0: no segments.
     """
 
-    measure: Measure = "none"
-    measures: tuple[Measure, ...] | None = None
-    host_bytes: int = 0
-    segment_layers: int = 0
-
-    @classmethod
-    def from_options(cls, checkpointing: bool | str, *, offload: bool = False, host_bytes: int = 0) -> "Recomputation":
-        """Make a Recomputation from options of `prepare`; ModelError for another word, or options of checkpoints."""
-        kind = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
-        if kind not in _CHECKPOINTING:
-            raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(_CHECKPOINTING)}")
-        if kind == "none" and offload:
-            raise ModelError(
-                "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
-                "'full' or 'selective'"
-            )
-        return cls(measure=cast(Measure, f"{kind}+host" if offload else kind), host_bytes=host_bytes)
-
-    @classmethod
-    def from_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
-        """Make a Recomputation from one word for all layers, or a word for each; ModelError for an unknown word."""
-        words = (measures,) if isinstance(measures, str) else tuple(measures)
-        if wrong := [word for word in words if word not in MEASURES]:
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        options = self.options
+        self._offload: HostOffload | None = None
+        if options.measures is None:
+            measures = checkpoint_measure(options.activation_checkpointing, offload=options.offload_activations)
+        else:
+            measures = options.measures
+            for name in ("activation_checkpointing", "offload_activations"):
+                if (value := getattr(options, name)) not in (False, "none"):
+                    raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
+        self._is_one = isinstance(measures, str)  # for all layers; else of each decoder layer and then of each depth
+        self._measures = [measures] if isinstance(measures, str) else [*measures]
+        if wrong := [word for word in self._measures if word not in MEASURES]:
             raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
-        if isinstance(measures, str):
-            return cls(measure=cast(Measure, measures), host_bytes=host_bytes)
-        return cls(measures=cast("tuple[Measure, ...]", words), host_bytes=host_bytes)
 
-    @property
-    def repeats_exchanges(self) -> bool:
-        """Whether any layer is "selective": its backward repeats the all-to-all before attention, but not attention."""
-        return any(word.startswith("selective") for word in self.measures or (self.measure,))
-
-    def check_measures(self, model: PreTrainedModel) -> None:
-        """Raise ModelError, alike on all ranks, before any change, where a model cannot have these measures."""
-        if (size := self.segment_layers) < 0:
+    def refuse(self, model: PreTrainedModel) -> None:
+        size = self.options.segment_layers
+        if size < 0:
             raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
-        if size > 1 and all(word == "none" for word in self.measures or (self.measure,)):
+        if size > 1 and all(word == "none" for word in self._measures):
             raise ModelError(
                 f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
                 "layer recomputes; use activation_checkpointing 'full' or 'selective', or segment_layers 0"
             )
-        layers, depths = len(named_layer_list(model)[1]), len(mtp_depths(model))
-        if self.measures is not None and len(self.measures) != layers + depths:
+        layers = len(named_layer_list(model)[1])
+        depths = len(mtp_depths(model))
+        if not self._is_one and len(self._measures) != layers + depths:
             depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
             raise ModelError(
-                f"measures has {len(self.measures)} words; {type(model).__name__} has {layers} decoder layers"
+                f"measures has {len(self._measures)} words; {type(model).__name__} has {layers} decoder layers"
                 f"{depths_text}: give one word for each, or one for all"
             )
         for name, layer, measure in self._layer_measures(model):
@@ -274,26 +268,30 @@ class Recomputation:
                     "checkpointing; switch it off"
                 )
 
-    def make_offload(self, world: World) -> HostOffload | None:
-        """Make the store in which a rank's layers keep tensors on the host, or None; all ranks enter.
+    def begin_placing(self, execution: Execution) -> None:
+        """Make the store in which layers keep tensors on the host, if any do. ModelError for no room.
 
-        ModelError for no room.
+        A "selective" layer's backward repeats the all-to-all before attention, but not attention: its kernels must be
+        the same on all ranks.
         """
-        if not any(word.endswith("+host") for word in self.measures or (self.measure,)):
-            return None
-        if self.host_bytes:
-            check_free_host_memory(self.host_bytes, world, "activations on the host take")
-        arena = HostArena(world.device, self.host_bytes)
-        arena.close_when_world_is_left(world)
-        return HostOffload(arena)
+        if self.world.home.slots > 1 and any(word.startswith("selective") for word in self._measures):
+            check_same_kernels(execution, self.world)
+        if any(word.endswith("+host") for word in self._measures):
+            size = self.options.host_bytes
+            if size:
+                check_free_host_memory(size, self.world, "activations on the host take")
+            arena = HostArena(self.world.device, size)
+            arena.close_when_world_is_left(self.world)
+            self._offload = HostOffload(arena)
 
-    def apply_measures(self, model: PreTrainedModel, offload: HostOffload | None) -> None:
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Have the layers that are here keep what their measures say.
 
         A layer that keeps nothing on the host, behind one that does, only tells the offload that it runs.
         """
+        offload = self._offload
         first = True  # no layer so far keeps tensors on the host
-        segments = Segments(self.segment_layers) if self.segment_layers > 1 else None
+        segments = Segments(self.options.segment_layers) if self.options.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":
@@ -305,7 +303,7 @@ class Recomputation:
             elif offload is not None and not first:
                 module.register_forward_pre_hook(lambda *_: offload.count_empty_layer())
 
-    def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
+    def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, str]]:
         name, layers = named_layer_list(model)
         local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
         for number, depth in enumerate(mtp_depths(model)):
@@ -315,46 +313,14 @@ class Recomputation:
                 (len(layers) + number, f"depth {number} of multi-token prediction", depth_layer)
                 for depth_layer in depth_layers
             ]
-        measures = self.measures
-        return [(name, layer, measures[i] if measures else self.measure) for i, name, layer in local_layers]
-
-
-class RecomputationFeature(Feature):
-    """What layers keep for backward, what they recompute, and what waits on the host."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        options = self.options
-        if options.measures is None:
-            recomputation = Recomputation.from_options(
-                options.activation_checkpointing, offload=options.offload_activations, host_bytes=options.host_bytes
-            )
-        else:
-            for name in ("activation_checkpointing", "offload_activations"):
-                if (value := getattr(options, name)) not in (False, "none"):
-                    raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
-            recomputation = Recomputation.from_measures(options.measures, options.host_bytes)
-        self._recomputation = replace(recomputation, segment_layers=options.segment_layers)
-        self._offload: HostOffload | None = None
-
-    def refuse(self, model: PreTrainedModel) -> None:
-        self._recomputation.check_measures(model)
-
-    def begin_placing(self, execution: Execution) -> None:
-        """Where heads are exchanged, a selective layer's backward sends what its kernel of attention returns."""
-        if self._recomputation.repeats_exchanges and self.world.home.slots > 1:
-            check_same_kernels(execution, self.world)
-        self._offload = self._recomputation.make_offload(self.world)
-
-    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        self._recomputation.apply_measures(model, self._offload)
+        return [(name, layer, self._measures[0 if self._is_one else i]) for i, name, layer in local_layers]
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
         setattr(prepared, HOST_OFFLOAD, self._offload)
 
 
 def run_checkpointed(
-    run: Callable[..., Any], *args: Any, measure: Measure, offload: HostOffload | None = None, first: bool = False
+    run: Callable[..., Any], *args: Any, measure: str, offload: HostOffload | None = None, first: bool = False
 ) -> Any:
     """Call a layer under a checkpoint of its own; `first`: it is the first layer of a pass that parks on the host."""
     park = offload.open_layer(first=first) if offload is not None and measure.endswith("+host") else None

@@ -234,50 +234,41 @@ def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
     return mlps
 
 
-def check_mlp_tiles(model: PreTrainedModel, tile_rows: int) -> None:
-    """Raise ModelError, naming modules, where the MLPs or experts of a model cannot run in tiles of so many rows."""
-    if tile_rows < 0:
-        raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
-    has_any = False
-    for name, layer in layers_and_mtp_blocks(model).items():
-        experts = expert_modules(layer)
-        for inner, module in layer.named_modules():
-            if type(module).__name__.endswith("Experts") and inner not in experts:
-                raise ModelError(
-                    f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(module).__name__}) does not use "
-                    "transformers' interface of experts, through which they run in tiles; use 0"
-                )
-        for inner, mlp in find_mlps(layer).items():
-            arguments = inspect.signature(mlp.forward).parameters.values()
-            positional = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-            if len(tensors := [p.name for p in positional if p.default is p.empty]) > 1:
-                raise ModelError(
-                    f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
-                    f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
-                )
-            has_any = True
-        has_any = has_any or bool(experts)
-    if not has_any:
-        raise ModelError(
-            f"mlp_tile_rows is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module whose "
-            "class ends in MLP) or experts of transformers' interface to run in tiles; use 0"
-        )
-
-
-def tile_mlps(model: PreTrainedModel, tile_rows: int) -> None:
-    """Let MLPs and experts of the layers here run over tiles of at most so many rows, after layers are split."""
-    for layer in layers_and_mtp_blocks(model).values():
-        for mlp in find_mlps(layer).values():
-            mlp.forward = TiledForward(mlp, tile_rows)
-        for experts in expert_modules(layer).values():
-            setattr(experts, TILE_ROWS, tile_rows)  # their forward, which is longspan's, reads it
-
-
 class TileFeature(Feature):
-    """MLPs and experts over tiles of rows."""
+    """MLPs and experts of the layers here over tiles of at most so many rows, after layers are split."""
 
     def refuse(self, model: PreTrainedModel) -> None:
-        check_mlp_tiles(model, self.options.mlp_tile_rows)
+        tile_rows = self.options.mlp_tile_rows
+        if tile_rows < 0:
+            raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
+        has_any = False
+        for name, layer in layers_and_mtp_blocks(model).items():
+            experts = expert_modules(layer)
+            for inner, module in layer.named_modules():
+                if type(module).__name__.endswith("Experts") and inner not in experts:
+                    raise ModelError(
+                        f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(module).__name__}) does not use "
+                        "transformers' interface of experts, through which they run in tiles; use 0"
+                    )
+            for inner, mlp in find_mlps(layer).items():
+                arguments = inspect.signature(mlp.forward).parameters.values()
+                positional = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+                if len(tensors := [p.name for p in positional if p.default is p.empty]) > 1:
+                    raise ModelError(
+                        f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
+                        f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
+                    )
+                has_any = True
+            has_any = has_any or bool(experts)
+        if not has_any:
+            raise ModelError(
+                f"mlp_tile_rows is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module "
+                "whose class ends in MLP) or experts of transformers' interface to run in tiles; use 0"
+            )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        tile_mlps(model, self.options.mlp_tile_rows)
+        for layer in layers_and_mtp_blocks(model).values():
+            for mlp in find_mlps(layer).values():
+                mlp.forward = TiledForward(mlp, self.options.mlp_tile_rows)
+            for experts in expert_modules(layer).values():
+                setattr(experts, TILE_ROWS, self.options.mlp_tile_rows)  # their forward, which is longspan's, reads it

@@ -1,7 +1,7 @@
 """The trial of a prepared model before its first step: whether it computes each row by itself outside attention.
 
 A few rows run without seeing each other (`SeparateRows`), then beside others and in another order: what each layer does
-is compared. Not covered: long documents, gradients (`check_model.py`), encoders, dropout.
+is compared. Not covered: long documents, gradients (`class_trial.py`), encoders, dropout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

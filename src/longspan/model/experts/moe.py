@@ -262,51 +262,6 @@ def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channe
 # other groups: the plain sum over all slots, as for other parameters.
 
 
-def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:
-    """Raise ModelError, before the first collective, where the model does not allow the layout's `ep`."""
-    modules = expert_modules(model)
-    if home.ep > 1 and not modules:
-        raise ModelError(experts_missing_text(home.ep, type(model).__name__))
-    if home.ep > 1 and not shard_parameters:
-        raise ModelError(
-            f"the home has ep {home.ep}, which needs sharded parameters; use shard_parameters=True or ep 1"
-        )
-    for name, experts in modules.items():
-        count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
-        if count % home.ep:
-            fitting = [str(d) for d in range(1, count + 1) if count % d == 0 and home.slots % d == 0]
-            raise ModelError(
-                f"ep {home.ep} does not divide the {count} experts of {name}; over {home.slots} slots use ep "
-                f"{' or '.join(fitting)}"
-            )
-        if shard_parameters and home.ep * home.tp > 1:
-            for key, parameter in experts.named_parameters(recurse=False):
-                _choose_shard_dim(f"{name}.{key}", parameter.shape, home)  # raises if no dim divides
-
-
-def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
-    """Split and shard the experts of every layer, before the layers are sharded; all ranks call it, for the meshes."""
-    home = world.home
-    if home.ep == home.tp == 1:
-        return
-    mesh = world.meshes.expert
-    # inputs are not cast, so that routing weights keep their dtype
-    policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
-    for experts in expert_modules(model).values():
-        for name, parameter in list(experts.named_parameters(recurse=False)) if home.ep > 1 else ():
-            part = parameter.detach().chunk(home.ep)[world.slot % home.ep]
-            split = DTensor.from_local(copy_to_device(part, world.device), world.meshes.ep, [Shard(0)], run_check=False)
-            experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-        fully_shard(
-            experts,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=policy,
-            # without a name for messages, as `check_experts` has raised them
-            shard_placement_fn=lambda parameter: Shard(_choose_shard_dim("", parameter.shape, home)),
-        )
-
-
 def _choose_shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
     """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly."""
     ranks = home.slots // home.dp_replicate // home.ep * home.tp  # that hold the same experts
@@ -324,13 +279,52 @@ class ExpertFeature(Feature):
     """Experts and routers through this module, and experts dealt out over `ep`."""
 
     def refuse(self, model: PreTrainedModel) -> None:
-        check_experts(model, self.world.home, shard_parameters=self.options.shard_parameters)
+        home = self.world.home
+        modules = expert_modules(model)
+        if home.ep > 1 and not modules:
+            raise ModelError(experts_missing_text(home.ep, type(model).__name__))
+        if home.ep > 1 and not self.options.shard_parameters:
+            raise ModelError(
+                f"the home has ep {home.ep}, which needs sharded parameters; use shard_parameters=True or ep 1"
+            )
+        for name, experts in modules.items():
+            count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
+            if count % home.ep:
+                fitting = [str(d) for d in range(1, count + 1) if count % d == 0 and home.slots % d == 0]
+                raise ModelError(
+                    f"ep {home.ep} does not divide the {count} experts of {name}; over {home.slots} slots use ep "
+                    f"{' or '.join(fitting)}"
+                )
+            if self.options.shard_parameters and home.ep * home.tp > 1:
+                for key, parameter in experts.named_parameters(recurse=False):
+                    _choose_shard_dim(f"{name}.{key}", parameter.shape, home)  # raises if no dim divides
 
     def connect(self, model: PreTrainedModel) -> None:
         connect_experts(model)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        sharding = self.options.sharding(self.world)
-        if sharding.parameters:
-            policy = sharding.mixed_precision_policy(model)
-            shard_experts(model, self.world, policy, reshard=sharding.reshard_after_forward)
+        """Before the layers around them; the meshes are made by all ranks."""
+        world = self.world
+        home = world.home
+        sharding = self.options.sharding(world)
+        if not sharding.parameters or home.ep == home.tp == 1:
+            return
+        policy = sharding.mixed_precision_policy(model)
+        mesh = world.meshes.expert
+        # inputs are not cast, so that routing weights keep their dtype
+        policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+        for experts in expert_modules(model).values():
+            for name, parameter in list(experts.named_parameters(recurse=False)) if home.ep > 1 else ():
+                part = parameter.detach().chunk(home.ep)[world.slot % home.ep]
+                split = DTensor.from_local(
+                    copy_to_device(part, world.device), world.meshes.ep, [Shard(0)], run_check=False
+                )
+                experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+            fully_shard(
+                experts,
+                mesh=mesh,
+                reshard_after_forward=sharding.reshard_after_forward,
+                mp_policy=policy,
+                # without a name for messages, as `refuse` has raised them
+                shard_placement_fn=lambda parameter: Shard(_choose_shard_dim("", parameter.shape, home)),
+            )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.activations.recompute import Recomputation, run_checkpointed
+from longspan.model.activations.recompute import checkpoint_measure, run_checkpointed
 from longspan.model.multimodal.split_encoder import find_split_parts, split_encoder
 from longspan.model.seams.norms import split_long_norms
 from longspan.model.sharding import Sharding, shard_over_slots
@@ -93,10 +93,10 @@ def prepare_encoder(
     sharding = Sharding(
         parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
-    recomputation = Recomputation.from_options(activation_checkpointing)
+    measure = checkpoint_measure(activation_checkpointing)
     _check_encoder_can_be_prepared(module, world, sharding)
     units = encoder_blocks(module, blocks)  # sharded and recomputed one at a time; none: the encoder as one
-    if not units and recomputation.measure != "none":
+    if not units and measure != "none":
         raise ModelError(
             f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
             "blocks=, or switch activation checkpointing off"
@@ -107,7 +107,7 @@ def prepare_encoder(
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():
-        _wrap_in_checkpoint(block, recomputation)
+        _wrap_in_checkpoint(block, measure)
     for trial in trials:  # once forwards are wrapped: a trial replaces the wrapped one for its call
         trial.hook_next_call()
     if sharding.parameters:
@@ -160,9 +160,9 @@ def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
     world.control.compare_digests(digest, what=f"weights of {type(module).__name__}", hint=hint)
 
 
-def _wrap_in_checkpoint(block: nn.Module, recomputation: Recomputation) -> None:
+def _wrap_in_checkpoint(block: nn.Module, measure: str) -> None:
     """FSDP2's hooks on the module stay around the wrapper."""
-    if recomputation.measure == "none":
+    if measure == "none":
         return
     inner: Any = block.forward
 
@@ -171,7 +171,7 @@ def _wrap_in_checkpoint(block: nn.Module, recomputation: Recomputation) -> None:
         run = partial(inner, **kwargs)
         if not torch.is_grad_enabled():
             return run(*args)
-        return run_checkpointed(run, *args, measure=recomputation.measure)
+        return run_checkpointed(run, *args, measure=measure)
 
     block.forward = forward
 

@@ -226,18 +226,6 @@ class PipelineModel(nn.Module):
         return logits
 
 
-def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: PipelineSettings) -> tuple[Stage, ...]:
-    """Cut a model into this rank's stages; all other parameters are freed.
-
-    ModelError or PlanError, before any change, where stages would not be exact, or have too few layers.
-    """
-    parts = find_parts(model)
-    layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), pipeline_settings.stages)
-    refuse_inexact_stages(model, parts)
-    refuse_dependent_layers(model, parts, layers)
-    return cut_stages_of_position(model, parts, layers, pipeline_settings.pp, world.coordinates.pp)
-
-
 class PipelineFeature(Feature):
     """A model cut into stages."""
 
@@ -248,11 +236,19 @@ class PipelineFeature(Feature):
         )
 
     def cut(self, model: PreTrainedModel) -> Sequence[tuple[nn.Module, PreTrainedModel]]:
-        """A stage is a copy without the forward that takes `row_loss`, which is set anew where the head is."""
+        """Cut a model into this rank's stages; all other parameters are freed.
+
+        A stage is a copy without the forward that takes `row_loss`, which is set anew where the head is. ModelError or
+        PlanError, before any change, where stages would not be exact, or have too few layers.
+        """
         if self._settings.pp == 1:
             return ()
         self._dtype = self.options.sharding(self.world).dtype_of(model)
-        stages = cut_into_stages(model, self.world, self._settings)
+        parts = find_parts(model)
+        layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), self._settings.stages)
+        refuse_inexact_stages(model, parts)
+        refuse_dependent_layers(model, parts, layers)
+        stages = cut_stages_of_position(model, parts, layers, self._settings.pp, self.world.coordinates.pp)
         for stage in stages:
             if stage.last:
                 add_row_loss(stage.model, tried=True)

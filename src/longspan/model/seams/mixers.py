@@ -168,22 +168,16 @@ def _run_mamba2(
 
 
 class MixerFeature(Feature):
-    """Mixers over the shard."""
+    """Mixers over the shard that their layers are called with."""
 
     def connect(self, model: PreTrainedModel) -> None:
-        shard_mixers(model)
-
-    def convert(self, model: PreTrainedModel) -> None:
-        self._count = len(find_mixers(model))
+        mixers = find_mixers(model)
+        self._count = len(mixers)
+        for name, mixer in mixers.items():
+            set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})"))
 
     def describe(self) -> dict[str, Any]:
         return {"mixers": self._count}
-
-
-def shard_mixers(model: PreTrainedModel) -> None:
-    """Let the model's mixers run over the shard that their layers are called with, from here on."""
-    for name, mixer in find_mixers(model).items():
-        set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})"))
 
 
 def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:

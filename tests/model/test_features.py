@@ -1,0 +1,110 @@
+"""Features of `prepare`: those that are off are not imported, and one of a test's own takes a class and a row."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import features, load_model, prepare
+from longspan.model.execution import model_execution
+from longspan.model.features import Feature
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+
+OFF = (
+    *("activations.recompute", "activations.tiles", "adapters", "add_depths", "compiled_layers", "experts", "float8"),
+    *("float8_layers", "lora", "mtp", "multimodal", "pipeline", "score_heads", "seams.indexers", "seams.latents"),
+    *("seams.mixers", "seams.norms", "take_apart", "tensor_parallel", "tensor_parallel_feature", "vision"),
+)
+TEXT_ONLY = """
+import os, sys
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model import load_model, prepare
+import longspan.train.passes, longspan.train.step_end  # and what they import: read_rows, step_inputs
+with World(Layout(ranks=1)) as world:
+    prepare(load_model(preset="qwen3-tiny", vocab_size=64, sharded=True), world)
+print(*(name for name in sys.modules if name.startswith("longspan.")))
+"""
+
+
+def test_a_dense_text_model_imports_no_feature_that_is_off() -> None:
+    loaded = subprocess.run(
+        [sys.executable, "-c", TEXT_ONLY], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "longspan.model.sharding" in loaded
+    assert [name for name in loaded if name.removeprefix("longspan.model.").startswith(OFF)] == []
+    assert [name for name in loaded if name.startswith(("longspan.ssm", "longspan.bridge"))] == []
+
+
+class FrozenNorms(Feature):
+    """A toy: the norms of Qwen3 are not trained."""
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        self._names = [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
+        if "qwen3" not in model.config.model_type:
+            raise ModelError(f"{type(model).__name__} has norms of another name; leave them trained")
+
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        for name in self._names:
+            model.get_parameter(name).requires_grad_(False)
+
+    def describe(self) -> dict[str, Any]:
+        return {"latents": f"{len(self._names)} norms are frozen"}
+
+
+METHODS = (
+    *("checks_context", "refuse", "compare_ranks", "connect", "convert"),
+    *("begin_placing", "cut", "place", "join", "finish", "describe"),
+)
+CALLED: list[str] = []
+
+
+def note(name: str) -> Any:
+    method = getattr(FrozenNorms, name)
+
+    def call(self: Feature, *args: Any) -> Any:
+        CALLED.append(name)
+        return method(self, *args)
+
+    return call
+
+
+Noted = type("Noted", (FrozenNorms,), {name: note(name) for name in METHODS})
+
+
+def frozen_norms(rank: int, presets: Sequence[str]) -> list[Any]:
+    results = list[Any]()
+    with World(Layout(ranks=1), backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
+        row = (lambda call: call.options.segment_layers == 0, f"{__name__}:Noted")
+        patched.setattr(features, "FEATURES", [*features.FEATURES[:-1], row, features.FEATURES[-1]])  # FSDP2 is last
+        for preset in presets:
+            CALLED.clear()
+            model = load_model(preset=preset, vocab_size=64)
+            try:
+                model = prepare(model, world)
+            except ModelError as error:
+                results.append((str(error), [*CALLED]))
+                continue
+            documents = [torch.arange(9) % 60]
+            run_step(model, plan_fixed([9], world.home, cp=1), documents, world)
+            trained = {name for name, p in model.named_parameters() if p.grad is not None}
+            norms = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")}
+            results.append((model_execution(model).latents, [*CALLED], len(norms & trained), len(trained - norms) > 0))
+    return results
+
+
+def test_a_feature_is_a_class_and_a_row() -> None:
+    ((prepared, refused),) = run_ranks(frozen_norms, 1, ("qwen3-tiny", "llama-tiny"))
+    assert prepared == ("9 norms are frozen", [*METHODS], 0, True)
+    assert refused == ("LlamaForCausalLM has norms of another name; leave them trained", [*METHODS[:2]])
