@@ -31,8 +31,8 @@ _TAIL = 64  # tokens that are read at a time, until one is not padding
 class Corpus:
     """The documents of a corpus folder; `corpus[d]` is a lazy view of document d.
 
-    >>> corpus = Corpus(Path("runs/first/corpus"))
-    >>> corpus[3][np.array([0, 1, 2])]          # reads three rows, and no more
+    >>> corpus = Corpus(Path("runs/first/corpus"))  # doctest: +SKIP
+    >>> corpus[3][np.array([0, 1, 2])]  # reads three rows, and no more  # doctest: +SKIP
     array([ 12, 907,   4])
 
     Mapped arrays say of each document its tokens (`lengths`), `targets` (None: all but the first of each), the row that

@@ -34,7 +34,8 @@ def to_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
 
     Values are in the smallest type that holds them all.
 
-    >>> from_pickled(as_pickled(np.load("lengths.npy", mmap_mode="r")))       # nothing is copied
+    >>> to_pickled(np.array([5, 300]))  # of a whole file that is mapped, nothing is copied
+    array([  5, 300], dtype=uint16)
     """
     file = array if isinstance(array, np.memmap) else array.base  # np.asarray of a memmap has that as its base
     if isinstance(file, np.memmap) and file.filename is not None:

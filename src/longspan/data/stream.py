@@ -203,7 +203,7 @@ class StreamPart(NamedTuple):
 class DocumentStream:
     """The endless stream of documents, indexed by place; it pickles without arrays that are in files.
 
-    >>> DocumentStream(lengths, sources).part_at(0).ids[:2]      # the first two documents
+    >>> DocumentStream(lengths, sources).part_at(0).ids[:2]  # the first two documents  # doctest: +SKIP
     array([40, 17])
 
     Parts are computed one after the other, and their beginnings are kept: some bytes for 16,384 documents.

@@ -178,7 +178,7 @@ def _progress_texts(live: LiveRun) -> Iterator[str]:
 class Follower:
     """Serves the page of a run's folder while it is open; `wait` returns when the run has ended.
 
-    >>> with Follower(Path("runs/first"), port=8765) as follower:
+    >>> with Follower(Path("runs/first"), port=8765) as follower:  # doctest: +SKIP
     ...     print(follower.address)             # http://127.0.0.1:8765/KEY/
     ...     print(follower.wait().state_sentence())  # the run has come to its end at step 300 of 300
 

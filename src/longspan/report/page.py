@@ -72,7 +72,7 @@ def content_policy(*, live: bool) -> str:
 def svg_element(element: str, *content: str, **attributes: object) -> str:
     """Return one element. `content` is markup (callers put plain text through `text`); attribute values are escaped.
 
-    >>> tag("rect", class_="bar", x=1.25, data_d=3, hidden=None)
+    >>> svg_element("rect", class_="bar", x=1.25, data_d=3, hidden=None)
     '<rect class="bar" x="1.2" data-d="3"></rect>'
 
     Underscores in names become hyphens, a trailing one is dropped; floats have one decimal; None is left out.

@@ -16,7 +16,7 @@ LETTER_WIDTH, LABEL_HEIGHT = 7, 11  # pixels
 def write_png(plan: Plan, path: str | Path) -> Path:
     """Write the picture of a plan, slots × time, as a PNG file. Raises ConfigError without matplotlib.
 
-    >>> write_png(plan, "plan.png")
+    >>> write_png(plan, "plan.png")  # doctest: +SKIP
 
     Panels are micro-batches, dotted lines the borders of hosts. Of many bars the largest are drawn, and those too small
     to see are drawn together, as summaries in one colour.

@@ -69,7 +69,7 @@ def write_report(run_dir: str | Path) -> Path:
 
     Raises ConfigError for a folder that is no run, RunFolderError for what the disk refuses.
 
-    >>> write_report("runs/first")
+    >>> write_report("runs/first")  # doctest: +SKIP
     """
     run = RunFolder.read(run_dir)
     try:
