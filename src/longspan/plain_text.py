@@ -77,7 +77,7 @@ def excerpt(values: Sequence[object]) -> str:
     >>> excerpt([2, 0, 1]), excerpt(range(12))
     ('(2, 0, 1)', '(0, 1, 2, 3, 4, 5, 6, 7, … 12 in all)')
     """
-    head = ", ".join(map(str, values[:8]))
+    head = ", ".join(map(repr, values[:8]))
     return f"({head}, … {len(values)} in all)" if len(values) > 8 else f"({head})"
 
 
