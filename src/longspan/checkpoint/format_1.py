@@ -43,7 +43,9 @@ def convert_checkpoint(path: Path) -> Path:
     Raises CheckpointError for a damaged one.
     """
     check_file_hashes(path, check_file_sizes(path, version=1))
-    table, partial, old = _read_table(path), partial_path(path), path.with_name(f"{path.name}.format-1")
+    table = _read_table(path)
+    partial = partial_path(path)
+    old = path.with_name(f"{path.name}.format-1")
     create_partial_folder(partial)
     try:
         digests = {}

@@ -50,7 +50,8 @@ class ImageReader:
 
     def __init__(self, table: ImageTable, processor: Processor, corpus: Corpus) -> None:
         self._table, self._processor, self._corpus = table, processor, corpus
-        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()  # by the images' numbers
+        self._ahead = OrderedDict[int, Future[ImageInput]]()  # by the images' numbers
+        self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
         self.images_read = 0
 
@@ -189,7 +190,8 @@ class ImageDocuments(CorpusDocuments):
     @cached_property
     def items(self) -> tuple[Item, ...]:
         """The images, each with the spans of placeholders that its encoded rows take."""
-        images, numbers_by_document = self.images, enumerate(self._numbers_by_document)
+        images = self.images
+        numbers_by_document = enumerate(self._numbers_by_document)
         if images is None:
             return ()
         return tuple(Item(i, images.spans(number)) for i, numbers in numbers_by_document for number in numbers)
@@ -235,7 +237,8 @@ def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corp
         )
     shown_images = None
     if images is not None:
-        processor, tokens = load_processor(folder.absolute()), image_tokens(model)
+        processor = load_processor(folder.absolute())
+        tokens = image_tokens(model)
         _check_placeholders(corpus, images, tokens, processor)
         check_image_arguments_of_config(model, processor.fields)
         has_videos = (images.column("frame") >= 0).any()  # −1 for an image that is no frame
@@ -252,7 +255,8 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
         videos = video_tokens(model)
     except ModelError as error:
         raise DataError(f"the documents have videos: {error}") from error
-    video_processor, vision = processor.videos, getattr(model, "vision_config", None)
+    video_processor = processor.videos
+    vision = getattr(model, "vision_config", None)
     group = getattr(vision, "temporal_patch_size", video_processor.frames_per_group)
     if (video_processor.placeholder, video_processor.frames_per_group) != (videos.placeholder, group):
         raise DataError(

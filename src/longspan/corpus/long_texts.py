@@ -66,12 +66,15 @@ def encode_with_spans(
     `first` is the first token of `left_piece` that is not yet in `joined`; a seam is the index of a token in the left
     piece and that of the same token in the right one.
     """
-    joined, left_piece, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
+    joined = list[_Run]()
+    left_piece = _encode_piece(engine, text, 0, piece)
+    first = 0
     while left_piece.end < len(text):
         for right_piece in _next_pieces(engine, text, left_piece, piece, overlap):
             if seam := _find_joint(text, left_piece, right_piece, first):
                 joined.append(_Run(left_piece, first, seam[0]))
-                left_piece, first = right_piece, seam[1]
+                left_piece = right_piece
+                first = seam[1]
                 break
         else:
             left_piece, first = _lengthen_piece(engine, text, left_piece, joined)

@@ -207,7 +207,8 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     folder or its files are missing or unreadable.
     """
     folder = Path(folder).expanduser()
-    file, settings = folder / FAST_TOKENIZER, folder / "tokenizer_config.json"
+    file = folder / FAST_TOKENIZER
+    settings = folder / "tokenizer_config.json"
     if settings.is_file():
         try:
             if not isinstance(read_json(settings), dict):
@@ -292,7 +293,8 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
     byte_level = "ByteLevel" in kinds
     if not byte_level and _SPACE not in json.dumps(settings.get("decoder"), ensure_ascii=False):
         return None
-    vocabulary, added = engine.get_vocab(with_added_tokens=True), engine.get_added_tokens_decoder()
+    vocabulary = engine.get_vocab(with_added_tokens=True)
+    added = engine.get_added_tokens_decoder()
     counts = np.zeros(max(rows, max(vocabulary.values(), default=-1) + 1), dtype=np.int64)
     for token, i in vocabulary.items():
         if not byte_level and _BYTE.fullmatch(token):  # a byte as a fallback, as <0x0A>

@@ -158,7 +158,8 @@ def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
     columns = np.flatnonzero(mask)
     if not len(columns):
         return 0, 0
-    start, stop = int(columns[0]), int(columns[-1]) + 1
+    start = int(columns[0])
+    stop = int(columns[-1]) + 1
     if stop - start != len(columns):
         hole = start + int(np.argmin(mask[start:stop]))
         raise DataError(

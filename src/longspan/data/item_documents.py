@@ -108,7 +108,8 @@ def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
     """
     targets = list(items.targets)
     for number in range(len(items.lengths)):
-        document, placeholders = documents[number], items.placeholders(number)
+        document = documents[number]
+        placeholders = items.placeholders(number)
         if isinstance(document, Labelled):
             labels = np.asarray(document.labels(placeholders[placeholders > 0]))
             targets[number] = document.targets - int((labels != NO_TARGET).sum())

@@ -121,7 +121,8 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     total = np.concatenate(([0.0], np.cumsum(np.where(is_finite, values, 0.0))))
     count = np.concatenate(([0], np.cumsum(is_finite)))
     index = np.arange(len(values))
-    start, stop = np.maximum(index - window // 2, 0), np.minimum(index + (window + 1) // 2, len(values))
+    start = np.maximum(index - window // 2, 0)
+    stop = np.minimum(index + (window + 1) // 2, len(values))
     with np.errstate(invalid="ignore", divide="ignore"):
         return (total[stop] - total[start]) / (count[stop] - count[start])
 

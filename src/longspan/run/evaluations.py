@@ -61,7 +61,9 @@ class Evaluations:
 
     def evaluate_at_end(self) -> Final:
         """Evaluate all sets, the held-out documents at every degree; after a signal that is all that is returned."""
-        done, at_degrees, set_evaluations = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
+        done = self.run.config.train.steps
+        at_degrees = list[Evaluation]()
+        set_evaluations = list[Evaluation]()
         for entry in self.run.sets:
             evaluations = list[Evaluation]()
             for evaluation in self._evaluate_set_at_end(entry, done):

@@ -58,7 +58,8 @@ class Steps:
 
     def __init__(self, run: TrainingRun, plans: PlanAhead, log: LogLine) -> None:
         self._run, self._log = run, log
-        self._reader, self._slow_slots = StepReader(run, plans), SlowSlots()
+        self._reader = StepReader(run, plans)
+        self._slow_slots = SlowSlots()
         steps = run.config.train.profile_steps
         self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
         self._allocator = AllocatorWatch(run.world.device)
@@ -68,7 +69,8 @@ class Steps:
         do not count for slow slots.
         """
         run, reader = self._run, self._reader
-        started, profiles = time.perf_counter(), self._profiles
+        started = time.perf_counter()
+        profiles = self._profiles
         documents, plan = reader.read_step(step)
         if isinstance(run.model, MultimodalModel):
             reader.prepare_step(step + 1, run.model)
