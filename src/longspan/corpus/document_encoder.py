@@ -176,7 +176,10 @@ class _BatchDocuments:
             self._notes.sizes.setdefault(len(sample.numbers), where)
         else:
             pieces = cut_into_documents(len(ids), codes, most_tokens, self._notes.left_out, uncut)
-        text_hash = _hash_of_text(sample)
+        # of token ids, and of what is known of images without reading their pixels
+        images = [(image.grid, image.bytes) for image in sample.images]
+        digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
+        text_hash = int.from_bytes(digest, "little", signed=True)
         for piece in pieces:
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
                 moved = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
@@ -213,13 +216,6 @@ class _BatchDocuments:
         table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         lengths, targets, files, positions, hashes = (column.copy() for column in table.T)
         return Encoded(ids, codes, lengths, targets, files, positions, hashes, self._notes, self._images, self._numbers)
-
-
-def _hash_of_text(sample: Sample) -> int:
-    """Of its token ids, and of what is known of its images without reading their pixels."""
-    images = [(image.grid, image.bytes) for image in sample.images]
-    digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def _refusal_of_lengths(lengths: Sequence[int], most_tokens: int) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.row_files import SUFFIXES, Chunk, check_readers_installed, chunk_rows, row_file, slice_chunks
+from longspan.corpus.row_files import SUFFIXES, ZSTD, Chunk, chunk_rows, import_reader, row_file, slice_chunks
 from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_columns, row_kind
 from longspan.corpus.splits import SAVED_SPLITS, SplitPart, check_one_configuration, find_splits, read_split_parts
 from longspan.data.manifest import SourceFile
@@ -171,7 +171,9 @@ def find_files(
         )
     if not names:
         raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
-    check_readers_installed(names)
+    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
+    if table is not None:
+        import_reader("pyarrow.parquet", table)  # before a file is read
     return {name: walked[name] for name in names}
 
 

@@ -5,7 +5,7 @@ corpus.select([3, 7]).items                     # every rank knows the places; r
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -166,14 +166,13 @@ class ShownImages:
         grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
         if self.videos is None:
             return self.tokens.positions(ids, grids)
-        return self.videos.positions(ids, grids, list(_videos_of_groups(p for p in placed if p.image.frame >= 0)))
-
-
-def _videos_of_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
-    """The grid of a group counts one patch of time, so the grid of a video counts its groups."""
-    for _, groups_of_video in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
-        first_group, *further_groups = (placed.image for placed in groups_of_video)
-        yield Video((1 + len(further_groups), *first_group.grid[1:]), first_group.seconds)
+        groups = (p for p in placed if p.image.frame >= 0)
+        videos = list[Video]()
+        for _, groups_of_video in groupby(groups, key=lambda p: (p.document, p.image.number)):
+            first, *others = (p.image for p in groups_of_video)
+            # the grid of a group counts one patch of time, so the grid of a video counts its groups
+            videos.append(Video((1 + len(others), *first.grid[1:]), first.seconds))
+        return self.videos.positions(ids, grids, videos)
 
 
 @dataclass(frozen=True)

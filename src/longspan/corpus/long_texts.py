@@ -49,20 +49,14 @@ def can_encode_in_pieces(engine: Tokenizer) -> bool:
     return isinstance(engine.model, models.BPE) and not engine.model.dropout
 
 
-def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
-    """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
-
-    Where two pieces cannot be joined, their overlap is doubled, up to the first piece; then the first piece is. Raises
-    LongTextError for a piece of more than `LARGEST` characters.
-    """
-    return encode_with_spans(engine, text, piece=piece, overlap=overlap)[0]
-
-
 def encode_with_spans(
     engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP
 ) -> tuple[Integers, Integers]:
-    """Encode as `encode_in_pieces` does; return the ids (n,), and the characters (n, 2) that each token covers.
+    """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it. Return the ids
+    (n,), and the characters (n, 2) that each token covers.
 
+    Where two pieces cannot be joined, their overlap is doubled until it is the whole left piece; after that the left
+    piece is doubled. Raises LongTextError for a piece of more than `LARGEST` characters.
     `first` is the first token of `left_piece` that is not yet in `joined`; a seam is the index of a token in the left
     piece and that of the same token in the right one.
     """

@@ -540,13 +540,6 @@ def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most_bytes)
 
 
-def check_readers_installed(names: Iterable[str]) -> None:
-    """Raise DataError for the first of these files whose reader is not installed; no file is read."""
-    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
-    if table is not None:
-        import_reader("pyarrow.parquet", table)
-
-
 def import_reader(module: str, name: str) -> ModuleType:
     """Import the module that reads the file `name`. Raises DataError, with the command that installs it, if missing."""
     try:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
+from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_with_spans
 from longspan.errors import DataError
 from longspan.files import read_json
 from longspan.layout import Integers
@@ -108,7 +108,7 @@ class TextTokenizer:
         whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
         encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=False))
         return [
-            self.surround(encode_in_pieces(self.engine, text) if is_long else next(encodings).ids)
+            self.surround(encode_with_spans(self.engine, text)[0] if is_long else next(encodings).ids)
             for text, is_long in zip(texts, are_long, strict=True)
         ]
 

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from longspan.comm import World, raise_first_error
-from longspan.data.documents import CorpusDocuments
 from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
@@ -38,7 +37,7 @@ from longspan.model.sharding import (
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
-from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.plans import PlanChoice
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.run_memory import measure_added_peak, unused_bytes
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
@@ -153,7 +152,10 @@ def _checked_step_inputs(model: nn.Module, documents: Any, choice: PlanChoice | 
     if isinstance(model, MultimodalModel):
         check_world_of_model(model, world)  # as `check_step_arguments` does, which comes only after planning
         language_model = model.language_model
-    documents = StepDocuments(model, documents, _document_lengths(documents))
+    lengths = getattr(documents, "lengths", None)
+    if lengths is None:
+        lengths = [len(documents[d]) for d in range(len(documents))]
+    documents = StepDocuments(model, documents, tuple(map(int, lengths)))
     plan = _cached_plan(_choice_for_evaluation(choice, language_model, documents), documents.lengths, world.home)
     return check_step_arguments(model, plan, documents, world, backward=False)
 
@@ -220,12 +222,6 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 # ---- the plan of an evaluation, priced for forward passes only
 
 
-def list_degree_choices(choice: PlanChoice, documents: CorpusDocuments, home: Layout) -> list[PlanChoice]:
-    """List a choice at 1, 2, 4, … and all slots, as far as heads allow it, under caps that hold the documents."""
-    longest = max(documents.lengths)
-    return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]
-
-
 @lru_cache(maxsize=8)
 def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
     return choice.plan(lengths, home)
@@ -239,11 +235,6 @@ def _choice_for_evaluation(choice: PlanChoice, model: nn.Module, documents: Step
     return replace(
         choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
     )
-
-
-def _document_lengths(documents: Any) -> tuple[int, ...]:
-    lengths = getattr(documents, "lengths", None)
-    return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))
 
 
 # ---- portions

@@ -6,7 +6,7 @@ which it runs them, so that a long document that spans slots is one block.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from longspan.errors import plural
@@ -227,15 +227,9 @@ class _Canvas:
                 last_name_x = middle
 
 
-def _time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
-    if cost.source:
-        return seconds_text
-    return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
-
-
 def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
     times = group_times(plan, cost)
-    write_time = _time_format(cost, plan.timeline(cost).step_seconds)
+    step_seconds = plan.timeline(cost).step_seconds or 1.0
     words = dict[int, list[tuple[str, str]]]()
     for batch, micro_batch in enumerate(plan.micro_batches):
         for group, seconds in zip(micro_batch.groups, times[batch].tolist(), strict=True):
@@ -247,7 +241,8 @@ def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[t
             of_group = [("micro-batch", str(batch))]
             of_group.append(("slots" if group.degree > 1 else "slot", ranges_text(group.slots)))
             of_group.append(("degree", f"{group.degree}, {types}" if group.degree > 1 else "1"))
-            of_group += [(name, f"{group.rows_per_slot:,}"), ("group: time as priced", write_time(seconds))]
+            time = seconds_text(seconds) if cost.source else f"{100 * seconds / step_seconds:.0f}% of the step"
+            of_group += [(name, f"{group.rows_per_slot:,}"), ("group: time as priced", time)]
             for document in shown.intersection(group.documents):
                 words[document] = [("tokens", f"{plan.lengths[document]:,}"), *of_group]
     return words
