@@ -165,7 +165,12 @@ class _Loop:
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
         done = saves.done
-        final = Final() if stopped else self.evaluate_and_save_at_end(saves)
+        final = Final()
+        if not stopped:
+            save_final_model(run)
+            final = self.evaluations.evaluate_at_end()
+            saves.keep_if_best(self.evaluations.take_new_rows())
+            saves.remove_old_saves()
         return TrainResult(
             dir=run.dir,
             done=done,
@@ -218,10 +223,3 @@ class _Loop:
             saves.wait()
             saves.take_save_columns()  # logs the checkpoint that no step's row follows
         return stopped
-
-    def evaluate_and_save_at_end(self, saves: Saves) -> Final:
-        save_final_model(self.run)
-        final = self.evaluations.evaluate_at_end()
-        saves.keep_if_best(self.evaluations.take_new_rows())
-        saves.remove_old_saves()
-        return final
