@@ -63,7 +63,7 @@ def read_json(file: Path) -> Any:
 def name_file_in_errors(path: Path) -> Iterator[None]:
     """Set the name of a file in an OSError that is raised inside without one.
 
-    >>> with name_file_in_errors(path), path.open("w") as file:
+    >>> with name_file_in_errors(path), path.open("w") as file:  # doctest: +SKIP
     ...     file.write(text)
     """
     try:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from longspan.corpus import long_texts, tokenizer
-from longspan.corpus.long_texts import can_encode_in_pieces, encode_in_pieces, encode_with_spans
+from longspan.corpus.long_texts import can_encode_in_pieces, encode_with_spans
 from longspan.corpus.rows import encoding
 from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.corpus.tokenizer import (
@@ -265,7 +265,7 @@ def test_pieces_give_the_ids_of_the_whole(
     """Also around a word that cannot be cut, which lengthens its piece alone."""
     engine, text = engine_of(kind), f"{before} {'layout' * word} {after}"
     whole = engine.encode(text, add_special_tokens=False)
-    assert encode_in_pieces(engine, text, piece=piece, overlap=overlap).tolist() == whole.ids
+    assert encode_with_spans(engine, text, piece=piece, overlap=overlap)[0].tolist() == whole.ids
     spans = encode_with_spans(engine, text, piece=piece, overlap=overlap)[1]
     assert spans.tolist() == [list(span) for span in whole.offsets]
 
@@ -284,7 +284,7 @@ def test_long_texts_are_joined_from_pieces(kind: str) -> None:
         return encode(engine, text, begin, end)
 
     with patch.object(long_texts, "_encode_piece", noted):
-        assert encode_in_pieces(engine, text, piece=2000, overlap=200).tolist() == whole
+        assert encode_with_spans(engine, text, piece=2000, overlap=200)[0].tolist() == whole
     assert 0 < longest < 3000
 
 
@@ -304,7 +304,7 @@ def test_pieces_that_disagree_are_not_joined() -> None:
         text = "▁a" * count + " " + "▁a" * count
         whole = engine.encode(text).ids
         for piece in range(50, 58):
-            assert encode_in_pieces(engine, text, piece=piece, overlap=25).tolist() == whole
+            assert encode_with_spans(engine, text, piece=piece, overlap=25)[0].tolist() == whole
 
 
 def test_a_pattern_sees_the_end_of_a_run_of_spaces() -> None:
@@ -319,14 +319,16 @@ def test_a_pattern_sees_the_end_of_a_run_of_spaces() -> None:
         for before in range(20, 40, 3):
             text = "x y, " * (before // 5) + "z" * (before % 5) + "\n" + " " * spaces + "\n  x, y" * 4
             whole = engine.encode(text).ids
-            assert encode_in_pieces(engine, text, piece=60, overlap=28).tolist() == whole
+            assert encode_with_spans(engine, text, piece=60, overlap=28)[0].tolist() == whole
 
 
 def test_a_word_that_is_too_long_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_texts, "LARGEST", 3000)
     monkeypatch.setattr(encoding, "PIECE", 200)
     monkeypatch.setattr(tokenizer, "PIECE", 200)
-    monkeypatch.setattr(tokenizer, "encode_in_pieces", lambda e, t: encode_in_pieces(e, t, piece=200, overlap=80))
+    monkeypatch.setattr(
+        tokenizer, "encode_with_spans", lambda e, t, **_: encode_with_spans(e, t, piece=200, overlap=80)
+    )
     whole = TextTokenizer(engine_of("gpt-2"), None, "")
     words = " ".join(LONG * 9)
     texts = [words, f"{words} {'z' * 2000} {words}", f"{words} {'z' * 9000} {words}", "short"]

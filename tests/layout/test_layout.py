@@ -1,7 +1,6 @@
 """Homes, packings, what all values of geometry have in common, and the calls that docstrings show."""
 
 import copy
-import doctest
 import pickle
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan import layout
 from longspan.errors import LayoutError
 from longspan.layout import (
     Coordinates,
@@ -18,9 +16,6 @@ from longspan.layout import (
     Packing,
     Partition,
     check_lengths,
-    exchange,
-    partition,
-    segments,
 )
 from tests.layout.strategies import examples, lengths
 
@@ -195,12 +190,3 @@ def test_geometry_is_made_of_values():
                 setattr(value, name, 4)
     assert Layout(8, tp=2) == made[0] and Packing(np.array([3, 2])) == made[2]
     assert repr(Partition.zigzag([8] * 9, 1).segments(0)).endswith("5[0:8], … 9 runs; 72 rows)")
-
-
-NAMES = {"np": np} | {name: getattr(layout, name) for name in layout.__all__}
-
-
-@pytest.mark.parametrize("module", [layout.layout, partition, segments, exchange], ids=lambda m: m.__name__)
-def test_docstrings(module):
-    failed, tried = doctest.testmod(module, extraglobs=NAMES)
-    assert failed == 0 and tried > 0

@@ -126,10 +126,8 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
         for kind in KINDS:
             rows = [s for s in parts.get("link", []) if (s.level, s.kind) == (level, kind)]
             if rows:
-                message, longest = (
-                    fit_line("link", "bytes", "messages", rows=rows),
-                    max(s.counts["bytes"] for s in rows),
-                )
+                message = fit_line("link", "bytes", "messages", rows=rows)
+                longest = max(s.counts["bytes"] for s in rows)
                 latency = message.get("messages", 0.0)
                 # Where the latency hides all bytes, the longest message takes a tenth more.
                 wires[kind] = Wire(latency, 1 / message["bytes"] if "bytes" in message else 10 * longest / latency)
@@ -149,8 +147,10 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
     enough to try every choice of columns.
     """
     n = columns.shape[1]
-    a, b = columns / weights[:, None], values / weights
-    best_squares, solution = float(b @ b), np.zeros(n)
+    a = columns / weights[:, None]
+    b = values / weights
+    best_squares = float(b @ b)
+    solution = np.zeros(n)
     for use in map(list, chain.from_iterable(combinations(range(n), k) for k in range(1, n + 1))):
         scale = np.linalg.norm(a[:, use], axis=0)
         if not scale.all():
@@ -159,18 +159,21 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
         residual = a[:, use] @ x - b
         # Fewer columns, which come first, win unless more of them are better beyond rounding.
         if (x >= 0).all() and float(residual @ residual) < best_squares * (1 - 1e-12):
-            best_squares, solution = float(residual @ residual), np.zeros(n)
+            best_squares = float(residual @ residual)
+            solution = np.zeros(n)
             solution[use] = x
     return solution.tolist()
 
 
-VOCABULARY, LAYERS = 2048, 2
+VOCABULARY = 2048
+LAYERS = 2
 MOST_SECONDS = 200.0  # after which no round begins
 PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
 MESSAGE_BYTES = {"cuda": (1 << 16, 1 << 20, 1 << 23, 1 << 26), "cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 20)}
 TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
 LONG_OVER_LONGEST = 4  # of attention's longest document on GPUs, after which their clocks are those of training
-FEW_ROWS, MANY = 8, 4  # rows of a document whose launches are timed, and documents or groups of a slot
+FEW_ROWS = 8  # of a document whose launches are timed
+MANY = 4  # documents or groups of a slot
 
 
 @dataclass(frozen=True)
@@ -263,9 +266,12 @@ class _Bench:
 
     def _step_trials(self) -> Iterator[Trial]:
         """Rising numbers of tokens and of micro-batches, of short documents."""
-        tokens, length, shape = self.sizes.tokens, self.sizes.document, self.shape
+        tokens = self.sizes.tokens
+        length = self.sizes.document
+        shape = self.shape
         for tokens_of_slot, count in [*((n, 1) for n in tokens), (tokens[0], 2), (tokens[0], 4)]:
-            per_slot, rows = tokens_of_slot // length, tokens_of_slot * count
+            per_slot = tokens_of_slot // length
+            rows = tokens_of_slot * count
             attention = shape.layers * self._attention_flops(rows * length)
             sample = Sample(
                 part="step",
@@ -353,7 +359,8 @@ class _Bench:
     def _memory_trials(self) -> Iterator[Trial]:
         for count in PASS_NUMBERS[self.device]:
             x = torch.zeros(count, device=self.world.device)
-            name, counts = f"memory: {8 * count:,} bytes read and written", {"calls": 1, "bytes": 8.0 * count}
+            name = f"memory: {8 * count:,} bytes read and written"
+            counts = {"calls": 1, "bytes": 8.0 * count}
             yield Trial(Sample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4)
 
     def _message_trials(self) -> Iterator[Trial]:
@@ -362,9 +369,11 @@ class _Bench:
         host, or to the slot at its place in the next host.
         """
         world, size = self.world, self.world.node_size
-        slots, place = world.home.slots, world.slot % size
+        slots = world.home.slots
+        place = world.slot % size
         hosts = [tuple(range(first, min(first + size, slots))) for first in range(0, slots, size)]
-        host, smallest = hosts[world.slot // size], min(map(len, hosts))
+        host = hosts[world.slot // size]
+        smallest = min(map(len, hosts))
         for degree in {len(host) if slots % size == 0 else 1, slots}:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
         find = world.channels.find_channel
@@ -378,7 +387,8 @@ class _Bench:
             )
             yield from self._trials_of_sizes("inside", "point", lambda n: self._make_shift_call(peers, n))
         if len(hosts) > 1:
-            everyone, others = find(range(slots)), {*range(slots)} - {*host}
+            everyone = find(range(slots))
+            others = {*range(slots)} - {*host}
             in_place = [h[place] for h in hosts if len(h) > place]
             ring = find(in_place) if len(in_place) > 1 else None
             far = slots - smallest
@@ -393,7 +403,8 @@ class _Bench:
     def _trials_of_sizes(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
         for size in MESSAGE_BYTES[self.device]:
             turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
-            name, counts = f"{kind} {level}: {size:,} bytes", {"messages": 1, "bytes": float(size)}
+            name = f"{kind} {level}: {size:,} bytes"
+            counts = {"messages": 1, "bytes": float(size)}
             yield Trial(Sample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns)
 
     def _make_exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:

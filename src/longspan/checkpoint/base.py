@@ -10,7 +10,8 @@ from longspan.files import read_json, write_atomically
 from longspan.model.weights.hf_folder import weight_files
 
 BASE = "base.json"
-BLOCKS, BLOCK_BYTES = 8192, 1 << 14  # that a sum reads, spread evenly over the files
+BLOCKS = 8192  # that a sum reads, spread evenly over the files
+BLOCK_BYTES = 1 << 14
 
 
 def keep_base(run_dir: Path, config: RunConfig) -> None:
@@ -36,7 +37,8 @@ def check_base(run_dir: Path, config: RunConfig) -> None:
         )
     if not (run_dir / BASE).is_file():
         return
-    old_sum, new_sum = (old := read_json(run_dir / BASE))["sum"], weights_sum(folder)
+    old_sum = (old := read_json(run_dir / BASE))["sum"]
+    new_sum = weights_sum(folder)
     if new_sum != old_sum:
         raise ModelError(
             f"the adapter of {run_dir} began over the weights of {old['folder']} (model.path) with the sum "
@@ -46,7 +48,8 @@ def check_base(run_dir: Path, config: RunConfig) -> None:
 
 def weights_sum(folder: Path) -> str:
     """Sum the sizes and blocks of a folder's files of weights, by SHA-256; of a small model every byte."""
-    digest, files = hashlib.sha256(), weight_files(folder)
+    digest = hashlib.sha256()
+    files = weight_files(folder)
     sizes = [file.stat().st_size for file in files]
     step = max(BLOCK_BYTES, sum(sizes) // BLOCKS)
     for file, size in zip(files, sizes, strict=True):

@@ -54,7 +54,9 @@ from longspan.model.replaced_parameters import refuse_other_parameters
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
-MOMENTS, SETTINGS = "state.", "param_groups."  # what names under "optimizer." begin with
+# what names under "optimizer." begin with
+MOMENTS = "state."
+SETTINGS = "param_groups."
 
 
 def save_checkpoint(
@@ -126,7 +128,8 @@ def check_checkpoint(path: Path, world: World) -> None:
     All ranks call it together: each reads a part of the files.
     """
     files = run_on_first_rank(world, lambda: check_file_sizes(path), CheckpointError)
-    by_size, ranks = sorted(files, key=lambda name: files[name], reverse=True), world.home.ranks
+    by_size = sorted(files, key=lambda name: files[name], reverse=True)
+    ranks = world.home.ranks
     local_files = {name: files[name] for name in by_size[ranks.index(world.rank) :: len(ranks)]}
     run_on_every_rank(world, lambda: check_file_hashes(path, local_files), CheckpointError)
 
@@ -304,7 +307,8 @@ def drop_absent_moments(
     moments. The saved optimizer must have had `settings` for these parameters; without any moments only the settings'
     names tell the optimizer's class. All ranks call it together. Raises CheckpointError, on every rank, otherwise.
     """
-    local_moments, saved_moments = names_with_moments(tensors["optimizer"]), names_with_moments(saved)
+    local_moments = names_with_moments(tensors["optimizer"])
+    saved_moments = names_with_moments(saved)
     updated = {name: p for name, p in model.named_parameters() if name in local_moments}
     absent = [name for name in updated if name not in saved_moments]
     lacking = [name for name in absent if name not in settings]

@@ -68,7 +68,8 @@ def add_run_depths(run: RunConfig, empty: PreTrainedModel, log: LogLine, *, publ
     With `published` they get the names of published models of the family, where it has them: then the model's
     configuration also describes its depths, as published configurations do.
     """
-    depths, text = run.mtp.depths, empty.config.get_text_config()
+    depths = run.mtp.depths
+    text = empty.config.get_text_config()
     if not depths:
         return str
     blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
@@ -152,7 +153,8 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     s is the adapter's scaling of this weight, A and B are its two matrices. A weight that was trained whole is returned
     as it was trained.
     """
-    linear, adapter = name.removesuffix(".weight"), saved.adapter.name
+    linear = name.removesuffix(".weight")
+    adapter = saved.adapter.name
     for trained in (name, f"{linear}.modules_to_save.{adapter}.weight"):
         if trained in saved.tensors:
             return saved.tensors[trained]
@@ -227,7 +229,8 @@ def export_checkpoint(
     and tokenizer of a model in it are replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
-    config, run = _read_stock_configuration(run_dir), load_config(run_dir / "config.toml")
+    config = _read_stock_configuration(run_dir)
+    run = load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
     if base:
@@ -255,7 +258,8 @@ def export_checkpoint(
             weights = sum(x.numel() for x in tensors.values())
             written = WeightTotals(len(tensors), weights, (partial / WEIGHTS).stat().st_size, 1)
         else:
-            file_dtype, groups = empty.dtype, _weight_groups(checkpoint, empty)
+            file_dtype = empty.dtype
+            groups = _weight_groups(checkpoint, empty)
             if saved is not None:
                 groups = merge_weights_by_layer(saved, run, config)
             writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=rename)
@@ -268,7 +272,8 @@ def export_checkpoint(
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # files that took no place: an error leaves nothing
-    step, name = int(read_state(checkpoint)["step"]), str(file_dtype).removeprefix("torch.")
+    step = int(read_state(checkpoint)["step"])
+    name = str(file_dtype).removeprefix("torch.")
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
 
 

@@ -28,7 +28,10 @@ def checkpoints_root(run_dir: Path, named: str) -> Path:
 
 FORMAT = 2  # of what is written here; longspan 0.2 wrote format 1
 PARTIAL = ".partial"
-MANIFEST, STATE, OPTIMIZER, DAMAGED = "manifest.json", "state.json", "optimizer.json", "damaged.txt"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+OPTIMIZER = "optimizer.json"
+DAMAGED = "damaged.txt"
 Digest = tuple[int, str]  # bytes, SHA-256
 LogLine = Callable[[str], None]
 Check = Callable[[Path], object]  # raises CheckpointError

@@ -85,7 +85,8 @@ class Stage:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._arena = device, HostArena(device)
+        self._device = device
+        self._arena = HostArena(device)
         self._places = dict[str, tuple[Any, Tensor, Any]]()  # by name: its signature, memory and range
 
     @property
@@ -102,11 +103,13 @@ class Stage:
         """
         items = self._tensors_to_place(tensors)
         while items:
-            count, size = 1, _aligned_bytes(items[0][1])  # a tensor larger than PIECE has a range of its own
+            count = 1  # a tensor larger than PIECE has a range of its own
+            size = _aligned_bytes(items[0][1])
             while count < len(items) and size + _aligned_bytes(items[count][1]) <= PIECE:
                 size += _aligned_bytes(items[count][1])
                 count += 1
-            host_range, first = self._arena.take_range(size), 0
+            host_range = self._arena.take_range(size)
+            first = 0
             for name, local in items[:count]:
                 memory = host_range.memory[first : first + local.nbytes].view(local.dtype)
                 memory = memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
@@ -137,7 +140,8 @@ class Stage:
             else:
                 on_host.append((target, source))
             staged[group][name] = make_sharded_tensor(value, target)
-        copied, stream = None, self._arena.copies
+        copied = None
+        stream = self._arena.copies
         if stream is not None and on_gpu:  # after what the GPU computes now
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
@@ -311,10 +315,12 @@ class CheckpointSaver:
         self.best: int = 0
         self.timeout: float = float(timeout)
         self.figures: SaveFigures | None = None  # of the last save that was published
-        self._world, self._log = world, log if is_first_rank(world) else lambda _: None
+        self._world = world
+        self._log = log if is_first_rank(world) else lambda _: None
         self._background = background
         self._running: RunningSave | None = None
-        self._stage, self._planner = Stage(world.device), make_save_planner()
+        self._stage = Stage(world.device)
+        self._planner = make_save_planner()
         self._preparing: threading.Thread | None = None
         if background:
             groups = world.process_groups
@@ -370,7 +376,8 @@ class CheckpointSaver:
             self.figures = SaveFigures(step, seconds, seconds, size)
             return
         staging = self._stage.begin_copies(tensors, model)
-        path, state = checkpoint_path(self.root, step), {"step": step, **(state or {})}
+        path = checkpoint_path(self.root, step)
+        state = {"step": step, **(state or {})}
         save = self._running = RunningSave(path, state, values, self.keep, staging, started)
 
         def wait_before_update(*_: Any) -> None:
@@ -404,7 +411,8 @@ class CheckpointSaver:
         ]
         if not failures and not any(over for _, _, over in reports):
             return
-        self._running, save.given_up = None, True
+        self._running = None
+        save.given_up = True
         self._planner = make_save_planner()  # ranks may have kept different plans
         if self._world.control.any_rank(not save.ended.wait(_ENDS)):
             self._background = False  # the group may have a message of these threads under way
@@ -429,7 +437,8 @@ class CheckpointSaver:
         save = self._running
         if save is None:
             return
-        started, world = time.monotonic(), self._world
+        started = time.monotonic()
+        world = self._world
         with world.watch.enter_operation(f"writing of checkpoint {save.path.name}", world.home.ranks, is_work=True):
             while not save.ended.wait(_POLL) and not self._is_over_time_limit(save):
                 pass
@@ -445,7 +454,8 @@ class CheckpointSaver:
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
             self._note_figures(save)
-        figures, self.figures = self.figures, None
+        figures = self.figures
+        self.figures = None
         return figures
 
     def activity(self) -> str:
@@ -459,7 +469,8 @@ class CheckpointSaver:
         """Leave the save in progress to itself: where a rank is lost, or after `seconds` where this one will leave."""
         if self._running is not None:
             self._running.ended.wait(seconds)
-            self._running.given_up, self._running = not seconds, None
+            self._running.given_up = not seconds
+            self._running = None
 
     def close(self) -> None:
         """Wait for the save in progress and give the memory back; at the latest when the world is left."""

@@ -48,7 +48,8 @@ DTYPES = {  # by their names in safetensors files
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER = 100_000_000  # bytes, as in safetensors itself
-_OFFSETS, _OFFSET = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
+_OFFSETS = "DCP_SHARDING_INFO"  # torch's name
+_OFFSET = "saved_offsets"  # torch's name
 _AGAIN = "copy the checkpoint again from where it was saved, or use another one"
 
 
@@ -84,7 +85,8 @@ def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Te
     Raises CheckpointError, with the file's name, for what the disk refuses.
     """
     ordered = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
-    header, end = dict[str, Any](), 0
+    header = dict[str, Any]()
+    end = 0
     for chunk in ordered:
         entry = {"dtype": _DTYPE_NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": (end, end + chunk.bytes)}
         header[chunk.name], end = entry, end + chunk.bytes
@@ -93,7 +95,8 @@ def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Te
     offsets = json.dumps({chunk.name: {_OFFSET: chunk.offsets} for chunk in ordered})
     text = json.dumps({"__metadata__": {_OFFSETS: offsets, "DCP_VERSION": "1.0", "format": "pt"}} | header).encode()
     text += b" " * (-len(text) % 8)
-    sha256, size = hashlib.sha256(), 0
+    sha256 = hashlib.sha256()
+    size = 0
     try:
         with name_file_in_errors(path), path.open("wb") as file:
             tensors = (read(chunk).detach().cpu().contiguous().reshape(-1) for chunk in ordered)
@@ -144,14 +147,17 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
 
     def __init__(self, path: Path, waiting: AbstractContextManager[None] | None = None) -> None:
         super().__init__(str(path), save_distributed=True)
-        self.path, self.digests, self._waiting = path, dict[str, Digest](), waiting or nullcontext()
+        self.path = path
+        self.digests = dict[str, Digest]()
+        self._waiting = waiting or nullcontext()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is; torch's looks for another checkpoint in the folder."""
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        items, resolve = {item.index.fqn: item for item in plan.items}, cast(Any, planner.resolve_data)
+        items = {item.index.fqn: item for item in plan.items}
+        resolve = cast(Any, planner.resolve_data)
         chunks = list[Chunk]()
         for name, data in ((item.index.fqn, item.tensor_data) for item in plan.items):
             assert data is not None, name  # refused before (checkpoint.py)
@@ -170,7 +176,9 @@ class SafetensorsReader(FileSystemReader):
 
     def __init__(self, path: Path, metadata: Metadata, waiting: AbstractContextManager[None] | None = None) -> None:
         super().__init__(path)
-        self.path, self._metadata, self._waiting = path, metadata, waiting or nullcontext()
+        self.path = path
+        self._metadata = metadata
+        self._waiting = waiting or nullcontext()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata

@@ -92,7 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         proof = compare_preset(flags.world, flags.backend, flags.timeout_seconds)
-        ranks, checks = asdict(proof.worlds[0]), [*checks, *proof_checks(proof)]
+        ranks = asdict(proof.worlds[0])
+        checks = [*checks, *proof_checks(proof)]
     except LongspanError as error:
         checks.append(Check("parity", "comparison", str(error), False))
     good = all(check.good is not False for check in checks)
@@ -141,7 +142,8 @@ def device_checks() -> Iterator[Check]:
         memory = bytes_text(torch.cuda.get_device_properties(index).total_memory)
         yield Check("device", f"cuda:{index}", f"{name}, {memory}", None)
     yield Check("backend", "gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available())
-    gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
+    gpus = torch.cuda.device_count()
+    nccl = dist.is_nccl_available()
     lack = "built in, no GPU that torch can use" if nccl else "not in this torch build"
     nccl_state = f"available, {facts['nccl']}" if "nccl" in facts else lack
     yield Check("backend", "nccl", nccl_state, nccl if gpus > 1 else None)

@@ -55,7 +55,8 @@ def prove_model(
     config = find_configuration(name)
     if prints_results():
         print(f"comparing a small copy of {name} with the stock one: a minute or more", file=sys.stderr, flush=True)
-    proofs, models = list[Proof](), list[dict[str, Any]]()  # one for each choice of processes
+    proofs = list[Proof]()
+    models = list[dict[str, Any]]()  # one for each choice of processes
     for processes in _list_proof_processes(world, backend):
         true_heads = head_size == "true" or (head_size == "auto" and processes.backend == "nccl")
         small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
@@ -129,7 +130,8 @@ def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Process
 
 
 def _proof_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
-    text, videos = small.get_text_config(), ""
+    text = small.get_text_config()
+    videos = ""
     if reads_images(small) and isinstance(getattr(small, "video_token_id", None), int):
         reason = no_video_reason(small)
         videos = f"no videos: {reason}" if reason else "one of the documents with images has videos too"

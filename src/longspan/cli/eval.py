@@ -216,7 +216,8 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
 
 def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]) -> Subject:
     explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)}
-    run_dir, own = weights.run_dir, RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
+    run_dir = weights.run_dir
+    own = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
     if run_dir is not None:
         own = load_config(run_dir / "config.toml")
         if not (own.lora.rank and own.model.path):
@@ -337,7 +338,8 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
             for of, other in pairs
         )
     for result in results:
-        evaluations, parallel = [entry.evaluation for entry in result.sets], result.config.parallel
+        evaluations = [entry.evaluation for entry in result.sets]
+        parallel = result.config.parallel
         is_run = result.weights.run_dir is not None
         words = [result.weights.title] + ([f"step {evaluations[0].step}"] if is_run else [])
         words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]

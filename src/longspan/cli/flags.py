@@ -163,12 +163,14 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Map
     `defaults` are values of fields, in place of those of the class. Raises ConfigError for flags that do not exist,
     with the nearest ones, for values that they do not take, and for words that are missing or too many.
     """
-    types, hints = flag_types(kind), get_type_hints(kind, include_extras=True)
+    types = flag_types(kind)
+    hints = get_type_hints(kind, include_extras=True)
     if not _HELP.isdisjoint(argv):
         print(help_text(kind, types, prog, whole=not _WHOLE_HELP.isdisjoint(argv)))
         raise SystemExit(0)
     check_flag_names(argv, types, prog)
-    words, values = list[str](), dict[str, Any]()
+    words = list[str]()
+    values = dict[str, Any]()
     for flag, behind, joined in split_flags(argv):
         name = flag if flag in types else _SAME.get(flag, flag)
         if not name:
@@ -225,7 +227,9 @@ def write_text_file(path: str | Path, text: str) -> None:
 
 def flag_types(kind: Any) -> dict[str, Any]:
     """List every flag of a flags dataclass, with underscores, with the type of its value; tables have none."""
-    types, hints, words = dict[str, Any](), get_type_hints(kind), word_fields(kind)
+    types = dict[str, Any]()
+    hints = get_type_hints(kind)
+    words = word_fields(kind)
     for name in (field.name for field in fields(kind) if field.name not in words):
         if is_dataclass(hints[name]):
             types |= {f"--{name}.{key.name}": key.kind for key in section_keys(hints[name]) if _is_value(key.kind)}
@@ -242,7 +246,9 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
     """Yield each flag with underscores, the words behind it, and whether "=" is before the first of them. The words
     before any flag come first, with the flag "".
     """
-    flag, values, joined = "", list[str](), False
+    flag = ""
+    values = list[str]()
+    joined = False
     for word in argv:
         if not word.startswith("--"):
             values.append(word)
@@ -250,7 +256,9 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
         if flag or values:
             yield flag, values, joined
         flag, equals, value = word.partition("=")
-        flag, values, joined = "--" + flag[2:].replace("-", "_"), [value] * bool(equals), bool(equals)
+        flag = "--" + flag[2:].replace("-", "_")
+        values = [value] * bool(equals)
+        joined = bool(equals)
     if flag or values:
         yield flag, values, joined
 
@@ -262,7 +270,8 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     list_type = next((option for option in options if get_origin(option) is tuple), None)
     count = len(words) if list_type is not None and not (joined and not words[0].startswith("[")) else 1
-    items, further_words = list(words[:count]), words[count:]
+    items = list(words[:count])
+    further_words = words[count:]
     if list_type is not None:
         item, *further = get_args(list_type)
         if item in (int, float):

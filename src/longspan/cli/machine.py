@@ -54,7 +54,8 @@ def _count_gpus_by_driver() -> LocalGpus:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver is installed
         return NO_GPUS
-    count, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int(), ctypes.c_int())
+    count = ctypes.c_int()
+    numbers = (ctypes.c_int(), ctypes.c_int(), ctypes.c_int())
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return NO_GPUS
     for number, attribute in zip(numbers, _ATTRIBUTES, strict=True):
@@ -68,7 +69,9 @@ def find_first_gpu() -> tuple[str, int] | None:
     if sys.platform != "linux" or not _torch_is_built_for("cuda") or not _count_gpus_by_driver().count:
         return None
     driver = ctypes.CDLL("libcuda.so.1")  # `_count_gpus_by_driver` has initialised it
-    name, size, device = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    size = ctypes.c_size_t()
+    device = ctypes.c_int()
     if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
         return None
     driver.cuDeviceGetName(name, len(name), device)
@@ -99,7 +102,8 @@ def set_gpu_environment() -> None:
     if not gpus.count:
         return
     os.environ.update(allocator_environment())
-    folder, reason = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longspan" / "kernels", ""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longspan" / "kernels"
+    reason = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(folder, os.W_OK) else "it is not writable for this user"

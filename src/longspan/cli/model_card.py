@@ -25,13 +25,16 @@ _TAGS = ["longspan"]
 
 def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> None:
     """Write the card of an export, with this title; a README.md that is no card of longspan's is kept."""
-    file, config = Path(exported.folder, "README.md"), load_config(run_dir / "config.toml")
+    file = Path(exported.folder, "README.md")
+    config = load_config(run_dir / "config.toml")
     old_text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     if old_text and ModelCard(old_text, ignore_metadata_errors=True).data.get("tags") != _TAGS:
         log(f"{file} is kept, for longspan did not write it; it says nothing of this run")
         return
-    model, data = config.model, [config.data.path] if config.data.path else [x.path for x in config.data.sources]
-    base, adapter = hub_name(Path(model.path)), Path(exported.folder, CONFIGURATION).is_file()
+    model = config.model
+    data = [config.data.path] if config.data.path else [x.path for x in config.data.sources]
+    base = hub_name(Path(model.path))
+    adapter = Path(exported.folder, CONFIGURATION).is_file()
     datasets = [name for path in data for folder in Path(path, "file").parents if (name := hub_name(folder))]
     metadata = ModelCardData(
         base_model=base or None,

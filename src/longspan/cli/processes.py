@@ -54,7 +54,8 @@ def choose_processes(
     if device == "cuda" and not gpus:
         raise ConfigError(f"torch finds no GPU here, and GPUs are asked for; use {for_cpus}")
     if has_torchrun():
-        ranks, ranks_here = int(os.environ["WORLD_SIZE"]), count_host_ranks()
+        ranks = int(os.environ["WORLD_SIZE"])
+        ranks_here = count_host_ranks()
     else:
         default_ranks = (on_gpus or gpus) if gpus else on_cpus
         ranks = ranks_here = world or default_ranks
@@ -65,7 +66,8 @@ def choose_processes(
         )
     if gpus:
         return Processes(ranks, "nccl", _gpu_note(ranks_here, gpus))
-    cores, note = usable_cores(), ""
+    cores = usable_cores()
+    note = ""
     if ranks_here > cores:
         note = f"{ranks_here} processes on {plural(cores, 'core')}: they take turns, "
         note += "so a step takes longer than with fewer"
@@ -142,6 +144,7 @@ def compile_attention_ahead(config: RunConfig, processes: Processes, *, backward
     from longspan.train.kernels_ahead import compile_kernels_ahead
 
     set_gpu_environment()
-    gpus, slots = find_gpus(), home_of(config.parallel, processes.ranks).slots
+    gpus = find_gpus()
+    slots = home_of(config.parallel, processes.ranks).slots
     with compile_kernels_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward):
         yield

@@ -78,7 +78,8 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
             if getattr(interrupted, "number", signal.SIGINT) != signal.SIGINT:  # Ctrl-C alone is a usual end
                 raise
             live = follower.read_run()
-    end, ending = {"state": live.state, "step": live.step, "steps": live.steps}, ""
+    end = {"state": live.state, "step": live.step, "steps": live.steps}
+    ending = ""
     if live.state == "running":
         ending = ", and goes on"
     elif live.state in ("done", "stopped"):

@@ -31,7 +31,8 @@ def show_rows(config: RunConfig, count: int) -> None:
     row is shown as it is before it is cut or packed. A tokenizer that the run would train is trained, and not kept.
     Raises DataError as the run does, also for a bad row unless data.on_bad is "skip", which is shown with its reason.
     """
-    settings, data = CorpusSettings(config.data, num_labels=config.model.num_labels), config.data
+    settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
+    data = config.data
     files = settings.find_source_files(Path(config.run.dir))
     texts = texts_for_tokenizer(files, data.max_text_bytes)
     tokenizer = load_configured_tokenizer(config) or train_tokenizer(texts, data.vocab_size)
@@ -66,7 +67,8 @@ def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence
 
 def _token_texts(ids: Sequence[int], targets: Sequence[bool], engine: Tokenizer) -> Iterator[tuple[bool, str]]:
     # Tokens that are parts of one character are one text.
-    half, stream = _SHOWN_TOKENS // 2, DecodeStream(skip_special_tokens=False)
+    half = _SHOWN_TOKENS // 2
+    stream = DecodeStream(skip_special_tokens=False)
     hidden = range(half, len(ids) - half)
     for i, (token, is_target) in enumerate(zip(ids, targets, strict=True)):
         if i == half and hidden:

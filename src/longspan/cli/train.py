@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.dry_run:
         from longspan.cli.plans.answer import show_dry_run
 
-        ranks, on_gpus = count_ranks(flags.world, flags.device), flags.device != "cpu"
+        ranks = count_ranks(flags.world, flags.device)
+        on_gpus = flags.device != "cpu"
         return show_dry_run(config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)
     check_flags_at_least(flags, show=0)
     if flags.show:
@@ -102,7 +103,8 @@ def train_rank(
         gc.enable()
     starts.end_part("imports")
 
-    home, stream = home_of(config.parallel, ranks), (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
+    home = home_of(config.parallel, ranks)
+    stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
     while True:
         try:
             with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
@@ -121,7 +123,8 @@ def train_rank(
 def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -> None:
     from longspan.report import write_report
 
-    out, report = sys.stderr if as_json else sys.stdout, write_report(result.dir)
+    out = sys.stderr if as_json else sys.stdout
+    report = write_report(result.dir)
     saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
     model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
     print(f"checkpoints: {config.run.checkpoints or result.dir / 'checkpoints'}{model}", file=out)

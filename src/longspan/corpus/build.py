@@ -103,7 +103,8 @@ class _CorpusOfRun:
         """A key that the record lacks, as of another version, counts with its default."""
         if (recorded := self._old_record) is None:
             return []
-        values, changes = self._settings.deciding_values(), list[str]()
+        values = self._settings.deciding_values()
+        changes = list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
         for key in recorded.asked.keys() | values.keys():
             old_value = absolute_paths(recorded.asked.get(key, defaults.get(key)))
@@ -127,7 +128,8 @@ class _CorpusOfRun:
         """Of images three changes at most, as messages name no more. Lost documents are built again, images too."""
         if self._old_record is None:
             return []
-        old_sources, documents = self._old_record.sources(self._folder), self._folder / self._old_record.documents
+        old_sources = self._old_record.sources(self._folder)
+        documents = self._folder / self._old_record.documents
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
         images = ImageTable.open_in_folder(documents) if documents.is_dir() and not changes else None
         return changes if images is None else list(islice(images.describe_changes(), 3))
@@ -230,7 +232,8 @@ def build_shared_corpus(
             size = config.data.vocab_size if tokenizer is None else tokenizer.own_size
             trained = "trained on the corpus (data.vocab_size)"
             name = config.data.tokenizer or (trained if tokenizer is None else config.model.source)
-            rows, source = model.get_text_config().vocab_size, config.model.source or config.model.preset_name
+            rows = model.get_text_config().vocab_size
+            source = config.model.source or config.model.preset_name
             check_vocabulary(size, rows, tokenizer=name, model=source)
         directory.mkdir(parents=True, exist_ok=True)
         if not (resumed and (directory / "config.json").is_file()):  # a resumed run keeps the one that it began with
@@ -289,7 +292,8 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
 
 def check_ids_in_vocabulary(corpus: Corpus, model: PreTrainedConfig, source: str) -> None:
     """Raise DataError, naming the row, if a corpus holds a token id without a row in the embedding of a model."""
-    largest, rows = corpus.manifest.largest_id, model.get_text_config().vocab_size
+    largest = corpus.manifest.largest_id
+    rows = model.get_text_config().vocab_size
     if largest >= rows:
         raise DataError(
             f"{corpus.manifest.largest_at} holds token id {largest}, and the embedding of {source} has {rows} rows; "

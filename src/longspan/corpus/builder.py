@@ -60,7 +60,8 @@ class _Writer:
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb")
-        self._codes, self._has_codes = GrowingCodes(folder / "codes.bin"), False
+        self._codes = GrowingCodes(folder / "codes.bin")
+        self._has_codes = False
         self._images = ImageWriter(folder) if recipe.has_images else None
         self._notes = Notes()
         self.tokens = self._targets = self._texts = 0  # written so far
@@ -109,7 +110,8 @@ class _Writer:
             (self._folder / "targets.npy").unlink()
         if self._texts == self._columns["lengths"].count:
             (self._folder / "texts.npy").unlink(missing_ok=True)
-        notes, encoding = self._notes, self._recipe.encodings[0]  # all sources have one tokenizer and settings
+        notes = self._notes
+        encoding = self._recipe.encodings[0]  # all sources have one tokenizer and settings
         return Manifest(
             tokenizer_digest=encoding.tokenizer.digest,
             tokenizer_size=encoding.tokenizer.size,
@@ -171,7 +173,8 @@ class _Progress:
 
 def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
     """A chunk without rows only shows progress, so its batch is yielded at once."""
-    batch, size = list[FileChunk](), 0
+    batch = list[FileChunk]()
+    size = 0
     for number, file in enumerate(recipe.files):
         for chunk in file.read_chunks(recipe.most_bytes):
             batch.append(FileChunk(file.source, number, chunk))
@@ -183,7 +186,8 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
                 )
             if size >= BATCH_BYTES or not chunk.data:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
     if batch:
         yield batch
 
@@ -196,7 +200,8 @@ def _check_unchanged(recipe: Recipe) -> None:
 
 
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
-    skipped, left_out = len(manifest.skipped), manifest.left_out
+    skipped = len(manifest.skipped)
+    left_out = manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     if skipped == len(recipe.files):
         name = recipe.files[0].path.name

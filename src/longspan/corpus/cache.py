@@ -14,7 +14,8 @@ from longspan.corpus.files import LogLine
 from longspan.errors import DataError
 from longspan.files import name_file_in_errors
 
-_POLL_SECONDS, _WAIT_NEWS_SECONDS = 0.2, 30.0
+_POLL_SECONDS = 0.2
+_WAIT_NEWS_SECONDS = 30.0
 
 
 def cache_folder(setting: str) -> Path:

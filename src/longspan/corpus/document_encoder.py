@@ -104,7 +104,8 @@ class DocumentEncoder:
     def encode_chunks(self, pieces: Sequence[FileChunk]) -> Encoded:
         batch = _BatchDocuments(self)
         for source, group in groupby(pieces, key=lambda piece: piece.source):
-            rows, places = list[Row](), list[tuple[int, int]]()
+            rows = list[Row]()
+            places = list[tuple[int, int]]()
             for piece in group:
                 for position, row in batch.read_rows(piece):
                     if isinstance(row, BadRow):
@@ -121,7 +122,8 @@ class _BatchDocuments:
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         self._encoder = encoder
-        self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
+        self._ids = list[npt.NDArray[Any]]()
+        self._codes = list[npt.NDArray[Any] | None]()
         self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, hash
         self._images, self._numbers = list[PlacedImage](), list[float]()
         self._notes = Notes()
@@ -174,12 +176,16 @@ class _BatchDocuments:
             self._notes.sizes.setdefault(len(sample.numbers), where)
         else:
             pieces = cut_into_documents(len(ids), codes, most_tokens, self._notes.left_out, uncut)
-        text_hash = _hash_of_text(sample)
+        # of token ids, and of what is known of images without reading their pixels
+        images = [(image.grid, image.bytes) for image in sample.images]
+        digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
+        text_hash = int.from_bytes(digest, "little", signed=True)
         for piece in pieces:
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
                 moved = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
                 self._images.append(PlacedImage(len(self._facts), moved, position))  # whose facts are added below
-            document_ids, document_codes = ids[piece], None if codes is None else codes[piece].copy()
+            document_ids = ids[piece]
+            document_codes = None if codes is None else codes[piece].copy()
             targets = 1 if sample.stops else len(document_ids) - 1
             self._numbers += sample.numbers
             if document_codes is not None:
@@ -210,13 +216,6 @@ class _BatchDocuments:
         table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         lengths, targets, files, positions, hashes = (column.copy() for column in table.T)
         return Encoded(ids, codes, lengths, targets, files, positions, hashes, self._notes, self._images, self._numbers)
-
-
-def _hash_of_text(sample: Sample) -> int:
-    """Of its token ids, and of what is known of its images without reading their pixels."""
-    images = [(image.grid, image.bytes) for image in sample.images]
-    digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def _refusal_of_lengths(lengths: Sequence[int], most_tokens: int) -> str:
@@ -259,7 +258,8 @@ def cut_into_documents(
 
 def _cut_outside_spans(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
     """A part that would end inside a span ends before it."""
-    parts, start = list[slice](), 0
+    parts = list[slice]()
+    start = 0
     while start < length:
         stop = min(start + step, length)
         stop = next((a for a, b in uncut if start < a < stop < b), stop)
@@ -283,7 +283,8 @@ def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: 
         for batch in batches:
             yield batch, encoder.encode_chunks(batch)
         return
-    in_flight, bytes_in_flight = deque[tuple[Batch, int, Future[Encoded]]](), 0
+    in_flight = deque[tuple[Batch, int, Future[Encoded]]]()
+    bytes_in_flight = 0
     with _worker_processes(encoder, workers) as encode:
         for batch in batches:
             size = sum(len(piece.chunk.data) for piece in batch)
@@ -304,7 +305,8 @@ def _worker_processes(encoder: DocumentEncoder, count: int) -> Iterator[Callable
     environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # as workers take all cores
     # Without a terminal's signals: an interrupted parent ends its workers itself.
     workers = [Worker(serve_batches, environment=environment, own_session=True) for _ in range(count)]
-    threads, idle = ThreadPoolExecutor(count, thread_name_prefix="tokenizing"), SimpleQueue[Worker]()
+    threads = ThreadPoolExecutor(count, thread_name_prefix="tokenizing")
+    idle = SimpleQueue[Worker]()
     for worker in workers:
         worker.connection.send(encoder)
         idle.put(worker)

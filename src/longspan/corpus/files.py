@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.row_files import SUFFIXES, Chunk, check_readers_installed, chunk_rows, row_file, slice_chunks
+from longspan.corpus.row_files import SUFFIXES, ZSTD, Chunk, chunk_rows, import_reader, row_file, slice_chunks
 from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_columns, row_kind
 from longspan.corpus.splits import SAVED_SPLITS, SplitPart, check_one_configuration, find_splits, read_split_parts
 from longspan.data.manifest import SourceFile
@@ -66,7 +66,8 @@ class FileSums:
 
     def sums_of_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
         """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
-        last_log_time, sources = time.monotonic(), list[SourceFile]()
+        last_log_time = time.monotonic()
+        sources = list[SourceFile]()
         for file in files:
             sources.append(self._source_file(file))
             if time.monotonic() - last_log_time > _NEWS_SECONDS:
@@ -121,7 +122,8 @@ def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) ->
 
 def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], SourceFile]:
     """By name and the number of files of this name before, as files of two sources may share one."""
-    by_name, counts = dict[tuple[str, int], SourceFile](), Counter[str]()
+    by_name = dict[tuple[str, int], SourceFile]()
+    counts = Counter[str]()
     for source in sources:
         by_name[source.name, counts[source.name]] = source
         counts[source.name] += 1
@@ -147,10 +149,8 @@ def find_files(
     to read, of several configurations, or of several splits of which none is given, and a file whose reader is not
     installed.
     """
-    root, split_key = (
-        find_root(path, key=key),
-        f"{key.removesuffix('path')}split" if key != "--data" else "--data.split",
-    )
+    root = find_root(path, key=key)
+    split_key = f"{key.removesuffix('path')}split" if key != "--data" else "--data.split"
     walked = {root.name: root}
     if not root.is_file():
         walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
@@ -171,7 +171,9 @@ def find_files(
         )
     if not names:
         raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
-    check_readers_installed(names)
+    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
+    if table is not None:
+        import_reader("pyarrow.parquet", table)  # before a file is read
     return {name: walked[name] for name in names}
 
 
@@ -182,7 +184,8 @@ def find_rows(path: str, split: str, *, leave_out: Sequence[Path] = (), key: str
     """
     for part in read_split_parts(split, f"{key.removesuffix('path')}split") if split else [SplitPart("")]:
         found = find_files(path, split=part.name, leave_out=leave_out, key=key)
-        files, counts = [CorpusFile(0, name, file) for name, file in found.items()], list[int]()
+        files = [CorpusFile(0, name, file) for name, file in found.items()]
+        counts = list[int]()
         if not part.start and not part.stop:
             yield from files
             continue
@@ -262,10 +265,12 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
 
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
     """A folder is known by its device and inode, as links may form a circle; links to folders are followed last."""
-    seen, roots = set[tuple[int, int]](), [root]
+    seen = set[tuple[int, int]]()
+    roots = [root]
     for walk_root in roots:  # links that are met on the way are appended
         for folder, subfolders, names in os.walk(walk_root, onerror=_raise_unreadable):
-            directory, stat = Path(folder), Path(folder).stat()
+            directory = Path(folder)
+            stat = Path(folder).stat()
             identity = (stat.st_dev, stat.st_ino)
             if identity in seen:
                 subfolders.clear()  # os.walk enters only folders that are left in this list
@@ -306,7 +311,8 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
     return parts
 
 
-FIRST_ROWS, FIRST_FILES = 20, 5
+FIRST_ROWS = 20
+FIRST_FILES = 5
 SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 

@@ -5,7 +5,7 @@ corpus.select([3, 7]).items                     # every rank knows the places; r
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -50,7 +50,8 @@ class ImageReader:
 
     def __init__(self, table: ImageTable, processor: Processor, corpus: Corpus) -> None:
         self._table, self._processor, self._corpus = table, processor, corpus
-        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()  # by the images' numbers
+        self._ahead = OrderedDict[int, Future[ImageInput]]()  # by the images' numbers
+        self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
         self.images_read = 0
 
@@ -165,14 +166,13 @@ class ShownImages:
         grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
         if self.videos is None:
             return self.tokens.positions(ids, grids)
-        return self.videos.positions(ids, grids, list(_videos_of_groups(p for p in placed if p.image.frame >= 0)))
-
-
-def _videos_of_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
-    """The grid of a group counts one patch of time, so the grid of a video counts its groups."""
-    for _, groups_of_video in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
-        first_group, *further_groups = (placed.image for placed in groups_of_video)
-        yield Video((1 + len(further_groups), *first_group.grid[1:]), first_group.seconds)
+        groups = (p for p in placed if p.image.frame >= 0)
+        videos = list[Video]()
+        for _, groups_of_video in groupby(groups, key=lambda p: (p.document, p.image.number)):
+            first, *others = (p.image for p in groups_of_video)
+            # the grid of a group counts one patch of time, so the grid of a video counts its groups
+            videos.append(Video((1 + len(others), *first.grid[1:]), first.seconds))
+        return self.videos.positions(ids, grids, videos)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,8 @@ class ImageDocuments(CorpusDocuments):
     @cached_property
     def items(self) -> tuple[Item, ...]:
         """The images, each with the spans of placeholders that its encoded rows take."""
-        images, numbers_by_document = self.images, enumerate(self._numbers_by_document)
+        images = self.images
+        numbers_by_document = enumerate(self._numbers_by_document)
         if images is None:
             return ()
         return tuple(Item(i, images.spans(number)) for i, numbers in numbers_by_document for number in numbers)
@@ -235,7 +236,8 @@ def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corp
         )
     shown_images = None
     if images is not None:
-        processor, tokens = load_processor(folder.absolute()), image_tokens(model)
+        processor = load_processor(folder.absolute())
+        tokens = image_tokens(model)
         _check_placeholders(corpus, images, tokens, processor)
         check_image_arguments_of_config(model, processor.fields)
         has_videos = (images.column("frame") >= 0).any()  # −1 for an image that is no frame
@@ -252,7 +254,8 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
         videos = video_tokens(model)
     except ModelError as error:
         raise DataError(f"the documents have videos: {error}") from error
-    video_processor, vision = processor.videos, getattr(model, "vision_config", None)
+    video_processor = processor.videos
+    vision = getattr(model, "vision_config", None)
     group = getattr(vision, "temporal_patch_size", video_processor.frames_per_group)
     if (video_processor.placeholder, video_processor.frames_per_group) != (videos.placeholder, group):
         raise DataError(

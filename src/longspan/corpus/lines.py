@@ -110,14 +110,17 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     (sample,) = replace(encoding, kind="messages").encode([Row("", {"messages": turns})])
     if not isinstance(sample, Sample) or sample.labels is None:
         return None
-    engine, ends = encoding.tokenizer.engine, frozenset(encoding.template.ends)
+    engine = encoding.tokenizer.engine
+    ends = frozenset(encoding.template.ends)
     text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
     tokens = pattern_of_any(ends | encoding.tokenizer.special_names)
     if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
         return None
-    fault, advice = "writes no token behind", "; data.end_of_chat names a token to be put there"
+    fault = "writes no token behind"
+    advice = "; data.end_of_chat names a token to be put there"
     if encoding.template.has_marks(None):
-        fault, advice = "marks no end of", ""
+        fault = "marks no end of"
+        advice = ""
     return (
         f"the chat template {fault} the last turn of a conversation, so that this end is no target: chats of one turn "
         f"do not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'}){advice}"

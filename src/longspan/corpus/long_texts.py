@@ -49,29 +49,26 @@ def can_encode_in_pieces(engine: Tokenizer) -> bool:
     return isinstance(engine.model, models.BPE) and not engine.model.dropout
 
 
-def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
-    """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
-
-    Where two pieces cannot be joined, their overlap is doubled, up to the first piece; then the first piece is. Raises
-    LongTextError for a piece of more than `LARGEST` characters.
-    """
-    return encode_with_spans(engine, text, piece=piece, overlap=overlap)[0]
-
-
 def encode_with_spans(
     engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP
 ) -> tuple[Integers, Integers]:
-    """Encode as `encode_in_pieces` does; return the ids (n,), and the characters (n, 2) that each token covers.
+    """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it. Return the ids
+    (n,), and the characters (n, 2) that each token covers.
 
+    Where two pieces cannot be joined, their overlap is doubled until it is the whole left piece; after that the left
+    piece is doubled. Raises LongTextError for a piece of more than `LARGEST` characters.
     `first` is the first token of `left_piece` that is not yet in `joined`; a seam is the index of a token in the left
     piece and that of the same token in the right one.
     """
-    joined, left_piece, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
+    joined = list[_Run]()
+    left_piece = _encode_piece(engine, text, 0, piece)
+    first = 0
     while left_piece.end < len(text):
         for right_piece in _next_pieces(engine, text, left_piece, piece, overlap):
             if seam := _find_joint(text, left_piece, right_piece, first):
                 joined.append(_Run(left_piece, first, seam[0]))
-                left_piece, first = right_piece, seam[1]
+                left_piece = right_piece
+                first = seam[1]
                 break
         else:
             left_piece, first = _lengthen_piece(engine, text, left_piece, joined)

@@ -22,7 +22,8 @@ from longspan.host import usable_cores
 
 # A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and
 # of texts and token ids alone, which changes of chats leave as they are.
-VERSION, TEXT_VERSION = 4, 2
+VERSION = 4
+TEXT_VERSION = 2
 # Larger corpora are encoded by several processes: by the kind of rows.
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
 _CHATS_BYTES = 4 << 20  # of rows of other kinds
@@ -146,7 +147,8 @@ def make_recipe(
     settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[SourceFile], tokenizer: TextTokenizer
 ) -> Recipe:
     """Make the recipe of the documents of these files. Raises DataError for different kinds of rows in one source."""
-    data, encodings = settings.data, list[RowEncoding]()
+    data = settings.data
+    encodings = list[RowEncoding]()
     for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
         kind = kind_of_files(
@@ -166,7 +168,8 @@ def make_recipe(
 
 
 def _check_kinds(kinds: Collection[str], settings: CorpusSettings) -> None:
-    paths, labels = " and ".join(path for _, path in settings.source_paths()), settings.num_labels
+    paths = " and ".join(path for _, path in settings.source_paths())
+    labels = settings.num_labels
     if PAIRS in kinds and labels != 1:
         raise DataError(
             f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {labels}; set it to 1 to train "

@@ -93,7 +93,8 @@ def count_rows(chunk: Chunk) -> int:
 def _read_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)
-        reason, where = _too_long_text(size, chunk.most_bytes, "a text"), chunk.name
+        reason = _too_long_text(size, chunk.most_bytes, "a text")
+        where = chunk.name
         text = "" if reason else chunk.data.decode("utf-8-sig")
         yield PlacedRow(0, BadRow(where, reason) if reason else Row(where, {"text": text}, chunk.folder))
     elif chunk.form == "table":
@@ -103,12 +104,14 @@ def _read_rows(chunk: Chunk) -> Iterator[PlacedRow]:
 
 
 def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
-    position, lines = chunk.position, chunk.data.split(b"\n")
+    position = chunk.position
+    lines = chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
         # Of the last line the chunk may have only the beginning; then `too_long` is its size.
         full_size = chunk.too_long if number == chunk.first + len(lines) else 0
         if full_size or line.removeprefix(BYTE_ORDER_MARK).strip():
-            where, size = f"{chunk.name}, line {number}", full_size or len(line)
+            where = f"{chunk.name}, line {number}"
+            size = full_size or len(line)
             reason = _too_long_text(size, chunk.most_bytes, "a line")
             yield PlacedRow(position, BadRow(where, reason) if reason else parse_line(line, where, chunk.folder))
         position += len(line) + 1  # 1: its line end
@@ -209,7 +212,8 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
         types, decode = str(batch.schema), record_decoder(batch.schema)
         may_be_deep = _JSON in types or types.count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
         for number, record in enumerate(_iterate_records(batch, types, chunk.most_bytes), first):
-            where, reason = f"{chunk.name}, row {number + 1}", record if isinstance(record, str) else ""
+            where = f"{chunk.name}, row {number + 1}"
+            reason = record if isinstance(record, str) else ""
             values = dict[str, Any]()
             if not isinstance(record, str):
                 try:
@@ -244,7 +248,8 @@ def _text_bytes(column: Any) -> int:
     import pyarrow.compute
     from pyarrow import types
 
-    kind, compute = column.type, cast(Any, pyarrow.compute)
+    kind = column.type
+    compute = cast(Any, pyarrow.compute)
     if types.is_dictionary(kind):
         return _text_bytes(column.dictionary_decode())
     if types.is_run_end_encoded(kind):
@@ -261,7 +266,8 @@ def _line_beginning(line: bytes) -> str:
     return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])
 
 
-GZIP, ZSTD = ".gz", ".zst"
+GZIP = ".gz"
+ZSTD = ".zst"
 _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader may report
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
 
@@ -272,7 +278,8 @@ class RowFile(ABC):
     def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         self.name: str = name
         self.path: Path = path
-        self._folder, self._most_bytes = str(path.absolute().parent), most_bytes
+        self._folder = str(path.absolute().parent)
+        self._most_bytes = most_bytes
 
     @abstractmethod
     def read_chunks(self) -> Iterator[Chunk]:
@@ -324,13 +331,17 @@ class LineFile(RowFile):
         `data`. A last line longer than the limit is read over, and `data` has only its first bytes, to be shown;
         meanwhile chunks without rows show progress.
         """
-        folder, limit = self._folder, self._most_bytes + 1 if self._most_bytes else -1  # 1: a line end
+        folder = self._folder
+        limit = self._most_bytes + 1 if self._most_bytes else -1  # 1: a line end
         with self.path.open("rb") as raw, self._name_file_in_errors(), self._open_lines(raw) as lines:
-            first, position = 0, 0
+            first = 0
+            position = 0
             while data := lines.read(CHUNK_BYTES):
                 data += lines.readline(limit)
-                start, number = data.rfind(b"\n") + 1, first + data.count(b"\n")  # of the last line
-                line_piece, too_long = b"", 0
+                start = data.rfind(b"\n") + 1
+                number = first + data.count(b"\n")  # of the last line
+                line_piece = b""
+                too_long = 0
                 if self._most_bytes and len(data) - start > self._most_bytes:  # its end was not reached
                     too_long = len(data) - start
                     while (line_piece := lines.readline(_PIECE)) and not line_piece.endswith(b"\n"):
@@ -371,7 +382,8 @@ class _ZstdStream(io.RawIOBase):
     """pyarrow's stream with a position. (zstandard's own stream ends without an error if a file was cut off.)"""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._position = stream, 0
+        self._stream = stream
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -415,7 +427,8 @@ class TableFile(RowFile):
                 sink = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
                     stream.write_batch(batch)
-                end, data = size * (first + len(batch)) // rows, sink.getvalue().to_pybytes()
+                end = size * (first + len(batch)) // rows
+                data = sink.getvalue().to_pybytes()
                 yield Chunk("table", self.name, first, first, data, end, self._folder, self._most_bytes)
                 first += len(batch)
 
@@ -525,13 +538,6 @@ SUFFIXES = tuple(_READERS)
 def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile:
     """Return the reader for the ending of `name`. Nothing is read yet."""
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most_bytes)
-
-
-def check_readers_installed(names: Iterable[str]) -> None:
-    """Raise DataError for the first of these files whose reader is not installed; no file is read."""
-    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
-    if table is not None:
-        import_reader("pyarrow.parquet", table)
 
 
 def import_reader(module: str, name: str) -> ModuleType:

@@ -23,7 +23,8 @@ _SPLIT = re.compile(rf"(?:^|[-._ /0-9])((?:{_WORD})(?:_(?:sft|gen|prefs))?)(?=[-
 _SHARD = re.compile(rf"(?:(?:^|(?<=/))(?={_WORD})|(?<=^data/)|(?<=/data/))(\w+(?:\.\w+)*)-\d{{5}}-of-\d{{5}}[^/]*$")
 _SAME = {"training": "train", "testing": "test", "eval": "test", "evaluation": "test"}
 _SAME |= dict.fromkeys(("valid", "val", "dev"), "validation")
-_ROWS, _SHARE = r"(?:-?\d+)?", r"(?:-?(?:100|\d?\d)%)?"
+_ROWS = r"(?:-?\d+)?"
+_SHARE = r"(?:-?(?:100|\d?\d)%)?"
 _PART = re.compile(
     rf"(?P<name>[\w.-]+)(?:\[(?=(?:{_ROWS}:{_ROWS}|{_SHARE}:{_SHARE})\])(?P<start>[^:]*):(?P<stop>[^]]*)\])?"
 )
@@ -89,7 +90,8 @@ def find_splits(root: Path, names: Collection[str]) -> Splits:
     declared = {name: split for files in _card_files(root, names).values() for name, split in files.items() if split}
     by_name = dict[str, str]()
     for name in names:
-        shard, words = _SHARD.search(name.lower()), ["", *_SPLIT.findall(name.lower())]
+        shard = _SHARD.search(name.lower())
+        words = ["", *_SPLIT.findall(name.lower())]
         if split := declared.get(name) or (shard[1] if shard else words[-1]):
             by_name[name] = split
     return Splits(by_name or dict.fromkeys(names, "train"), is_declared=bool(declared))
@@ -101,9 +103,11 @@ def check_one_configuration(root: Path, names: Collection[str], path: str, key: 
     Folders beside each other with files of one name are some, unless numbers alone tell them apart, as parts of a
     split. One configuration may hold the files of the others.
     """
-    configurations, reason = {name: [*files] for name, files in _card_files(root, names).items()}, f"by its {_CARD}"
+    configurations = {name: [*files] for name, files in _card_files(root, names).items()}
+    reason = f"by its {_CARD}"
     if not configurations:
-        configurations, reason = _sibling_folders(names), "by folders that hold files of one name"
+        configurations = _sibling_folders(names)
+        reason = "by folders that hold files of one name"
     every_name = {name for files in configurations.values() for name in files}
     if any(every_name == {*files} for files in configurations.values()) or not configurations:
         return

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
+from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_with_spans
 from longspan.errors import DataError
 from longspan.files import read_json
 from longspan.layout import Integers
@@ -108,7 +108,7 @@ class TextTokenizer:
         whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
         encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=False))
         return [
-            self.surround(encode_in_pieces(self.engine, text) if is_long else next(encodings).ids)
+            self.surround(encode_with_spans(self.engine, text)[0] if is_long else next(encodings).ids)
             for text, is_long in zip(texts, are_long, strict=True)
         ]
 
@@ -207,7 +207,8 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     folder or its files are missing or unreadable.
     """
     folder = Path(folder).expanduser()
-    file, settings = folder / FAST_TOKENIZER, folder / "tokenizer_config.json"
+    file = folder / FAST_TOKENIZER
+    settings = folder / "tokenizer_config.json"
     if settings.is_file():
         try:
             if not isinstance(read_json(settings), dict):
@@ -292,7 +293,8 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
     byte_level = "ByteLevel" in kinds
     if not byte_level and _SPACE not in json.dumps(settings.get("decoder"), ensure_ascii=False):
         return None
-    vocabulary, added = engine.get_vocab(with_added_tokens=True), engine.get_added_tokens_decoder()
+    vocabulary = engine.get_vocab(with_added_tokens=True)
+    added = engine.get_added_tokens_decoder()
     counts = np.zeros(max(rows, max(vocabulary.values(), default=-1) + 1), dtype=np.int64)
     for token, i in vocabulary.items():
         if not byte_level and _BYTE.fullmatch(token):  # a byte as a fallback, as <0x0A>

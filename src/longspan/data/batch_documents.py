@@ -47,7 +47,8 @@ class BatchDocuments:
     ) -> Tensor:
         """Return a tensor (B, L) with the values of each document's tokens at their columns, `fill` elsewhere.
 
-        >>> logps = rows.to_batch([log_probs.of(d) for d in range(len(rows.documents))], dtype=torch.float32)
+        >>> documents_of({"input_ids": [[5, 6, 7]]}).to_batch([np.array([0.5, 1.5, 2.5])])
+        tensor([[0.5000, 1.5000, 2.5000]], dtype=torch.float64)
 
         `values` are an array (length,) for each document, or those of some documents by their numbers. Raises DataError
         for another number of arrays and for arrays of another length.
@@ -78,7 +79,8 @@ class BatchDocuments:
     def from_batch(self, table: Any) -> list[npt.NDArray[Any]]:
         """Return the values of each document's tokens (length,), from a tensor or an array (B, L) of the batch's shape.
 
-        >>> weighted = [d.with_values(c=c) for d, c in zip(rows.documents, rows.from_batch(gradient), strict=True)]
+        >>> documents_of({"input_ids": [[5, 6, 7]]}).from_batch(np.array([[0.5, 1.5, 2.5]]))
+        [array([0.5, 1.5, 2.5])]
 
         Floating-point values come in float64. Raises DataError for another shape.
         """
@@ -95,8 +97,9 @@ class BatchDocuments:
 def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> BatchDocuments:
     """Return the documents of a batch as collators make it: rows of token ids, padded or packed.
 
-    >>> rows = documents_of({"input_ids": ids, "labels": labels, "attention_mask": mask})
-    >>> plan = plan_fixed([len(d) for d in rows.documents], home, cp=2, targets=sum(d.targets for d in rows.documents))
+    >>> rows = documents_of({"input_ids": [[5, 6, 7, 0], [8, 9, 0, 0]], "attention_mask": [[1, 1, 1, 0], [1, 1, 0, 0]]})
+    >>> [len(d) for d in rows.documents], sum(d.targets for d in rows.documents)
+    ([3, 2], 3)
 
     `input_ids`, `labels` (not shifted, −100 for none; without them all tokens are targets), `attention_mask` (1 at
     tokens, 0 at padding, left or right) and `position_ids` are (B, L), tensors on any device or arrays. Where
@@ -155,7 +158,8 @@ def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
     columns = np.flatnonzero(mask)
     if not len(columns):
         return 0, 0
-    start, stop = int(columns[0]), int(columns[-1]) + 1
+    start = int(columns[0])
+    stop = int(columns[-1]) + 1
     if stop - start != len(columns):
         hole = start + int(np.argmin(mask[start:stop]))
         raise DataError(

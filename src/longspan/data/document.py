@@ -88,7 +88,7 @@ class Document:
     def with_values(self, **values: Any) -> "Document":
         """Return this document with more numbers, `weights` too: each one of the document, or one for each token.
 
-        >>> old = answer.with_values(old_log_probs=log_probs.of(0))
+        >>> answer = Document([5, 6, 7]).with_values(old_log_probs=[0.0, -0.25, -1.5])
 
         Token ids and labels are shared, not copied. A name that the document has gets the new numbers. Raises DataError
         as Document does, and for ids and labels.

@@ -16,9 +16,9 @@ from longspan.plan.items import Item, ItemTable
 class ItemDocuments:
     """Token ids of documents, and the items that take some of their positions.
 
-    >>> documents = ItemDocuments([ids], [Item(0, ((2, 6),))], [pixels])
-    >>> plan = plan_dynamic(documents.lengths, home, targets=documents.targets, max_tokens_per_slot=1024)
-    >>> run_step(model, plan, documents, world)                 # model is a MultimodalModel
+    >>> documents = ItemDocuments([np.arange(9)], [Item(0, ((2, 6),))], ["pixels"])
+    >>> plan = plan_dynamic(documents.lengths, Layout(2), targets=documents.targets, max_tokens_per_slot=1024)
+    >>> run_step(model, plan, documents, world)  # model is a MultimodalModel  # doctest: +SKIP
 
     `tokens[d]` has a length and is indexed by an int64 array of positions; `read(i)`, or `read[i]`, is the encoder's
     input for `items[i]`, read by the ranks that encode it, whereas every rank has `items`. What stands at the positions
@@ -108,7 +108,8 @@ def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
     """
     targets = list(items.targets)
     for number in range(len(items.lengths)):
-        document, placeholders = documents[number], items.placeholders(number)
+        document = documents[number]
+        placeholders = items.placeholders(number)
         if isinstance(document, Labelled):
             labels = np.asarray(document.labels(placeholders[placeholders > 0]))
             targets[number] = document.targets - int((labels != NO_TARGET).sum())

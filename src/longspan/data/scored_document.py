@@ -18,9 +18,9 @@ class ScoredDocument(Document):
     """Token ids (n,) of one document for a model with a head of scores, and which of its rows count.
 
     >>> answer = ScoredDocument([5, 7, 9, 2], pad=2)                        # the row of 9, as transformers chooses it
-    >>> review = ScoredDocument(ids, label=3)                               # one of n, or a number
-    >>> words = ScoredDocument(ids, labels=[-100, 0, 2, 1])                 # of tokens, not shifted
-    >>> values = ScoredDocument(ids, rows=range(100, 164), old_values=old)  # of a critic
+    >>> review = ScoredDocument([5, 7, 9, 2], label=3)                      # one of n, or a number
+    >>> words = ScoredDocument([5, 7, 9, 2], labels=[-100, 0, 2, 1])        # of tokens, not shifted
+    >>> values = ScoredDocument([5, 7, 9, 2], rows=range(1, 4), old_values=[0.0, 0.1, 0.4, 0.2])  # of a critic
 
     By default the row of the last token that is not `pad` counts, by its id, whatever stands behind it (without such a
     token the first row; without `pad` the last). `rows` are others, by position, and "all" is every row. `label` is a
@@ -49,7 +49,8 @@ class ScoredDocument(Document):
                 "a ScoredDocument has more than one of rows, pad and labels, or label and labels; each says which rows "
                 "count or what their scores are to be: give one of them"
             )
-        columns, is_scored = dict[str, Any](), np.zeros(len(self._ids), dtype=bool)
+        columns = dict[str, Any]()
+        is_scored = np.zeros(len(self._ids), dtype=bool)
         if labels is not None:
             table = host_array("labels", labels)
             if table.ndim not in (1, 2) or len(table) != len(self._ids):

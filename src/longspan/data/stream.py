@@ -103,16 +103,21 @@ def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> In
         new_bits = generator.random_raw(min(block, count - start))
         # Once there are `most` bits, only new ones below the largest of them can be among the smallest.
         candidates = np.flatnonzero(new_bits < bits[-1]) if len(bits) == most > 0 else np.arange(len(new_bits))
-        bits, ids = np.concatenate([bits, new_bits[candidates]]), np.concatenate([ids, candidates + start])
+        bits = np.concatenate([bits, new_bits[candidates]])
+        ids = np.concatenate([ids, candidates + start])
         smallest = np.argsort(bits, kind="stable")[:most]
         bits, ids = bits[smallest], ids[smallest]
     return ids
 
 
-HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
+# which of the seed's streams
+HELD_OUT = 0
+EPOCH = 1
+EVAL_SET = 2
 # Of documents, which checkpoints hold; in order 3 steps reached over the ends of epochs with all documents, and in
 # order 4 held-out texts of several sources were drawn over all rows.
-ORDER, ORDER_OF_SOURCES = 4, 5
+ORDER = 4
+ORDER_OF_SOURCES = 5
 
 
 class Mixture(NamedTuple):
@@ -149,14 +154,16 @@ def shuffled_sources(
     lengths: npt.NDArray[Any], mixture: Mixture | None, held_out: Integers, seed: int
 ) -> tuple[ShuffledSource, ...]:
     """Return the sources of a corpus, without its held-out documents (sorted); without a mixture there is one."""
-    bounds, weights = np.array([0, len(lengths)]), (1.0,)
+    bounds = np.array([0, len(lengths)])
+    weights = (1.0,)
     if mixture is not None:
         weights = mixture.weights
         numbers = np.arange(len(weights) + 1, dtype=mixture.source_of.dtype)  # another type would copy the array
         bounds = np.searchsorted(mixture.source_of, numbers)
     sources = list[ShuffledSource]()
     for number, weight in enumerate(weights):
-        first, stop = int(bounds[number]), int(bounds[number + 1])
+        first = int(bounds[number])
+        stop = int(bounds[number + 1])
         source_held_out = held_out[(held_out >= first) & (held_out < stop)]
         if stop - first <= len(source_held_out):
             raise DataError(
@@ -203,7 +210,7 @@ class StreamPart(NamedTuple):
 class DocumentStream:
     """The endless stream of documents, indexed by place; it pickles without arrays that are in files.
 
-    >>> DocumentStream(lengths, sources).part_at(0).ids[:2]      # the first two documents
+    >>> DocumentStream(lengths, sources).part_at(0).ids[:2]  # the first two documents  # doctest: +SKIP
     array([40, 17])
 
     Parts are computed one after the other, and their beginnings are kept: some bytes for 16,384 documents.
@@ -216,7 +223,8 @@ class DocumentStream:
         rates = [source.weight * source.documents / source.tokens for source in sources]
         self._candidates = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # documents for a part
         # Where each part begins, as far as known: by documents and tokens of each source, and by place.
-        self._marks, self._places = [((0,) * len(sources), (0,) * len(sources))], [0]
+        self._marks = [((0,) * len(sources), (0,) * len(sources))]
+        self._places = [0]
         self._part = lru_cache(maxsize=2)(self._merge_part)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -276,7 +284,8 @@ class DocumentStream:
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
         order = np.argsort(_join_beginnings(shares, counts), kind="stable")
         ids = _join_beginnings(candidates, counts)[order]
-        source_of, ends = np.repeat(np.arange(len(counts)), counts)[order], self._document_ends(ids)
+        source_of = np.repeat(np.arange(len(counts)), counts)[order]
+        ends = self._document_ends(ids)
         if number == len(self._marks) - 1:  # else it was computed before, and dropped from the cache
             documents = tuple(start + count for start, count in zip(used, counts, strict=True))
             tokens = tuple(int(tokens[count]) for tokens, count in zip(before, counts, strict=True))

@@ -79,10 +79,13 @@ def evaluate_saved(
     Raises on all ranks what is missing or does not fit, and EvaluationStopped after a signal. `starts` has the parts of
     the start before this call.
     """
-    starts, first = starts or Starts(), request.subjects[0]
-    key, names = "--metrics", request.metrics
+    starts = starts or Starts()
+    first = request.subjects[0]
+    key = "--metrics"
+    names = request.metrics
     if not names:
-        key, names = "train.eval_metrics", first.config.train.eval_metrics
+        key = "train.eval_metrics"
+        names = first.config.train.eval_metrics
     metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
     checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     _check_same_tokens(checked)
@@ -173,7 +176,8 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
 
 def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
     """The first rank builds corpora, as the first subject's run but for flags; all map them, then their folder goes."""
-    config, longest = request.subjects[0].config, request.max_document_tokens
+    config = request.subjects[0].config
+    longest = request.max_document_tokens
     longest = config.data.max_document_tokens if longest == NOT_GIVEN else longest
     builds = is_first_rank(world)
     with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
@@ -273,7 +277,8 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     if folder := checked.tokenizer.folder:
         sets = {name: documents_with_images(documents, configuration, folder) for name, documents in sets.items()}
     # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
-    first, heads = request.subjects[0], query_heads(configuration)
+    first = request.subjects[0]
+    heads = query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context
     usual = set_node_size(set_default_partition(replace(subject.config, context=context)), world)
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
@@ -298,7 +303,8 @@ class _Evaluator:
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
         set_world_machine(fit.config, self.world)
-        gpu, slots = self.world.device.type == "cuda", self.world.home.slots
+        gpu = self.world.device.type == "cuda"
+        slots = self.world.home.slots
         price = partial(find_run_cost, fit.config, model.config, self.log, gpu=gpu, slots=slots)
         cost = run_on_every_rank(self.world, price, ConfigError)
         if "model" not in self.starts.parts:  # the second of two models is not part of the start

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from longspan.comm import World, raise_first_error
-from longspan.data.documents import CorpusDocuments
 from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
@@ -38,7 +37,7 @@ from longspan.model.sharding import (
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
-from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.plans import PlanChoice
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.run_memory import measure_added_peak, unused_bytes
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
@@ -115,11 +114,13 @@ def evaluate(
     Raises PlanError for documents that fit no plan, EvaluationError for a metric that gives no (sum, count), DataError
     for documents that cannot be read, and EvaluationStopped where `options` stop it: each on all ranks.
     """
-    started, options = time.perf_counter(), options or EvaluationOptions()
+    started = time.perf_counter()
+    options = options or EvaluationOptions()
     inputs = bring_gathered_rows(_checked_step_inputs(model, documents, choice, world))
     if options.loss is not None and score_columns(inputs.language_model) != 1:
         raise EvaluationError("a loss of sets of documents is evaluated of a model with one score; leave loss= out")
-    plan, naming = inputs.plan, world.watch.name_collectives("evaluation", world.home.ranks, step=options.step)
+    plan = inputs.plan
+    naming = world.watch.name_collectives("evaluation", world.home.ranks, step=options.step)
     with naming, measure_added_peak(world.device) as added_bytes:
         portions = Portions(inputs, options, started)
         totals = portions.evaluate_all()
@@ -151,15 +152,20 @@ def _checked_step_inputs(model: nn.Module, documents: Any, choice: PlanChoice | 
     if isinstance(model, MultimodalModel):
         check_world_of_model(model, world)  # as `check_step_arguments` does, which comes only after planning
         language_model = model.language_model
-    documents = StepDocuments(model, documents, _document_lengths(documents))
+    lengths = getattr(documents, "lengths", None)
+    if lengths is None:
+        lengths = [len(documents[d]) for d in range(len(documents))]
+    documents = StepDocuments(model, documents, tuple(map(int, lengths)))
     plan = _cached_plan(_choice_for_evaluation(choice, language_model, documents), documents.lengths, world.home)
     return check_step_arguments(model, plan, documents, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
     """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
-    plan, targets = inputs.plan, inputs.documents.targets_by_document
-    columns, by_position = score_columns(inputs.language_model), ()
+    plan = inputs.plan
+    targets = inputs.documents.targets_by_document
+    columns = score_columns(inputs.language_model)
+    by_position = ()
     if options.loss is None:
         loss = Mean(math.fsum(totals.documents.tolist()), plan.targets)
         by_position = totals.bucket_by_position([n + (columns > 0) for n in plan.lengths])  # the last row may count too
@@ -201,7 +207,9 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
 
 def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, Mean]:
     """Return totals, of documents' scores, as those of the sets of documents, each of which has its set's loss."""
-    sets, losses, hits = loss.check_sets(plan), np.zeros_like(totals.documents), 0
+    sets = loss.check_sets(plan)
+    losses = np.zeros_like(totals.documents)
+    hits = 0
     values = list[float]()
     for documents in sets:
         first, *others = scores = totals.documents[list(documents)]
@@ -214,29 +222,19 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 # ---- the plan of an evaluation, priced for forward passes only
 
 
-def list_degree_choices(choice: PlanChoice, documents: CorpusDocuments, home: Layout) -> list[PlanChoice]:
-    """List a choice at 1, 2, 4, … and all slots, as far as heads allow it, under caps that hold the documents."""
-    longest = max(documents.lengths)
-    return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]
-
-
 @lru_cache(maxsize=8)
 def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
     return choice.plan(lengths, home)
 
 
 def _choice_for_evaluation(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
-    multiple, options = call_rules(model).row_multiple, choice.options
+    multiple = call_rules(model).row_multiple
+    options = choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets_by_document)
     return replace(
         choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
     )
-
-
-def _document_lengths(documents: Any) -> tuple[int, ...]:
-    lengths = getattr(documents, "lengths", None)
-    return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))
 
 
 # ---- portions
@@ -276,7 +274,8 @@ class Portions:
         """Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later."""
         # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
         size = 1 if self.options.stopped is not None and self.world.home.pp == 1 else self.largest
-        done, count = 0, len(self.plan.micro_batches)
+        done = 0
+        count = len(self.plan.micro_batches)
         with ExitStack() as stack:
             while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
                 portion = self.plan.micro_batches[done : done + size]
@@ -297,7 +296,8 @@ class Portions:
         return totals
 
     def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
-        batches, error = list[LocalBatch](), self._end_reason(done)
+        batches = list[LocalBatch]()
+        error = self._end_reason(done)
         try:
             if error is None:
                 batches = read_micro_batches(self.inputs, portion)
@@ -336,7 +336,8 @@ class Portions:
         return size if size <= room else 0
 
     def _end_reason(self, done: int) -> LongspanError | None:
-        options, seconds = self.options, time.perf_counter() - self.started
+        options = self.options
+        seconds = time.perf_counter() - self.started
         if not done:
             try:
                 check_metric_names((*options.metrics, *options.document_metrics))

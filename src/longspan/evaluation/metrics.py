@@ -192,7 +192,8 @@ class RowSums:
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Sum the losses of a micro-batch's hidden states (T, D), from which `head` makes logits."""
-        rows, read_scores = target_rows(batch), None
+        rows = target_rows(batch)
+        read_scores = None
         if self._score_loss is not None:
             from longspan.train.terms.token_loss import BatchTargets
 
@@ -232,7 +233,8 @@ class RowSums:
             getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
         )
         for part in cut_into_chunks(len(rows), size):
-            logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
+            logits = head(hidden.index_select(0, rows[part]))
+            ids = targets[part]
             if read_scores is not None:
                 ids, losses = read_scores(part, logits)
                 yield TargetRows(documents[part], positions[part], ids, losses, logits)
@@ -244,7 +246,8 @@ class RowSums:
 
     def _score_losses(self, targets: "BatchTargets", part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels of rows, as classes (t,), and their losses (t,), both 0 after an error of labels."""
-        scores, losses = row_scores(logits, logits)[0], logits.new_zeros(len(logits), dtype=torch.float64)
+        scores = row_scores(logits, logits)[0]
+        losses = logits.new_zeros(len(logits), dtype=torch.float64)
         classes = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if self.error is not None or self._score_loss is None:
             return classes, losses
@@ -258,8 +261,10 @@ class RowSums:
 
     def _add_metrics(self, rows: TargetRows) -> Tensor:
         """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""
-        count, metrics = len(rows.losses), self._options.document_metrics
-        columns, name = rows.losses.new_zeros(len(metrics), 2, count), ""
+        count = len(rows.losses)
+        metrics = self._options.document_metrics
+        columns = rows.losses.new_zeros(len(metrics), 2, count)
+        name = ""
         if self.error is not None:
             return columns.flatten(0, 1)
         try:
@@ -296,7 +301,8 @@ class RowSums:
         world = self._world
         counts_here = world.coordinates.tp == 0  # all tensor-parallel ranks of a slot have the same sums
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
-        metrics, document_metrics = self._metrics.cpu().numpy(), self._document_metrics
+        metrics = self._metrics.cpu().numpy()
+        document_metrics = self._document_metrics
         parts = [self._losses, self._positions.ravel(), metrics.ravel(), document_metrics.ravel(), np.array(numbers)]
         flat = np.concatenate([*(part * counts_here for part in parts), [float(self.error is not None)]])
         flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")

@@ -127,7 +127,8 @@ def parse_named_paths(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, equals, path = word.partition("=")
         if not equals or Path(word).exists():  # a path may have "=" in it
-            name, path = Path(word).stem or word, word
+            name = Path(word).stem or word
+            path = word
         if not name or not path:
             raise ConfigError(f"--data is {word!r}; give NAME=PATH, or PATH")
         if name in paths:
@@ -145,7 +146,8 @@ def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str])
     A degree that fits is the greatest common divisor of the run's and of what the degrees before it leave of the ranks.
     Degrees of flags come first and stay, and `check_config` refuses those that do not fit.
     """
-    values, room = dict[str, Any](), ranks
+    values = dict[str, Any]()
+    room = ranks
     for name in sorted((f"parallel.{key}" for key in HOME), key=lambda name: name not in flag_keys):
         degree = getattr(config.parallel, name.partition(".")[2])
         values[name] = degree if name in flag_keys else math.gcd(degree, room)
@@ -172,8 +174,11 @@ def fit_evaluation_plans(
     The degree is the largest that divides the slots, that a2a can deal the heads to, and that is no larger than the
     run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes ROWS, or what the document needs.
     """
-    entry, choice, values = config.context.evaluation, PlanChoice.evaluation(config), dict[str, Any]()
-    types, degree = choice.comm_types, choice.widest_degree(home)
+    entry = config.context.evaluation
+    choice = PlanChoice.evaluation(config)
+    values = dict[str, Any]()
+    types = choice.comm_types
+    degree = choice.widest_degree(home)
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
     if entry.context_parallel_size == AUTO:
@@ -185,7 +190,8 @@ def fit_evaluation_plans(
         sizes = entry.hierarchical_context_parallel_sizes
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             values["hierarchical_context_parallel_sizes"] = fit_level_sizes(sizes, degree)
-    multiple, cap = plan_row_multiple(config.parallel), entry.max_tokens_per_slot
+    multiple = plan_row_multiple(config.parallel)
+    cap = entry.max_tokens_per_slot
     rows = -(-longest // degree // multiple) * multiple
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
         values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
@@ -284,7 +290,9 @@ def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
     losses = first.evaluation.document_losses, other.evaluation.document_losses, first.evaluation.plan.lengths
     rows = [(a.sum, b.sum, a.count, length) for a, b, length in zip(*losses, strict=True) if a.count]
     sums, counts, lengths = np.split(np.array(rows).reshape(-1, 4), [2, 3], axis=1)  # (D, 2), (D, 1), (D, 1)
-    means, lengths, n = sums.sum(0) / counts.sum(), lengths[:, 0], len(counts)
+    means = sums.sum(0) / counts.sum()
+    lengths = lengths[:, 0]
+    n = len(counts)
     residuals = (sums - means * counts)[:, 1] - (sums - means * counts)[:, 0]
     by_length = list[tuple[int, int, float, float, int]]()
     for bucket in first.evaluation.by_length:

@@ -81,7 +81,8 @@ def largest_difference(losses: Sequence[float]) -> float:
 def evaluation_table(evaluations: Sequence[Evaluation]) -> str:
     """Write evaluations of one set of weights, a line each, with the difference of a loss to its set's first one."""
     metrics = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics))
-    firsts, rows = dict[str, Evaluation](), list[list[str]]()
+    firsts = dict[str, Evaluation]()
+    rows = list[list[str]]()
     for e in evaluations:
         difference = largest_difference([firsts.setdefault(e.name, e).loss, e.loss])
         values = [e.metrics[name].value if name in e.metrics else None for name in metrics]

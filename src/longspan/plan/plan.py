@@ -17,7 +17,7 @@ import numpy as np
 from longspan.errors import LayoutError, PlanError, plural
 from longspan.files import parse_json, read_lines
 from longspan.layout import check_lengths
-from longspan.plain_text import excerpt, seconds_text, text_table
+from longspan.plain_text import excerpt, items_text, seconds_text, text_table
 from longspan.plan.check import (
     MODES,
     check_choice,
@@ -197,7 +197,7 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
     for name in ("slots", "documents", "lengths"):
         if {type(value) for value in getattr(group, name)} != {int}:
-            raise PlanError(f"{where}: {name} {excerpt(getattr(group, name))} must be integers (int, not numpy's)")
+            raise PlanError(f"{where}: {name} ({items_text(getattr(group, name))}) must be integers (int, not numpy's)")
     if len(set(group.slots)) != len(group.slots):
         raise PlanError(f"{where} names a slot twice: slots {excerpt(group.slots)}")
     if min(group.slots) < 0 or max(group.slots) >= plan.slots:

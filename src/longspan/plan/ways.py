@@ -185,7 +185,7 @@ def compare_degrees(
     """Price forward passes over these documents at each degree, and by a dynamic plan.
 
     >>> compare_degrees([8192] * 1024, Layout(8192, tp=2, pp=4)).best.cp
-    4
+    8
 
     `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
     fastest type (`list_type_options`). Degrees (default: all that divide the slots) at which the longest document does

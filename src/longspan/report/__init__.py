@@ -4,7 +4,7 @@ Everything is drawn here without torch and, except PNG files, without a plot lib
 once. Nothing in this room measures: it reads the folder that a run wrote, or a plan.
 
 >>> from longspan.report import write_report
->>> write_report("runs/first")            # runs/first/report.html
+>>> write_report("runs/first")  # runs/first/report.html  # doctest: +SKIP
 """
 
 from typing import TYPE_CHECKING

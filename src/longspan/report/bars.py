@@ -86,7 +86,8 @@ def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
     In free mode slots are in different micro-batches at the same time.
     """
     cost = cost or plan.cost
-    timeline, widths = plan.timeline(cost), group_times(plan, cost)
+    timeline = plan.timeline(cost)
+    widths = group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
         begin = timeline.start[index] + cost.micro_batch_seconds
@@ -104,7 +105,9 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     time or within NEAR times the picture's length.
     """
     slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (2, 3, 4, 5))  # fields of Bar
-    near, color_of_bar, areas = NEAR * float(stop.max(initial=0.0)), np.full(len(bars), -1), np.zeros(len(FILLS))
+    near = NEAR * float(stop.max(initial=0.0))
+    color_of_bar = np.full(len(bars), -1)
+    areas = np.zeros(len(FILLS))
     colors: dict[int, int] = {}
     for index, bar in enumerate(bars):
         if bar.document not in colors:
@@ -133,7 +136,8 @@ def _stack_groups(
     """
     clock = begin.copy()  # (slots,)
     for group, width in sorted(zip(micro_batch.groups, widths.tolist(), strict=True), key=lambda pair: -pair[0].degree):
-        slots, rows = np.sort(np.asarray(group.slots, np.int64)), np.asarray(group.laid_out, float)
+        slots = np.sort(np.asarray(group.slots, np.int64))
+        rows = np.asarray(group.laid_out, float)
         work = cost.linear_seconds * rows + cost.attention_seconds * rows * rows
         shares = (work / (float(work.sum()) or 1.0)).tolist()
         breaks = np.flatnonzero((np.diff(slots) != 1) | (np.abs(np.diff(clock[slots])) > 1e-9)) + 1
@@ -151,7 +155,8 @@ def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_sc
     for bar in small_bars:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
     for index, bars in by_micro_batch.items():
-        first, last = np.full(plan.slots, np.inf), np.full(plan.slots, -np.inf)
+        first = np.full(plan.slots, np.inf)
+        last = np.full(plan.slots, -np.inf)
         documents, tokens = (np.zeros(plan.slots, np.int64) for _ in range(2))
         for bar in bars:
             slots = slice(bar.slot, bar.slot + bar.slots)

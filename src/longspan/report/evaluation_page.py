@@ -20,7 +20,9 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
     """
     if not (rows := run.newest_by_degree):
         return
-    base, memory, cells = rows[0], any(row.activation_bytes for row in rows), list[list[object]]()
+    base = rows[0]
+    memory = any(row.activation_bytes for row in rows)
+    cells = list[list[object]]()
     for row in rows:
         relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
         good = abs(relative) <= SAME and row.tokens == base.tokens
@@ -131,12 +133,15 @@ def eval_page(record: Mapping[str, Any]) -> str:
     """Return the page of one call of `longspan eval`, from the record that --json prints."""
     models = [record, *([record["compare"]] if "compare" in record else [])]
     names = [str(model["target"]) for model in models]
-    folder, step = record["kind"] == "folder", record["evaluations"][0]["step"]
+    folder = record["kind"] == "folder"
+    step = record["evaluations"][0]["step"]
     kind = "Hugging Face folder" if folder else f"{record['kind']}, step {step}"
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
     changes = [f"{row['key']} {row['before']} became {row['now']}" for row in record["changes"]]
     layout = " · ".join([kind, plural(record["world"], "rank"), *degrees])
-    by_position, by_length, rows = dict[str, Any](), dict[str, Any](), list[tuple[EvalRow, dict[str, str]]]()
+    by_position = dict[str, Any]()
+    by_length = dict[str, Any]()
+    rows = list[tuple[EvalRow, dict[str, str]]]()
     for model in models:
         for values in model["evaluations"]:
             if (row := EvalRow.from_row(values)) is None:  # of no targets

@@ -137,7 +137,9 @@ _HEADERS = {
 
 def live_page(live: LiveRun) -> tuple[str, dict[str, Any]]:
     """Return the title and the value of the page of a run now; a section whose records cannot be shown says so."""
-    run, state, sections = live.run, (live.state, _WORDS[live.state]), list[Part]()
+    run = live.run
+    state = (live.state, _WORDS[live.state])
+    sections = list[Part]()
     with np.errstate(all="ignore"):
         for make in RUN_SECTIONS:
             try:
@@ -178,7 +180,7 @@ def _progress_texts(live: LiveRun) -> Iterator[str]:
 class Follower:
     """Serves the page of a run's folder while it is open; `wait` returns when the run has ended.
 
-    >>> with Follower(Path("runs/first"), port=8765) as follower:
+    >>> with Follower(Path("runs/first"), port=8765) as follower:  # doctest: +SKIP
     ...     print(follower.address)             # http://127.0.0.1:8765/KEY/
     ...     print(follower.wait().state_sentence())  # the run has come to its end at step 300 of 300
 
@@ -189,7 +191,9 @@ class Follower:
         self.key: str = secrets.token_urlsafe(KEY_BYTES)
         self.asked_at: float = -ASKS_WITHIN  # when a page asked last; at first so long ago that none is open
         self.is_over: bool = False
-        self._farewell, self._run_dir, self._lock = farewell, run_dir, Lock()
+        self._farewell = farewell
+        self._run_dir = run_dir
+        self._lock = Lock()
         self._live: LiveRun | None = None  # as it was read last
         self._due = 0.0  # when it is read again
         try:
@@ -197,7 +201,8 @@ class Follower:
         except OSError as error:
             reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror})"
             raise ConfigError(f"--port {port} of {HOST} {reason}; give another, or none for a free one") from error
-        self._server.follower, self._server.block_on_close = self, False  # browsers that stay do not hold up the end
+        self._server.follower = self
+        self._server.block_on_close = False  # browsers that stay do not hold up the end
         self._server.handle_error = lambda *_: None  # a browser that has gone away is no error of ours
         self.address: str = f"http://{HOST}:{self._server.server_address[1]}/{self.key}/"
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
@@ -225,7 +230,8 @@ class Follower:
         """Wait until the run has ended, and open pages, which ask often, had time to fetch its end; return the run. A
         run that has not begun, or that is about to be resumed, is waited for.
         """
-        live, has_begun = self.read_run(), False
+        live = self.read_run()
+        has_begun = False
         while not is_run_over(live, has_begun=has_begun):
             has_begun |= live.state == "running"
             time.sleep(POLL_SECONDS)
@@ -243,7 +249,8 @@ def is_run_over(live: LiveRun, *, has_begun: bool) -> bool:
 
 class _Handler(BaseHTTPRequestHandler):
     server: Any  # its `follower` is the one that made it
-    server_version, sys_version = "longspan", ""
+    server_version = "longspan"
+    sys_version = ""
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
@@ -256,7 +263,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send_text(403, "text/plain", words)
         if name not in ("", "data"):
             return self._send_text(404, "text/plain", "there is no such page\n")
-        follower.asked_at, over = time.monotonic(), follower.is_over
+        follower.asked_at = time.monotonic()
+        over = follower.is_over
         title, value = live_page(follower.read_run())
         if name == "":
             return self._send_text(200, "text/html", page(title, value, live=True))

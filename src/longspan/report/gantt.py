@@ -6,7 +6,7 @@ which it runs them, so that a long document that spans slots is one block.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from longspan.errors import plural
@@ -16,15 +16,20 @@ from longspan.plan.plan import group_counts
 from longspan.report.bars import Bar, PlanBars, Summary, group_times, plan_bars
 from longspan.report.page import PATTERNS, Part, escaped_text, read_report_file, svg_element, svg_text
 
-WIDTH, NARROW = 1120, 400  # of the picture on a page, and on a page of a telephone
+WIDTH = 1120  # of the picture on a page
+NARROW = 400  # on a page of a telephone
 LEGEND = (
     ("b k0", "a document: one block over the slots that share it, in another colour than its neighbours"),
     ("many", "busy with documents too short to draw apart"),
     ("launch", "fixed time of a micro-batch"),
     ("idle", "nothing to do"),
 )
-_LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
-_HEAD, _FOOT = 68, 44  # above and below the drawing of a document: title and facts, and legend
+_LEFT = 54
+_TOP = 26
+_BOTTOM = 40
+_RIGHT = 12
+_HEAD = 68  # above the drawing of a document: title and facts
+_FOOT = 44  # below it: the legend
 
 
 def plan_part(plan: Plan, name: str, seconds: float | None, *, measured: bool) -> Part:
@@ -37,7 +42,8 @@ def plan_part(plan: Plan, name: str, seconds: float | None, *, measured: bool) -
     cost = plan.cost if measured else replace(plan.cost, source="")
     pictures = [gantt_svg(plan, cost, width=width) for width in (WIDTH, NARROW)]
     shown = {int(number) for number in re.findall(r'data-d="(\d+)"', str(pictures))}
-    documents, legend = _document_facts(plan, cost, shown), picture_legend(pictures[0])
+    documents = _document_facts(plan, cost, shown)
+    legend = picture_legend(pictures[0])
     return {"name": name, "facts": facts, "pictures": pictures, "documents": documents, "legend": legend}
 
 
@@ -142,7 +148,8 @@ class _Canvas:
         self.picture, self.plan, self.timed = picture, picture.plan, bool(cost.source)
         self.x_scale = (width - _LEFT - _RIGHT) / (picture.end or 1.0)
         self.slot_height = slot_height(picture.plan.slots)
-        self.bottom, self.right = _TOP + self.slot_height * picture.plan.slots, width - _RIGHT
+        self.bottom = _TOP + self.slot_height * picture.plan.slots
+        self.right = width - _RIGHT
 
     def x(self, value: float) -> float:
         return _LEFT + value * self.x_scale
@@ -159,8 +166,10 @@ class _Canvas:
 
     def bar(self, bar: Bar) -> str:
         """Rectangles are smaller than their place by a gap, but never too small to be seen."""
-        x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
-        y, height = _TOP + bar.slot * self.slot_height, bar.slots * self.slot_height
+        x = self.x(bar.start)
+        width = (bar.stop - bar.start) * self.x_scale
+        y = _TOP + bar.slot * self.slot_height
+        height = bar.slots * self.slot_height
         inset = 0.5 if self.slot_height >= 5 else 0.0
         size = {"width": max(width - 0.6, 0.6), "height": max(height - 2 * inset, 0.8)}
         css = f"b k{self.picture.color_by_document[bar.document]}"
@@ -208,7 +217,8 @@ class _Canvas:
     def panel_ends_and_names(self) -> Iterator[str]:
         last_name_x = -100.0
         for index, panel in enumerate(self.picture.panels):
-            middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
+            middle = self.x((panel.start + panel.stop) / 2)
+            edge = self.x(panel.stop)
             yield svg_element("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}")
             name = f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
             # 6.2 pixels a character, and 8 between names
@@ -217,25 +227,22 @@ class _Canvas:
                 last_name_x = middle
 
 
-def _time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
-    if cost.source:
-        return seconds_text
-    return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
-
-
 def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
-    times, write_time = group_times(plan, cost), _time_format(cost, plan.timeline(cost).step_seconds)
+    times = group_times(plan, cost)
+    step_seconds = plan.timeline(cost).step_seconds or 1.0
     words = dict[int, list[tuple[str, str]]]()
     for batch, micro_batch in enumerate(plan.micro_batches):
         for group, seconds in zip(micro_batch.groups, times[batch].tolist(), strict=True):
-            comm, count = group.cp_comm_type, len(group.documents)
+            comm = group.cp_comm_type
+            count = len(group.documents)
             types = comm if isinstance(comm, str) else "/".join(dict.fromkeys(comm))
             padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
             name = f"group{f' of {count} documents' if count > 1 else ''}{padded}: rows on a slot"
             of_group = [("micro-batch", str(batch))]
             of_group.append(("slots" if group.degree > 1 else "slot", ranges_text(group.slots)))
             of_group.append(("degree", f"{group.degree}, {types}" if group.degree > 1 else "1"))
-            of_group += [(name, f"{group.rows_per_slot:,}"), ("group: time as priced", write_time(seconds))]
+            time = seconds_text(seconds) if cost.source else f"{100 * seconds / step_seconds:.0f}% of the step"
+            of_group += [(name, f"{group.rows_per_slot:,}"), ("group: time as priced", time)]
             for document in shown.intersection(group.documents):
                 words[document] = [("tokens", f"{plan.lengths[document]:,}"), *of_group]
     return words

@@ -72,7 +72,7 @@ def content_policy(*, live: bool) -> str:
 def svg_element(element: str, *content: str, **attributes: object) -> str:
     """Return one element. `content` is markup (callers put plain text through `text`); attribute values are escaped.
 
-    >>> tag("rect", class_="bar", x=1.25, data_d=3, hidden=None)
+    >>> svg_element("rect", class_="bar", x=1.25, data_d=3, hidden=None)
     '<rect class="bar" x="1.2" data-d="3"></rect>'
 
     Underscores in names become hyphens, a trailing one is dropped; floats have one decimal; None is left out.
@@ -121,7 +121,8 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     total = np.concatenate(([0.0], np.cumsum(np.where(is_finite, values, 0.0))))
     count = np.concatenate(([0], np.cumsum(is_finite)))
     index = np.arange(len(values))
-    start, stop = np.maximum(index - window // 2, 0), np.minimum(index + (window + 1) // 2, len(values))
+    start = np.maximum(index - window // 2, 0)
+    stop = np.minimum(index + (window + 1) // 2, len(values))
     with np.errstate(invalid="ignore", divide="ignore"):
         return (total[stop] - total[start]) / (count[stop] - count[start])
 

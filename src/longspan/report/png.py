@@ -9,14 +9,16 @@ from longspan.plan import Plan
 from longspan.report.bars import FILLS, PlanBars, plan_bars
 from longspan.report.gantt import LEGEND, plan_fact_lines
 
-MANY, IDLE = "#93a5bf", "#f3f3f0"
-LETTER_WIDTH, LABEL_HEIGHT = 7, 11  # pixels
+MANY = "#93a5bf"
+IDLE = "#f3f3f0"
+LETTER_WIDTH = 7  # pixels
+LABEL_HEIGHT = 11
 
 
 def write_png(plan: Plan, path: str | Path) -> Path:
     """Write the picture of a plan, slots × time, as a PNG file. Raises ConfigError without matplotlib.
 
-    >>> write_png(plan, "plan.png")
+    >>> write_png(plan, "plan.png")  # doctest: +SKIP
 
     Panels are micro-batches, dotted lines the borders of hosts. Of many bars the largest are drawn, and those too small
     to see are drawn together, as summaries in one colour.
@@ -37,7 +39,8 @@ def write_png(plan: Plan, path: str | Path) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     # at matplotlib's 100 pixels an inch: of 14 inches 13 are axes, of the height all but 1.4
-    x_scale, y_scale = 1300 / (picture.end or 1.0), 100 * (inches - 1.4) / plan.slots  # pixels a second or row, a slot
+    x_scale = 1300 / (picture.end or 1.0)  # pixels a second or row
+    y_scale = 100 * (inches - 1.4) / plan.slots  # pixels a slot
     bars, summaries = picture.select_bars(x_scale, y_scale, limit=6000)
     for panel in picture.panels:
         axes.axvspan(panel.start, panel.stop, facecolor=IDLE, edgecolor="none", zorder=0)
@@ -51,7 +54,8 @@ def write_png(plan: Plan, path: str | Path) -> Path:
     axes.add_collection(PatchCollection(summary_boxes, facecolor=MANY, edgecolor="none", zorder=1))
     axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
     for b in bars:
-        width, height = (b.stop - b.start) * x_scale, b.slots * y_scale
+        width = (b.stop - b.start) * x_scale
+        height = b.slots * y_scale
         names = f"{b.document} · {plan.lengths[b.document]:,}", f"{b.document}"
         upright = width < LETTER_WIDTH * len(names[1]) + 4
         across, along = (width, height) if upright else (height, width)
@@ -80,11 +84,13 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
     """Up to 24 slots have numbers. A panel's number needs 2% of the axis, its name four times that; a panel gets none
     that would cover the last one.
     """
-    plan, seconds = picture.plan, "predicted seconds" if timed else "time as priced, of no machine"
+    plan = picture.plan
+    seconds = "predicted seconds" if timed else "time as priced, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(plan.slots, 0), ylabel="slot")
     axes.set_xlabel(seconds)
     axes.set_title("\n".join(plan_fact_lines(plan)), loc="left", fontsize=9, pad=18)
-    last_middle, room = -math.inf, 0.02 * (picture.end or 1.0)
+    last_middle = -math.inf
+    room = 0.02 * (picture.end or 1.0)
     for index, panel in enumerate(picture.panels if plan.mode == "lockstep" else ()):
         middle = (panel.start + panel.stop) / 2
         if middle - last_middle >= room:

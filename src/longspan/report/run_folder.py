@@ -74,7 +74,8 @@ class EvalRow:
         values = {key: number_to_draw(row[key]) for key in row if key.startswith("eval_") and key not in _NO_METRIC}
         metrics = {key.removeprefix("eval_"): value for key, value in values.items() if not math.isnan(value)}
         memory = int(np.nan_to_num(number_to_draw(row.get("eval_activation_bytes", 0))))
-        names, buckets = (str(row["planner"]), str(row.get("eval_name", ""))), (row["by_position"], row["by_length"])
+        names = (str(row["planner"]), str(row.get("eval_name", "")))
+        buckets = (row["by_position"], row["by_length"])
         places = map(_read_buckets, buckets)
         scored = "eval_perplexity" not in row
         return cls(step, cp, loss, tokens, documents, *names, memory, scored, tuple(metrics.items()), *places)
@@ -153,7 +154,8 @@ class RunFolder:
         summary = _read_object(path / "summary.json", notes)
         config_text, config = _read_config(path / "config.toml", notes)
         facts = RunFacts.from_json(_read_object(path / "run.json", notes))
-        steps, depths = sorted(train), {name for row in train.values() for name in row if name.startswith(MTP_LOSS)}
+        steps = sorted(train)
+        depths = {name for row in train.values() for name in row if name.startswith(MTP_LOSS)}
         times = sorted((seconds, step) for step in steps if (seconds := number_to_draw(train[step].get("seconds"))) > 0)
         shown_step = max(steps, default=0) if live else times[(len(times) - 1) // 2][1] if times else 0
         return cls(
@@ -202,7 +204,8 @@ class RunFolder:
 
 def _read_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """A pipe of the name of the metrics is not waited for."""
-    folder, is_there = metrics.parent, metrics.is_file()
+    folder = metrics.parent
+    is_there = metrics.is_file()
     rows, damaged = read_json_rows(metrics) if is_there else ([], 0)
     if not is_there and not live:
         lack = "no such folder" if not folder.is_dir() else "there is no metrics.jsonl in it"
@@ -251,7 +254,9 @@ def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
 
 def _read_plans(path: Path, step: int, notes: list[str], *, live: bool) -> dict[str, Plan]:
     """`step` (0: none) is that whose plan is read from plans.jsonl. Files of plans/ are read at even distances."""
-    plans, folder, plan_rows = dict[str, Plan](), path / "plans", path / "plans.jsonl"
+    plans = dict[str, Plan]()
+    folder = path / "plans"
+    plan_rows = path / "plans.jsonl"
     try:
         if step and plan_rows.is_file() and (plan := find_plan(plan_rows, step)) is not None:
             plans[_step_name(step)] = plan

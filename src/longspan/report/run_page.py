@@ -32,8 +32,10 @@ from longspan.report.run_folder import MTP_LOSS, RunFolder
 
 # What building a page raises for records that hold values which no run writes.
 BAD_RECORD = (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
-LAST, RECENT = 10, 20  # steps, whose mean is the training loss, and whose medians are the figures of a live run
-SHOWN, MOST_TEXT = 8, 1 << 16  # profiled steps and saves, the last ones; characters of a profile's table
+LAST = 10  # steps, whose mean is the training loss
+RECENT = 20  # steps, whose medians are the figures of a live run
+SHOWN = 8  # profiled steps and saves, the last ones
+MOST_TEXT = 1 << 16  # characters of a profile's table
 MEMORY_KINDS = {
     "weights": "parameters of this rank",
     "gradients": "their gradients",
@@ -69,7 +71,7 @@ def write_report(run_dir: str | Path) -> Path:
 
     Raises ConfigError for a folder that is no run, RunFolderError for what the disk refuses.
 
-    >>> write_report("runs/first")
+    >>> write_report("runs/first")  # doctest: +SKIP
     """
     run = RunFolder.read(run_dir)
     try:
@@ -97,12 +99,15 @@ def plan_page(plan: Plan, *, title: str = "plan") -> str:
 
 
 def run_head(run: RunFolder) -> Part:
-    loss, seconds, words = finite_values(run.train["loss"]), finite_values(run.train["seconds"]), list[str]()
+    loss = finite_values(run.train["loss"])
+    seconds = finite_values(run.train["seconds"])
+    words = list[str]()
     if len(loss) > 1:
         duration = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
         words.append(f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{duration}")
     if rows := [*run.newest_by_degree]:
-        spread, degrees = largest_difference([row.loss for row in rows]), ", ".join(row.degree for row in rows)
+        spread = largest_difference([row.loss for row in rows])
+        degrees = ", ".join(row.degree for row in rows)
         agreement = f", {'the same' if spread <= SAME else 'different'} at degrees {degrees} to {spread:.1e}"
         words.append(f"{rows[0].loss:.4g} on documents that it never saw{agreement if len(rows) > 1 else ''}")
     story = f"{'; '.join(words)}." if words else ""
@@ -122,10 +127,8 @@ def session_text(run: RunFolder) -> str:
 
 
 def model_and_data_text(run: RunFolder) -> str:
-    model, data = (
-        run.configured_value("model", "path") or run.configured_value("model", "preset"),
-        run.configured_value("data", "path"),
-    )
+    model = run.configured_value("model", "path") or run.configured_value("model", "preset")
+    data = run.configured_value("data", "path")
     return f"{model} on {data}" if model and data else str(model or "")
 
 
@@ -141,16 +144,21 @@ def card_sections(run: RunFolder) -> Iterator[Part]:
 
 def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
     """Each is a name, a value and words about it. A column without a value has the median NaN, which equals nothing."""
-    train, facts, of_steps = run.train, run.facts, f"median of the last {recent} steps" if recent else "median"
+    train = run.train
+    facts = run.facts
+    of_steps = f"median of the last {recent} steps" if recent else "median"
     medians = {name: float(np.median([*finite_values(train[name])[-recent:]] or [math.nan])) for name in train}
     recorded = {name for name, value in medians.items() if value == value}
-    loss, seconds, vocab = finite_values(train["loss"]), finite_values(train["seconds"]), run.vocab_size()
+    loss = finite_values(train["loss"])
+    seconds = finite_values(train["seconds"])
+    vocab = run.vocab_size()
     if len(loss):
         mean = float(loss[-LAST:].mean())
         share = f"; {100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
         yield "training loss", f"{mean:.4f}", f"mean of the last {min(LAST, len(loss))}{share}"
     if rows := [*run.newest_by_degree]:
-        degrees, spread = ", ".join(row.degree for row in rows), largest_difference([row.loss for row in rows])
+        degrees = ", ".join(row.degree for row in rows)
+        spread = largest_difference([row.loss for row in rows])
         words = f"degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"degree {degrees}"
         yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}; {words}"
     if "tokens_per_second" in recorded:
@@ -186,7 +194,8 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
     """
     if not len(run.step) and not run.evaluations:
         return
-    loss, vocab = run.train["loss"], run.vocab_size()
+    loss = run.train["loss"]
+    vocab = run.vocab_size()
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
     curves = [curve("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
@@ -213,10 +222,12 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
     """
     if not len(run.step):
         return
-    window, charts = max(5, len(run.step) // 60) if len(run.step) >= 100 else 1, list[Part]()
+    window = max(5, len(run.step) // 60) if len(run.step) >= 100 else 1
+    charts = list[Part]()
     shown = {name for name, values in run.train.items() if len(finite_values(values))}
     shown -= {"tflops"} if "mfu" in shown else set()  # mfu is tflops over the GPU's peak
-    norm, events = finite_values(run.train["grad_norm"]), [(step, "") for step, _ in resume_events(run)]
+    norm = finite_values(run.train["grad_norm"])
+    events = [(step, "") for step, _ in resume_events(run)]
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
     for title, name, unit, color, options in _STEP_CHARTS:
         if name not in shown:
@@ -240,7 +251,8 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def save_sections(run: RunFolder) -> Iterator[Part]:
-    folder, parts = run.path / "checkpoints", list[Part]()
+    folder = run.path / "checkpoints"
+    parts = list[Part]()
     if folder.is_dir() and not run.configured_value("run", "checkpoints"):
         unfinished = {step_of(path) for path in folder.iterdir() if is_unfinished(path)} - {-1}  # -1: no step
         complete = sorted(map(step_of, complete_checkpoints(folder)))
@@ -315,7 +327,8 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
     """
     if not run.plans:
         return
-    names, parts = [name for name, _ in run.plans], list[Part]()
+    names = [name for name, _ in run.plans]
+    parts = list[Part]()
     predicts = len(finite_values(run.train["predicted_seconds"])) > 0
     first = names.index(run.median) if run.median in names else sum(name.startswith("step ") for name in names) // 2
     for name, plan in run.plans:

@@ -56,8 +56,12 @@ def _count_hosts(world: World) -> int:
 def _fact_lines(
     run: TrainingRun, parameters: int, of_rank: int, trained: int, sessions: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, str]]:
-    config, home, lengths, execution = run.config, run.world.home, run.corpus.lengths, model_execution(run.model)
-    experts, mtp = read_experts(run.model.config), config.mtp
+    config = run.config
+    home = run.world.home
+    lengths = run.corpus.lengths
+    execution = model_execution(run.model)
+    experts = read_experts(run.model.config)
+    mtp = config.mtp
     sizes = f"{_count_text(parameters)} parameters, {_count_text(of_rank)} on a rank"
     sizes += f", {_count_text(trained)} trained" if config.lora.rank else ""
     sizes += f", {experts.of_token} of {experts.of_layer} experts a token" if experts.of_layer else ""
@@ -87,7 +91,8 @@ def _fact_lines(
         "rows": run.why_partition,
     }
     yield from ((name, text) for name, text in optional.items() if text)
-    cap, free = run.training_choice.options.max_tokens_per_slot, ", free" if config.context.mode == "free" else ""
+    cap = run.training_choice.options.max_tokens_per_slot
+    free = ", free" if config.context.mode == "free" else ""
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
     reasons = [reason.removeprefix("evaluation ") for reason in run.why_degrees]
     is_chosen = any(reason.startswith("at cp ") for reason in reasons)  # of held-out documents: a line below says it
@@ -111,7 +116,9 @@ def _fact_lines(
 
 
 def _device_text(run: TrainingRun) -> str:
-    ranks, hosts, figures = len(run.world.home.ranks), _count_hosts(run.world), run.figures
+    ranks = len(run.world.home.ranks)
+    hosts = _count_hosts(run.world)
+    figures = run.figures
     on_hosts = f", {hosts} hosts" if hosts > 1 else ""
     if run.world.device.type != "cuda":
         return f"{plural(ranks, 'process', 'es')} on {plural(usable_cores(), 'CPU core')}{on_hosts}, gloo"
@@ -138,7 +145,8 @@ def _sessions_so_far(run: TrainingRun) -> tuple[tuple[int, int], ...]:
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     """Of the whole model, each once; on the rank that holds most; those trained. A stage's ranks count alike."""
     parameters = counted_parameters(run.model)  # of this rank's stages
-    here, trained_here = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    here = sum(p.numel() for p in parameters)
+    trained_here = sum(p.numel() for p in parameters if p.requires_grad)
     stored_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
     rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, here, trained_here, stored_here))
     stage_counts = {pp: (count, trained) for pp, count, trained, _ in rank_counts}  # by pipeline rank
@@ -174,7 +182,8 @@ def _scores_text(run: TrainingRun) -> str:
 def _encoder_text(run: TrainingRun) -> str:
     if not isinstance(run.model, MultimodalModel):
         return ""
-    settings, count = run.config.encoder, run.corpus.manifest.images
+    settings = run.config.encoder
+    count = run.corpus.manifest.images
     (encoder,) = run.model.encoder_settings.values()
     parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
     trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.train]

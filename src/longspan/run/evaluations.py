@@ -8,14 +8,14 @@ from typing import Any
 
 from longspan.comm.all_ranks import StopSignal, run_on_every_rank, signal_of_any_rank
 from longspan.errors import EvaluationStopped, RunFolderError
-from longspan.evaluation.live import evaluate, list_degree_choices
+from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.run.progress import ProgressDisplay, SetWork
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.training import loss_of_pairs
 
 
@@ -61,7 +61,9 @@ class Evaluations:
 
     def evaluate_at_end(self) -> Final:
         """Evaluate all sets, the held-out documents at every degree; after a signal that is all that is returned."""
-        done, at_degrees, set_evaluations = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
+        done = self.run.config.train.steps
+        at_degrees = list[Evaluation]()
+        set_evaluations = list[Evaluation]()
         for entry in self.run.sets:
             evaluations = list[Evaluation]()
             for evaluation in self._evaluate_set_at_end(entry, done):
@@ -81,8 +83,14 @@ class Evaluations:
             yield SetWork(int(sum(entry.documents.lengths)), entry.config.every, at_end)
 
     def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlanChoice]:
+        """Of held-out documents the choices at 1, 2, 4, … and all slots, as far as heads allow, under caps that hold
+        the documents.
+        """
+        if entry.name:
+            return ()
         choice = self.run.evaluation_choice(entry.config)
-        return () if entry.name else list_degree_choices(choice, entry.documents, self.run.world.home)
+        longest = max(entry.documents.lengths)
+        return [choice.at_degree(d, longest=longest) for d in degrees_to_compare(self.run.world.home, choice)]
 
     def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
         first = self._evaluate_set(entry, self.run.evaluation_choice(entry.config), done)

@@ -127,7 +127,8 @@ class RunLoggers:
     """Hands rows to loggers; after its first exception, which is logged, a logger receives nothing more."""
 
     def __init__(self, loggers: Mapping[str, Logger], log_line: Callable[[str], None]) -> None:
-        self._loggers, self._log_line = dict(loggers), log_line
+        self._loggers = dict(loggers)
+        self._log_line = log_line
 
     @classmethod
     def open(cls, classes: Mapping[str, LoggerClass], start: RunStart, log_line: Callable[[str], None]) -> "RunLoggers":

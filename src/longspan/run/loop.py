@@ -58,7 +58,8 @@ class Steps:
 
     def __init__(self, run: TrainingRun, plans: PlanAhead, log: LogLine) -> None:
         self._run, self._log = run, log
-        self._reader, self._slow_slots = StepReader(run, plans), SlowSlots()
+        self._reader = StepReader(run, plans)
+        self._slow_slots = SlowSlots()
         steps = run.config.train.profile_steps
         self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
         self._allocator = AllocatorWatch(run.world.device)
@@ -68,7 +69,8 @@ class Steps:
         do not count for slow slots.
         """
         run, reader = self._run, self._reader
-        started, profiles = time.perf_counter(), self._profiles
+        started = time.perf_counter()
+        profiles = self._profiles
         documents, plan = reader.read_step(step)
         if isinstance(run.model, MultimodalModel):
             reader.prepare_step(step + 1, run.model)
@@ -163,7 +165,12 @@ class _Loop:
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
         done = saves.done
-        final = Final() if stopped else self.evaluate_and_save_at_end(saves)
+        final = Final()
+        if not stopped:
+            save_final_model(run)
+            final = self.evaluations.evaluate_at_end()
+            saves.keep_if_best(self.evaluations.take_new_rows())
+            saves.remove_old_saves()
         return TrainResult(
             dir=run.dir,
             done=done,
@@ -216,10 +223,3 @@ class _Loop:
             saves.wait()
             saves.take_save_columns()  # logs the checkpoint that no step's row follows
         return stopped
-
-    def evaluate_and_save_at_end(self, saves: Saves) -> Final:
-        save_final_model(self.run)
-        final = self.evaluations.evaluate_at_end()
-        saves.keep_if_best(self.evaluations.take_new_rows())
-        saves.remove_old_saves()
-        return final

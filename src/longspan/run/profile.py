@@ -15,7 +15,8 @@ from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.errors import RunFolderError
 from longspan.files import write_atomically
 
-FOLDER, TABLE_FILE = "profiles", "table.txt"
+FOLDER = "profiles"
+TABLE_FILE = "table.txt"
 LONGEST = 16  # kernels or operators that the table has
 
 
@@ -23,8 +24,12 @@ class StepProfiles:
     """Profiles steps of a run, given by their numbers, counted from 1; every rank has the same."""
 
     def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
-        self._steps, self._folder, self._world, self._log = frozenset(steps), folder, world, log
-        self._step, self._profile = 0, None  # what was profiled, until it is written
+        self._steps = frozenset(steps)
+        self._folder = folder
+        self._world = world
+        self._log = log
+        self._step = 0
+        self._profile = None  # what was profiled, until it is written
 
     def has_step(self, step: int) -> bool:
         return step in self._steps
@@ -47,12 +52,15 @@ class StepProfiles:
         """Write what was recorded of the last step, and log its table; nothing if that step was not profiled."""
         if self._step:
             text = run_on_every_rank(self._world, self._write_rank_files, RunFolderError)
-            self._step, self._profile = 0, None
+            self._step = 0
+            self._profile = None
             if text:
                 self._log(text)
 
     def _write_rank_files(self) -> str:
-        folder, world, profile = self._folder / f"step-{self._step:06d}", self._world, self._profile
+        folder = self._folder / f"step-{self._step:06d}"
+        world = self._world
+        profile = self._profile
         assert profile is not None
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"rank-{world.rank}.json.gz"))

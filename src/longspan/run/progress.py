@@ -29,7 +29,8 @@ class ProgressDisplay:
     def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:
         self._steps, self._stream, self._log_every = steps, stream, log_every
         self._writing, self._ended = threading.Lock(), threading.Event()
-        self._work, self._begun = "setting up", time.monotonic()  # what takes time now, and since when
+        self._work = "setting up"  # what takes time now
+        self._begun = time.monotonic()
         self._written = self._begun  # when the last line was
         self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
         self._timed_since: tuple[float, int] | None = None  # when the first step ended, without evaluations; its number
@@ -49,7 +50,8 @@ class ProgressDisplay:
 
     def set_length(self, steps: int, evaluations: Iterable[SetWork]) -> None:
         """Set the steps of the run, and its evaluations, as plain numbers: a display outlives a run without memory."""
-        self._steps, self._evaluations = steps, tuple(evaluations)
+        self._steps = steps
+        self._evaluations = tuple(evaluations)
 
     def log(self, text: str) -> None:
         if self._stream is not None:
@@ -62,7 +64,8 @@ class ProgressDisplay:
 
     def show_step(self, row: Mapping[str, Any]) -> None:
         """Write a line for the first, the last and every `log_every` step, and where one is due."""
-        step, text = row["step"], self._step_text(row)
+        step = row["step"]
+        text = self._step_text(row)
         self._note_work_begins(f"after {text}")  # it may be saved or evaluated
         if self._timed_since is None:  # the first step compiles, and only starts the clock
             self._timed_since = time.monotonic() - self._eval_seconds, step
@@ -74,7 +77,9 @@ class ProgressDisplay:
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
         self._note_work_begins("after an evaluation")
-        name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
+        name = row.get("eval_name")
+        tokens = row["eval_tokens"]
+        seconds = row["seconds"]
         self._eval_tokens += tokens
         self._eval_seconds += seconds
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
@@ -90,7 +95,8 @@ class ProgressDisplay:
         )
 
     def _note_work_begins(self, work: str, *, again: bool = False) -> None:
-        self._work, self._begun = work, self._begun if again else time.monotonic()
+        self._work = work
+        self._begun = self._begun if again else time.monotonic()
 
     def _log_while_quiet(self) -> None:
         while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):

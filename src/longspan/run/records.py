@@ -86,7 +86,8 @@ def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
 
 def record_start_seconds(run: TrainingRun, starts: Starts, log: LogLine) -> None:
     """Log the seconds of a start by part and the groups of attention in its step, and add both to run.json."""
-    file, groups = run.dir / "run.json", attention_groups(run.world)
+    file = run.dir / "run.json"
+    groups = attention_groups(run.world)
 
     def add_starts() -> None:
         values = {"starts": starts.to_json(), "attention_groups": groups}

@@ -97,7 +97,8 @@ def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
-    directory, settings = Path(config.run.dir), _corpus_settings(config, entry)
+    directory = Path(config.run.dir)
+    settings = _corpus_settings(config, entry)
 
     def build_corpus() -> None:
         folder = directory / settings.folder
@@ -221,10 +222,8 @@ def open_data(
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
-    sets, run_dir = (
-        open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, log),
-        Path(config.run.dir),
-    )
+    sets = open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, log)
+    run_dir = Path(config.run.dir)
 
     def add_images() -> tuple[EvaluationSet, ...]:
         return tuple(replace(s, documents=documents_with_images(s.documents, model, run_dir)) for s in sets)
@@ -242,7 +241,8 @@ class StepReader:
         self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
     def read_step(self, step: int) -> tuple[Any, Plan]:
-        prepared, self._next = self._next, None
+        prepared = self._next
+        self._next = None
         if prepared is not None and prepared[0] == step:
             return prepared[1:]
         documents = self._run.order.select(self._run.corpus, step)

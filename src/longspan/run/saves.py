@@ -48,7 +48,10 @@ class Saves:
 
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
         self.done: int = run.done
-        self._run, self._log, self._saved, self._saved_at = run, log, run.done, time.monotonic()
+        self._run = run
+        self._log = log
+        self._saved = run.done
+        self._saved_at = time.monotonic()
         self.saver: CheckpointSaver = CheckpointSaver(
             run.checkpoints,
             run.world,
@@ -94,7 +97,8 @@ class Saves:
         state["begin"] = run.order.begin_of_step(self.done)
         self.saver.keep = 0 if keep_all else run.config.run.keep_checkpoints
         self.saver.save(run.model, run.optimizer, step=self.done, state=state)
-        self._saved, self._saved_at = self.done, time.monotonic()
+        self._saved = self.done
+        self._saved_at = time.monotonic()
 
     def save_if_unsaved(self) -> None:
         """Begin a checkpoint unless the last one has these weights."""
@@ -173,7 +177,10 @@ class BestCheckpoint:
     """The best step so far by `train.keep_best`; made and used by all ranks together."""
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
-        self.figure, self._file, self._world, self._log = BestFigure.from_text(figure), folder / BEST_FILE, world, log
+        self.figure = BestFigure.from_text(figure)
+        self._file = folder / BEST_FILE
+        self._world = world
+        self._log = log
         self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
 
     @property

@@ -36,15 +36,18 @@ from longspan.train.training import Training
 # FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has
 # no more rows than fit a block: of 64, 80 or 128 queries (128 / query heads of a key head, forward), and 128 keys.
 MANY = 256
-SHORT_STEP, SHORT = 8, 128  # chunks of up to SHORT rows are told apart in units of SHORT_STEP rows
+SHORT_STEP = 8
+SHORT = 128  # chunks of up to SHORT rows are told apart in units of SHORT_STEP rows
 LONG = 4 * SHORT  # rows to which chunks are cut: their kernels are those of any longer ones
 CONNECTED = 16  # slots, at most, of which every pair is connected where plans are dynamic
-COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans take a while each
+COMING = 32  # steps whose plans are looked at
+COMING_DYNAMIC = 4  # of dynamic plans, which take a while each
 
 
 def group_kind(group: Group) -> tuple[object, ...]:
     """Return what the kernels and messages of a group depend on, as the number of its rows is not."""
-    rows, chunks = group.laid_out, 2 * group.degree
+    rows = group.laid_out
+    chunks = 2 * group.degree
     longest_chunk = -(-max(rows) // chunks)
     messages = group.degree, group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition
     documents = (len(rows) > 1) + (len(rows) > MANY)  # one, several, more than MANY
@@ -107,10 +110,12 @@ def make_plan_like(plan: Plan, batches: Sequence[MicroBatch]) -> Plan:
 
 def run_warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
     """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans."""
-    started, world = time.perf_counter(), training.world
+    started = time.perf_counter()
+    world = training.world
     coming = [*plans, *([evaluation] if evaluation else [])]
     work = plan_warm_up(plans, evaluation, in_flight=world.home.pp * training.config.parallel.vpp)
-    kinds, steps = plural(len(smallest_group_of_each_kind(coming)), "kind"), plural(len(plans), "coming step")
+    kinds = plural(len(smallest_group_of_each_kind(coming)), "kind")
+    steps = plural(len(plans), "coming step")
     log(f"compiling kernels and finding memory: {kinds} of groups in {steps}{' and evaluation' if evaluation else ''}")
     try:
         allocate_adam_states(training.optimizer)
@@ -144,7 +149,8 @@ def plan_warm_up(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: i
     Training runs as many copies as a pipeline holds at once (`in_flight`), so that the peak is reached. Evaluation's is
     cut short if no slot has more rows than in training; of its kinds only new ones follow.
     """
-    kinds, slots = smallest_group_of_each_kind(plans), plans[0].slots
+    kinds = smallest_group_of_each_kind(plans)
+    slots = plans[0].slots
     batches = [largest_micro_batch(plans)] * in_flight
     for group in kinds.values():
         batches += repeat_on_all_slots(shorten_group(group), slots)
@@ -167,7 +173,8 @@ def _pad_to_multiple(batches: list[MicroBatch], multiple: int) -> list[MicroBatc
 
 def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
     """Plans that mix degrees may need any group later: every pair of at most CONNECTED slots is connected."""
-    world, context = training.world, training.config.context
+    world = training.world
+    context = training.config.context
     for plan in plans:
         world.prepare(plan)
     mixing_planners = {context.planner, context.evaluation.planner} - set(ONE_DEGREE)

@@ -24,7 +24,8 @@ class AllocatorWatch:
     """Counts how often this rank's allocator had to give memory back in a step, and warns once where it goes on."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._count_before = device, allocator_retries(device)
+        self._device = device
+        self._count_before = allocator_retries(device)
         self.of_step: int = 0  # what the last step added
         self._last_retries = deque[float](maxlen=WARNED_AFTER)  # of the last steps, the most of any rank
         self._is_warned = False
@@ -32,7 +33,8 @@ class AllocatorWatch:
     def count_step_retries(self) -> dict[str, int]:
         """Count the retries of the step that ended; return them as a column of its row, none on a CPU."""
         retries = allocator_retries(self._device)
-        self.of_step, self._count_before = retries - self._count_before, retries
+        self.of_step = retries - self._count_before
+        self._count_before = retries
         return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
 
     def warning_once(self, most: float) -> str:

@@ -1,7 +1,6 @@
 """Costs of groups by the research model, forward passes, types, states, layers that run twice; and lower bounds."""
 
 import dataclasses
-import doctest
 from dataclasses import replace
 from functools import partial
 from typing import get_args
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import longspan.plan
 from longspan.comm import ShardPart
 from longspan.errors import PlanError
 from longspan.layout import Layout
@@ -139,13 +137,6 @@ def test_a_free_step_over_sharded_parameters_pays_for_its_closing() -> None:
         assert added == pytest.approx(cost.closing_seconds, rel=1e-9) and free.ratio >= 1
         lockstep, without = (planner(lengths, home, max_tokens_per_slot=512, cost=c) for c in (cost, Cost()))
         assert lockstep.predicted_seconds == pytest.approx(without.predicted_seconds + cost.closing_seconds)
-
-
-@pytest.mark.parametrize("module", ["cost.cost", "cost.machine", "planners.fixed", "shape.model_shape", None])
-def test_docstrings_show_what_happens(module: str | None) -> None:
-    subject = longspan.plan if module is None else __import__(f"longspan.plan.{module}", fromlist=["_"])
-    outcome = doctest.testmod(subject)
-    assert outcome.attempted and not outcome.failed
 
 
 def test_json_gives_a_cost_back_with_what_it_is_of() -> None:

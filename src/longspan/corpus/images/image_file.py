@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 Size = tuple[int, int]  # height, width
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange height and width
+_ORIENTATION = 0x0112  # the EXIF tag
+_TURNED = (5, 6, 7, 8)  # its values that exchange height and width
 _TAIL = 64  # last bytes of a file, which contain the end mark of a complete one
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "GIF": b";"}
 MAX_PIXELS = 178_956_970  # of an image, twice what Pillow warns of: 537 MB in three channels
@@ -45,7 +46,8 @@ class ImageFile(NamedTuple):
         Pixels are read only if the file does not end as a complete one does.
         """
         with self._open_image() as image:
-            turned, kind = _orientation(image) in _TURNED, image.format or ""
+            turned = _orientation(image) in _TURNED
+            kind = image.format or ""
             size = (image.width, image.height) if turned else (image.height, image.width)
         if kind in _ENDS:
             with Path(self.path).open("rb") if self.path else io.BytesIO(self.data) as file:

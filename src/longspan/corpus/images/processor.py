@@ -106,7 +106,8 @@ class Processor:
 
         `among` is how many images its document has; some processors decide by it whether to cut the image into tiles.
         """
-        grid, several = self.patch_grid(size), self._sees_others and among > 1
+        grid = self.patch_grid(size)
+        several = self._sees_others and among > 1
         key = grid or (several, None if self.has_fixed_placeholders else size)  # the text depends on these alone
         if key not in self._texts:
             self._texts[key] = _call_processor(self.name, size, lambda: self._find_text(size, grid, several))

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Grid = tuple[int, int, int]
-NESTED, OWN_FILE, LEGACY = "processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"
+NESTED = "processor_config.json"
+OWN_FILE = "video_preprocessor_config.json"
+LEGACY = "preprocessor_config.json"
 _CLIP: dict[str, Any] = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -38,7 +40,8 @@ _CLIP: dict[str, Any] = {
 _HALF: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _ALL: dict[str, Any] = {"temporal_patch_size": 2, "merge_size": 2, "do_resize": True, "do_rescale": True}
 _ALL |= {"do_normalize": True, "rescale_factor": 1 / 255, "resample": 3, "cap_pixels_per_frame": False}
-_QWEN2, _QWEN3 = "Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"
+_QWEN2 = "Qwen2VLVideoProcessor"
+_QWEN3 = "Qwen3VLVideoProcessor"
 _DEFAULTS: dict[str, dict[str, Any]] = {  # of the classes, in transformers 5.17 to 5.23
     _QWEN2: {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}, "max_video_tokens": 128000}
     | {"patch_size": 14}
@@ -146,7 +149,8 @@ class VideoProcessor:
         Its class is the one that the folder names, or else transformers' for the class of `stock`; settings that the
         folder lacks are its defaults. Qwen2-VL may write bounds of a frame's pixels as min_pixels and max_pixels.
         """
-        nested, stock_name = _read_json(folder / NESTED).get("video_processor"), type(stock).__name__
+        nested = _read_json(folder / NESTED).get("video_processor")
+        stock_name = type(stock).__name__
         settings = nested or _read_json(folder / OWN_FILE) or _read_json(folder / LEGACY)
         kind = (settings.get("video_processor_type") or _OF_PROCESSORS.get(stock_name, "")).removesuffix("Fast")
         if kind not in _DEFAULTS or getattr(stock, "video_token_id", None) is None:
@@ -182,7 +186,8 @@ class VideoProcessor:
 
         Raises DataError for a size that the class refuses.
         """
-        patch, factor = self.settings["patch_size"], self.settings["patch_size"] * self.settings["merge_size"]
+        patch = self.settings["patch_size"]
+        factor = self.settings["patch_size"] * self.settings["merge_size"]
         height, width = size
         if self.settings["do_resize"]:
             try:

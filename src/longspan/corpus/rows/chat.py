@@ -128,12 +128,14 @@ class ChatEncoding:
         is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")
         if not end or not is_answer or sample.labels is None or (sample.labels == NO_TARGET).all():
             return sample
-        ends, added = self.template.ends, engine.get_added_tokens_decoder()
+        ends = self.template.ends
+        added = engine.get_added_tokens_decoder()
         if (token := engine.token_to_id(end)) is None:
             advice = f"generation stops at {' or '.join(sorted(ends)) or 'no token that its folder names'}"
             raise RowError(f"data.end_of_chat is {end!r}, which is no token of the tokenizer; {advice}")
         stop = int(np.flatnonzero(sample.labels != NO_TARGET)[-1]) + 1  # blanks of the template may follow
-        last, behind = int(sample.ids[stop - 1]), engine.decode(sample.ids[stop:].tolist(), skip_special_tokens=False)
+        last = int(sample.ids[stop - 1])
+        behind = engine.decode(sample.ids[stop:].tolist(), skip_special_tokens=False)
         is_end = engine.id_to_token(last) in ends or (last in added and added[last].special)
         if behind.strip() or is_end:
             written = behind.strip() or engine.id_to_token(last)

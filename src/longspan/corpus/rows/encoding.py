@@ -54,7 +54,8 @@ if TYPE_CHECKING:  # of conversations and images, which texts do without
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
     """Encode texts together, each with the tokens around it; a long one by itself, as it may turn out a bad row."""
-    texts, results = list[str](), list[BadRow | npt.NDArray[np.int64] | None]()
+    texts = list[str]()
+    results = list[BadRow | npt.NDArray[np.int64] | None]()
     for row in rows:
         try:
             check_keys(row.values, "text")
@@ -77,7 +78,8 @@ def encode_completion(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
     """
     prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
     text_ids, spans = tokenizer.encode_with_spans(prompt + completion, [len(prompt)])
-    ids, opening = tokenizer.surround(text_ids), tokenizer.surrounding_ids[0]
+    ids = tokenizer.surround(text_ids)
+    opening = tokenizer.surrounding_ids[0]
     start = 0 if text_ids[: len(opening)].tolist() == opening else len(opening)
     is_target = np.ones(len(ids), dtype=bool)
     is_target[:start] = False
@@ -93,7 +95,8 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
     if not len(ids):
         raise RowError("input_ids has no tokens; leave the row out")
     _check_ids(ids, "input_ids", vocabulary_size)
-    labels, masks = values.get("labels"), [name for name in MASKS if values.get(name) is not None]
+    labels = values.get("labels")
+    masks = [name for name in MASKS if values.get(name) is not None]
     if labels is not None and masks:
         raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
     _check_one_document(values, len(ids))
@@ -226,7 +229,8 @@ class RowEncoding:
         """
         if self.kind not in (*CHATS, "prompt+completion") or sample.labels is None:
             return {}
-        engine, is_target = self.tokenizer.engine, sample.labels != NO_TARGET
+        engine = self.tokenizer.engine
+        is_target = sample.labels != NO_TARGET
         stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
         if engine.decode(sample.ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
             return {}
@@ -280,7 +284,8 @@ class RowEncoding:
             numbers = (0.0,) if values.get("margin") is None else read_label(values, 1, "margin")
             documents = [self._encode_whole(values, completion) for completion in KEYS[PAIRS]]
         else:
-            numbers, documents = read_label(values, self.settings.num_labels), [self._encode_whole(values)]
+            numbers = read_label(values, self.settings.num_labels)
+            documents = [self._encode_whole(values)]
         stops = accumulate(map(len, documents))
         return Sample(np.concatenate(documents), numbers=numbers, stops=tuple(stops))
 

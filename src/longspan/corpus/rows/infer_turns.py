@@ -128,7 +128,8 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]
     text = template.render(turns, tools).text
-    between, tail = text.split(_WORDS[1])[-1].split(_WORDS[2])[0], text.split(_WORDS[3])[-1]
+    between = text.split(_WORDS[1])[-1].split(_WORDS[2])[0]
+    tail = text.split(_WORDS[3])[-1]
     separators = tokens.findall(between) if tokens else []
     ends = frozenset(template.ends)
     tail_tokens = tokens.findall(tail) if tokens else []
@@ -169,7 +170,8 @@ def _find_answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tok
     return with_prompt[common:]
 
 
-_HEAD, _MOST_WORK = 64, 1 << 32  # characters that are compared first, and in all
+_HEAD = 64  # characters that are compared first
+_MOST_WORK = 1 << 32  # characters that are compared in all
 _CONTEXT = 16  # characters at the end of a question by which its end is recognized
 _LONGEST_CLOSING = 32
 Render = Callable[[Sequence[Message]], str]
@@ -252,7 +254,8 @@ def marked_spans(
     A mark without a text belongs to the assistant's messages between the texts next to it.
     """
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
-    all_learnt, fields = answers == set(learnt), texts_of_messages(messages)  # then no mark is another message's
+    all_learnt = answers == set(learnt)
+    fields = texts_of_messages(messages)  # then no mark is another message's
     if all_learnt and all(field.added or str(field.value).strip() in rendered.text for field in fields):
         conversation = _Conversation(messages, rendered.text, template, tools, (), ())
         return Spans(rendered.marks, _count_unseen(conversation, fields, [(0,)] * len(fields), learnt, first))
@@ -290,7 +293,8 @@ def _count_unseen(
     """Count what a rendering lacks: thoughts of learnt messages (left out whole, or cut off an answer) and their other
     texts; learnt messages without a text; and from message number `first` on the messages of all other roles, and tools
     that it does not name."""
-    messages, turns = conversation.messages, [turn for turn in conversation.turns if turn.message in learnt]
+    messages = conversation.messages
+    turns = [turn for turn in conversation.turns if turn.message in learnt]
     absent = [field for field, places in zip(fields, ends, strict=True) if not places and not field.blank]
     lacking = [field for field in absent if field.message in learnt]
     thoughts = sum(field.path[0] in THOUGHTS for field in lacking)
@@ -368,7 +372,9 @@ def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
 
 
 def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
-    text, turn_before, first_field = conversation.text, conversation.turn_before(turn), turn.fields[0]
+    text = conversation.text
+    turn_before = conversation.turn_before(turn)
+    first_field = turn.fields[0]
     first_text = first_field.value.strip() if isinstance(first_field.value, str) else ""
     begin = turn.ends[0] - len(first_text) if text[: turn.ends[0]].endswith(first_text) else turn.ends[0]
     for prompt in tokens.prompts:
@@ -390,7 +396,8 @@ def _find_start_after_question(conversation: _Conversation, turn: _Turn, turn_be
         prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
     except RowError:  # a conversation that begins with the assistant
         return None
-    text, end = conversation.text, turn_before.ends[-1]
+    text = conversation.text
+    end = turn_before.ends[-1]
     last_words = str(turn_before.fields[-1].value).rstrip()[-_CONTEXT:] if turn_before.fields else ""
     begin = end - len(last_words) if last_words and text[:end].endswith(last_words) else end
     length = longest_overlap(prompt.text, text[begin : turn.ends[0]])
@@ -402,7 +409,8 @@ def longest_overlap(text: str, other: str) -> int:
 
     After _MOST_WORK characters were compared in vain, only overlaps of up to _HEAD characters are looked for.
     """
-    head, work = other[:_HEAD], _MOST_WORK
+    head = other[:_HEAD]
+    work = _MOST_WORK
     at = text.find(head, max(0, len(text) - len(other))) if len(other) >= _HEAD else -1
     while at >= 0 and work > 0:  # only texts that repeat themselves have many places
         if other.startswith(text[at:]):
@@ -447,7 +455,8 @@ def _locate_marks(
     except RowError:
         return None
     pattern = re.compile("|".join(map(re.escape, fields)))
-    places, removed = {mark: list[int]() for mark in fields}, 0
+    places = {mark: list[int]() for mark in fields}
+    removed = 0
     for match in pattern.finditer(rendered):
         places[match.group()].append(match.start() - removed)
         removed += len(match.group())

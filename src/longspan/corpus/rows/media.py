@@ -131,7 +131,8 @@ def read_video_entry(entry: Any, folder: str, name: str, part: Mapping[str, Any]
         check_entry_keys(entry, ("frames", *TIMES), name)
         if times:
             raise RowError(f"{name} has {', '.join(times)} beside an object of frames; give them in one place")
-        frames, times = entry.get("frames"), entry
+        frames = entry.get("frames")
+        times = entry
     if not isinstance(frames, list):
         frames_text = short_repr(frames) if isinstance(frames, str) else type_name(frames)
         raise RowError(
@@ -234,7 +235,8 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
 
     Raises RowError for malformed entries, and if texts name something that the row lacks.
     """
-    by_key, part_media = read_media(row.values, row.folder), _PartMedia(row.folder)
+    by_key = read_media(row.values, row.folder)
+    part_media = _PartMedia(row.folder)
     values, pattern = dict(row.values), media_name_pattern(kinds_by_name(row.values))
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
@@ -254,7 +256,8 @@ class _PartMedia:
 
     def __init__(self, folder: str) -> None:
         self.images, self.videos = list[ImageFile](), list[VideoFile]()
-        self._folder, self._counts = folder, Counter[str]()
+        self._folder = folder
+        self._counts = Counter[str]()
 
     def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
         new_messages = list[Any]()
@@ -285,7 +288,8 @@ class _PartMedia:
         # Beside its media a part may have the number of an image, or the times of a video's frames.
         keys = ("type", *_MEDIA_KEYS[kind], *(("index",) if kind == "image" else TIMES))
         check_entry_keys(part, keys, name)
-        index, number = part.get("index"), self._counts[kind]
+        index = part.get("index")
+        number = self._counts[kind]
         if index is not None and index != number:
             raise RowError(
                 f"{name} has index {index!r}, and is image {number} of the row, from 0; images are named in their "
@@ -454,7 +458,8 @@ class RowImages:
 
     def add_images(self, sample: Sample, expanded: Expanded) -> Sample:
         """Return a sample of an expanded text with its images; placeholders are no targets."""
-        placed, labels = list[SampleImage](), sample.ids if sample.labels is None else sample.labels
+        placed = list[SampleImage]()
+        labels = sample.ids if sample.labels is None else sample.labels
         for kind in ("image", "video"):
             shown = [medium for medium in expanded.shown if isinstance(medium.file, VideoFile) == (kind == "video")]
             if kind == "image" or shown:  # a folder may lack a processor of videos, which only videos need
@@ -465,7 +470,8 @@ class RowImages:
 
     def text_sample(self, values: Mapping[str, Any], media: RowMedia) -> Sample:
         """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
-        text, pattern = require_string(values.get("text"), "text"), media_name_pattern(kinds_by_name(values))
+        text = require_string(values.get("text"), "text")
+        pattern = media_name_pattern(kinds_by_name(values))
         special = pattern_of_any(self.tokenizer.special_names)
         check_media_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
@@ -503,7 +509,8 @@ class RowImages:
                 yield from self._frame_groups(number, medium_places, medium.file, medium.grid or (0, 0, 0))
             else:
                 at = int(medium_places[0]), int(medium_places[-1]) + 1, len(medium_places)
-                stamp, grid = medium.file.stamp(), medium.grid or (0, 0, 0)
+                stamp = medium.file.stamp()
+                grid = medium.grid or (0, 0, 0)
                 yield SampleImage(*at, grid, number, medium.file.path, *stamp, among=len(shown))
 
     def _frame_groups(
@@ -519,7 +526,8 @@ class RowImages:
         for group, group_places in enumerate(np.split(places, groups)):
             frames = video.frames[group * size : (group + 1) * size]
             at = int(group_places[0]), int(group_places[-1]) + 1, len(group_places), (1, height, width), number
-            path, stamp = join_paths([frame.path for frame in frames]), join_stamps(frame.stamp() for frame in frames)
+            path = join_paths([frame.path for frame in frames])
+            stamp = join_stamps(frame.stamp() for frame in frames)
             yield SampleImage(*at, path, *stamp, frame=group * size, seconds=video.interval * size)
 
     def _make_shown(self, kind: str, numbered: tuple[int, ImageFile | VideoFile], images: int) -> Shown:

@@ -143,7 +143,8 @@ def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
     """Return what templates write last of a call: its last argument if that is a text, else all, else its name."""
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
-        path, call = (*path, "function"), call["function"]
+        path = (*path, "function")
+        call = call["function"]
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         return Field(i, (*path, "arguments"), arguments)

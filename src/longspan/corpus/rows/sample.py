@@ -281,7 +281,8 @@ _UNREAD = (
 
 def common_kind(rows: Sequence[Row]) -> Kind:
     """Return the kind of rows. Raises DataError for a row of no kind or of two, and for rows of different kinds."""
-    kind, first = row_kind(rows[0]), rows[0]
+    kind = row_kind(rows[0])
+    first = rows[0]
     for row in rows[1:]:
         if (other := row_kind(row)) != kind:
             raise DataError(

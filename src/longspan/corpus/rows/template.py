@@ -97,7 +97,8 @@ class ChatTemplate:
                 f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
                 "chat_template.jinja there, or name the file in a run with data.chat_template"
             )
-        template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
+        template = stock.get_chat_template()
+        with_tools = stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
         ids = read_stop_token_ids(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
         ends = (tokenizer.engine.id_to_token(i) for i in sorted(ids))  # None for ids that the tokenizer does not have
@@ -208,7 +209,8 @@ class ChatTemplate:
         """Keys without a value are left out, as templates ask whether a key is there."""
         template = self._template(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        day, formats = datetime.strptime(DATE, "%d %b %Y"), {match["format"] for match in _DATES.finditer(template)}
+        day = datetime.strptime(DATE, "%d %b %Y")
+        formats = {match["format"] for match in _DATES.finditer(template)}
         try:
             dates = {date_format: day.strftime(date_format) for date_format in formats}
             texts, spans = _renderer(

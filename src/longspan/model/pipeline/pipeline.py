@@ -77,7 +77,7 @@ class PipelineModel(nn.Module):
     Parameters, buffers and `state_dict` keys have the names of the whole model. Together, the ranks of a pipeline hold
     each parameter once; one that several stages have, such as a tied embedding, is on each rank with such a stage.
 
-    >>> model = prepare(Qwen3ForCausalLM(config), world, virtual_stages=2)     # home.pp == 2
+    >>> model = prepare(Qwen3ForCausalLM(config), world, virtual_stages=2)  # a PipelineModel: home.pp is 2
     >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
 
     Call it only to look at logits: all stages of a slot enter with the same rows, every rank gets the logits, and they

@@ -40,7 +40,7 @@ _MEASURE_TEXTS = {
 class MemoryPlan:
     """What a run needs of the rank that needs most, and what its layers keep.
 
-    >>> plan = plan_fixed([262144], home, cp=4)
+    >>> plan = plan_fixed([262144], Layout(4), cp=4)
     >>> memory = MemoryPlan.of("Qwen3-8B/config.json", home, plan, MemorySettings(), "selective")  # doctest: +SKIP
     >>> memory.device.total  # doctest: +SKIP
 
