@@ -52,6 +52,7 @@ class FrozenNorms(Feature):
 
     def refuse(self, model: PreTrainedModel) -> None:
         self._names = [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
+        self.description["latents"] = f"{len(self._names)} norms are frozen"
         if "qwen3" not in model.config.model_type:
             raise ModelError(f"{type(model).__name__} has norms of another name; leave them trained")
 
@@ -59,13 +60,10 @@ class FrozenNorms(Feature):
         for name in self._names:
             model.get_parameter(name).requires_grad_(False)
 
-    def describe(self) -> dict[str, Any]:
-        return {"latents": f"{len(self._names)} norms are frozen"}
-
 
 METHODS = (
     *("checks_context", "refuse", "compare_ranks", "connect", "convert"),
-    *("begin_placing", "cut", "place", "join", "finish", "describe"),
+    *("begin_placing", "cut", "place", "join", "finish"),
 )
 CALLED: list[str] = []
 

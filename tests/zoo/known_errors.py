@@ -156,9 +156,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "losses of routers shrink with the ranks": KnownError(
             checks.router_losses,
             "model.experts.router",
-            "coefficients, token_layers = statistics.coefficients, statistics.token_layers",
-            "coefficients, token_layers = statistics.coefficients, "
-            "statistics.token_layers * statistics.world.home.slots",
+            "    token_layers = statistics.token_layers",
+            "    token_layers = statistics.token_layers * statistics.world.home.slots",
         ),
         "weights of norms without their offset": KnownError(
             checks.norm_formulas,

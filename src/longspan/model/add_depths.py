@@ -52,7 +52,8 @@ class _DrawnWeights:
     """A depth is drawn whole, since modules may initialise those inside; only names, shapes and buffers are kept."""
 
     def __init__(self, model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
-        self._initialise, self._seed = model._init_weights, seed
+        self._initialise = model._init_weights
+        self._seed = seed
         self._depths = {f"{MTP}.layers.{i}": deepcopy(depth).to("meta") for i, depth in enumerate(mtp.layers)}
         self._buffers = {f"{MTP}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
 
@@ -129,7 +130,8 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
         raise ModelError(f"{name} has {obstacle} already; add depths once, to a stock model")
     if model.get_output_embeddings() is None or base_model(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
-    embedding, size = next(model.get_input_embeddings().parameters()), model.config.get_text_config().hidden_size
+    embedding = next(model.get_input_embeddings().parameters())
+    size = model.config.get_text_config().hidden_size
     if embedding.shape[1] != size:
         raise ModelError(
             f"{name} has embeddings of {embedding.shape[1]} values and layers of {size}, with projections between, and "
@@ -157,8 +159,10 @@ def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
     """A model whose layers end with a norm has none after them, and neither has its depths."""
-    last_norm, size = final_norm(model), model.config.get_text_config().hidden_size
-    device, norm = next(layers[-1].parameters()).device, last_norm or _find_last_norm(model, layers[-1], size)
+    last_norm = final_norm(model)
+    size = model.config.get_text_config().hidden_size
+    device = next(layers[-1].parameters()).device
+    norm = last_norm or _find_last_norm(model, layers[-1], size)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=device, dtype=model.dtype)
     norms = _copy_module(norm), _copy_module(norm), nn.Identity() if last_norm is None else _copy_module(norm)
     copies = [_copy_module(layer) for layer in layers]
@@ -213,7 +217,8 @@ def _check_layer_inputs(model: PreTrainedModel) -> None:
     if inputs.noted is None:
         return
     args, kwargs = inputs.noted
-    states, size = args[0] if args else kwargs["hidden_states"], model.config.get_text_config().hidden_size
+    states = args[0] if args else kwargs["hidden_states"]
+    size = model.config.get_text_config().hidden_size
     if (shape := tuple(states.shape)) != (1, 2, size):
         raise ModelError(
             f"{type(model).__name__} gives its decoder layers hidden states of shape {shape} for two rows of size "

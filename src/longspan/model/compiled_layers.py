@@ -41,7 +41,6 @@ class CompiledFeature(Feature):
         super().__init__(call)
         device = self.world.device
         self._parts = choose_compiled_parts(self.options.compiled, call.model, device, self.world.home.tp)
-        self._text = ""
         if self._parts != "none" and device.type == "cuda":
             home = self.world.home
             start_compile_workers(min(len(home.ranks), self.world.node_size * home.tp))  # node_size counts slots
@@ -53,10 +52,7 @@ class CompiledFeature(Feature):
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
         if self._parts != "none":
-            self._text = compile_layers(models)
-
-    def describe(self) -> dict[str, Any]:
-        return {"compiled": self._text}
+            self.description["compiled"] = compile_layers(models)
 
 
 def choose_compiled_parts(word: str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
@@ -171,7 +167,9 @@ class _LayerRun:
     """A layer's compiled forward (`run`). If it `has_experts` it notes arguments, as the hook did that was removed."""
 
     def __init__(self, layer: nn.Module, run: Callable[..., Any], *, has_experts: bool) -> None:
-        self.layer, self.run, self.has_experts = layer, run, has_experts
+        self.layer = layer
+        self.run = run
+        self.has_experts = has_experts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A single row would take a graph of its own: the class's code runs it."""

@@ -28,10 +28,6 @@ class Call:
     world: World
     options: PrepareOptions
 
-    def has(self, is_kind: Callable[[nn.Module], bool]) -> bool:
-        """Whether the model holds a module of a kind."""
-        return any(map(is_kind, self.model.modules()))
-
 
 class Feature:
     """One thing that `prepare` may do to a model; each method is neutral, and a feature overrides those that it needs.
@@ -44,6 +40,7 @@ class Feature:
         """Check the options of the feature, which raise for themselves."""
         self.world = call.world
         self.options = call.options
+        self.description = dict[str, Any]()  # fields of the Execution
 
     def checks_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context around all checks, which changes what they must find, and takes it back if one raises."""
@@ -59,7 +56,7 @@ class Feature:
         """Let modules call longspan; a pass on the meta device tries the model that all features have connected."""
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Change, in the tried model, what that pass could not run, and note what `describe` says."""
+        """Change, in the tried model, what that pass could not run, and note the description."""
 
     def begin_placing(self, execution: Execution) -> None:
         """Make what placing needs; entered by all ranks."""
@@ -78,25 +75,27 @@ class Feature:
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
         """Do what comes last, when the weights of all parts are there."""
 
-    def describe(self) -> dict[str, Any]:
-        """Return fields of the Execution."""
-        return {}
-
 
 # When a feature is on, and where its class is, in the order in which features act.
 FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     (lambda call: MTP in call.model._modules, "longspan.model.mtp:MtpFeature"),
-    (lambda call: _is_classifier(call.model), "longspan.model.score_heads:ScoreHeadFeature"),
+    (
+        lambda call: any(kind.__name__.endswith(SCORE_HEADS) for kind in type(call.model).__mro__),
+        "longspan.model.score_heads:ScoreHeadFeature",
+    ),
     (lambda call: call.options.float8, "longspan.model.float8_layers:Float8Feature"),
-    (lambda call: call.has(is_peft_module), "longspan.model.exactness.adapter_rules:AdapterFeature"),
+    (
+        lambda call: any(map(is_peft_module, call.model.modules())),
+        "longspan.model.exactness.adapter_rules:AdapterFeature",
+    ),
     (
         lambda call: call.world.device.type == "cuda" or call.options.fused_norms not in ("auto", "off"),
         "longspan.model.seams.norms:NormFeature",
     ),
     (lambda call: call.options.compiled != "none", "longspan.model.compiled_layers:CompiledFeature"),
-    (lambda call: call.has(is_mixer), "longspan.model.seams.mixers:MixerFeature"),
+    (lambda call: any(map(is_mixer, call.model.modules())), "longspan.model.seams.mixers:MixerFeature"),
     (
-        lambda call: call.has(lambda module: is_indexer(module) or is_indexed(module)),
+        lambda call: any(is_indexer(module) or is_indexed(module) for module in call.model.modules()),
         "longspan.model.seams.indexers:IndexerFeature",
     ),
     (
@@ -118,10 +117,6 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     ),
     (lambda call: True, "longspan.model.sharding:ShardingFeature"),
 ]
-
-
-def _is_classifier(model: nn.Module) -> bool:
-    return isinstance(model, PreTrainedModel) and any(x.__name__.endswith(SCORE_HEADS) for x in type(model).__mro__)
 
 
 def features_of(call: Call) -> tuple[Feature, ...]:

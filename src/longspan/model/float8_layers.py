@@ -101,10 +101,9 @@ class Float8Feature(Feature):
         of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
         of_experts = f", experts of {len(experts)} layers" if experts else ""
         percent = 100 * in_float8 / of_layers
-        self._text = f"float8 by rows: {len(linears)} linears{of_experts}, {percent:.1f} % of the layers' weights"
-
-    def describe(self) -> dict[str, Any]:
-        return {"float8": self._text}
+        self.description["float8"] = (
+            f"float8 by rows: {len(linears)} linears{of_experts}, {percent:.1f} % of the layers' weights"
+        )
 
 
 def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:

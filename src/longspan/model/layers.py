@@ -72,7 +72,8 @@ def text_model_name(model: PreTrainedModel) -> str:
     """Return where the text model in a wrapper of several modalities is; of other models, where the base model is."""
     if not reads_other_modalities(model):
         return base_name(model)
-    embedding, inner = model.get_input_embeddings(), ""
+    embedding = model.get_input_embeddings()
+    inner = ""
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and any(child is embedding for child in module.modules()):
             inner = name  # the last is the innermost: a module is listed before those inside it

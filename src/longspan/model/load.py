@@ -183,7 +183,8 @@ def checked_folder_weights(folder: Path, model: PreTrainedModel) -> FolderWeight
     source = FolderWeights(folder, model)
     source.check_complete()
     unread = source.unread
-    patterns, buffers = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES], dict(model.named_buffers())
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES]
+    buffers = dict(model.named_buffers())
     known = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
     if unread.keys() - known:
         from longspan.model.mtp import select_published_mtp_names
@@ -211,7 +212,8 @@ def checked_folder_weights(folder: Path, model: PreTrainedModel) -> FolderWeight
 
 def _refuse_weights_of_other_class(folder: Path, model: PreTrainedModel) -> None:
     """Its names may all be a stock class's, which transformers would load, and compute something else."""
-    names, stock = model.config.architectures or [], type(model).__name__
+    names = model.config.architectures or []
+    stock = type(model).__name__
     if names and not any(name.lower() == stock.lower() or hasattr(transformers, name) for name in names):
         raise ModelError(
             f"the weights of {folder} are of {names[0]}, which transformers does not have, and would be read as those "

@@ -109,7 +109,8 @@ def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list
 
 def adapter_lines(model: PreTrainedModel) -> Iterator[str]:
     """Yield lines about what has no adapter in the decoder layers of an adapted model, and where none can be merged."""
-    sizes, total = Counter[str](), 0
+    sizes = Counter[str]()
+    total = 0
     for layer in decoder_layers(model).values():
         for name, parameter in layer.named_parameters():
             if parameter.ndim > 1 and ".lora_" not in name:
@@ -206,7 +207,8 @@ class AdapterOver:
 
     def __init__(self, base: WeightSource, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
         self.base: WeightSource = base
-        self._shapes, self._seed = dict(shapes), seed
+        self._shapes = dict(shapes)
+        self._seed = seed
 
     def __str__(self) -> str:
         return str(self.base)
@@ -241,7 +243,8 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 
 def _iterate_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
     for name, child in module.named_children():
-        path, parameters = f"{prefix}{name}", dict(child.named_parameters())
+        path = f"{prefix}{name}"
+        parameters = dict(child.named_parameters())
         is_trained = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
         if is_trained and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield path
@@ -255,7 +258,8 @@ def entries_inside_modules(modules: Collection[str], entries: Any) -> dict[str, 
     return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
 
 
-WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIGURATION = "adapter_config.json"
 
 
 def write_adapter(

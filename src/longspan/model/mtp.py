@@ -46,7 +46,8 @@ def translate_published_name(key: str, layers: int, blocks: int = 1) -> str:
     'mtp.layers.0.mtp_block.1.mixer.gate.weight'
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
-        depth, inside = int(match[1]) - layers, _replace_prefix(match[2], _LAST_NORMS)
+        depth = int(match[1]) - layers
+        inside = _replace_prefix(match[2], _LAST_NORMS)
         return key if depth < 0 else _depth_name(depth, inside)
     if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", key):
         if match[2].startswith(("mtp_block.", *_OURS)):
@@ -162,7 +163,8 @@ class LayerInputs:
 @contextmanager
 def note_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
     """Note what a pass inside gives the last decoder layer, which depths copy."""
-    inputs, last_layer = LayerInputs(model), named_layer_list(model)[1][-1]
+    inputs = LayerInputs(model)
+    last_layer = named_layer_list(model)[1][-1]
     handle = last_layer.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
     try:
         yield inputs

@@ -52,7 +52,8 @@ def usual_part_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 def find_parts(model: PreTrainedModel) -> ModelParts:
     """Find the parts that the model's own pipeline plan names, or else the usual three; ModelError for others."""
-    base, name = decoder_model(model), type(model).__name__
+    base = decoder_model(model)
+    name = type(model).__name__
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
     order: list[str] = [*(plan or usual_part_names(model))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
@@ -117,7 +118,8 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
     x = torch.linspace(-1, 1, 2 * size, device=device).view(1, 2, size).requires_grad_()
-    returned, calls = [x], list[PartCall]()
+    returned = [x]
+    calls = list[PartCall]()
 
     def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """What a part returns becomes a leaf, so that `_depends_on` can trace later calls back to it."""
@@ -144,7 +146,8 @@ def _argument_with_first_states(
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
     if len(earlier) != 1 or earlier[0] == 0:
         return None
-    value, first = arguments[earlier[0]], returned[0]
+    value = arguments[earlier[0]]
+    first = returned[0]
     is_first = isinstance(value, Tensor) and value.shape == first.shape and (first.is_meta or torch.equal(value, first))
     return earlier[0] if is_first and not _depends_on(value, returned[1:]) else None
 

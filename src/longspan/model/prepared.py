@@ -164,7 +164,9 @@ def prepare_language_model(
     for feature in features:
         feature.finish(prepared, models)
     prepared.call_rules = rules
-    prepared.execution = replace(execution, **{k: v for feature in features for k, v in feature.describe().items()})
+    for feature in features:
+        execution = replace(execution, **feature.description)
+    prepared.execution = execution
     guard_prepared_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_model_call, with_kwargs=True, prepend=True)
@@ -174,7 +176,8 @@ def prepare_language_model(
 
 
 def _connect_operations(model: PreTrainedModel) -> None:
-    config, text = model.config, model.config.get_text_config()
+    config = model.config
+    text = model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
     # Of a wrapper a table of names, without towers: they see images whole.
     table = {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)}

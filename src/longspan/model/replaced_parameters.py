@@ -49,7 +49,8 @@ def refuse_other_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     trains = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     others = [parameter for key, parameter in held.items() if key not in trains]
     former = [getattr(parameter, FORMER) for parameter in others if hasattr(parameter, FORMER)]
-    trained, updated = sum(trains.values()), sum(trains.get(key, False) for key in held)
+    trained = sum(trains.values())
+    updated = sum(trains.get(key, False) for key in held)
     idle_stage = is_pipeline(model) and not held
     if former or (trained and not updated and not idle_stage):
         raise ModelError(

@@ -112,13 +112,16 @@ class WholeWeights:
 
         A weight in an adapted module has the scaling of its adapter.
         """
-        self._world, self._adapter = world, adapter_of_prepared_model(model)
+        self._world = world
+        self._adapter = adapter_of_prepared_model(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
         entries = list[_Entry]()
         position = world.coordinates.pp
         for stage in stages:
-            state, tied, scalings = stage.state_dict(), tied_names(stage), dict[str, float]()
+            state = stage.state_dict()
+            tied = tied_names(stage)
+            scalings = dict[str, float]()
             if self._adapter is not None:
                 adapted: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
                 scalings = {name: float(module.scaling[self._adapter.name]) for name, module in adapted.items()}
@@ -189,7 +192,9 @@ class WholeWeights:
 
     def gather_tensor(self, name: str, *, first_only: bool = False) -> Tensor:
         """Gather a whole tensor on every rank, or the home's first alone; its stage sends it to the others."""
-        entry, world, position = self._entries[name], self._world, self._world.coordinates.pp
+        entry = self._entries[name]
+        world = self._world
+        position = self._world.coordinates.pp
         receivers = [stage for stage in range(world.home.pp) if stage != entry.stage]
         if first_only:
             receivers = [0] if entry.stage and (world.slot, world.coordinates.tp) == (0, 0) else []
@@ -289,7 +294,8 @@ def _find_savable_encoders(model: Any) -> list[Encoder]:
 
 
 def _trained_encoder_states(encoders: Sequence[Encoder]) -> tuple[tuple[str, ...], list[Mapping[str, Tensor]]]:
-    names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
+    names = tuple[str, ...]()
+    states = list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
         trained = {name for name, p in parameters if p.requires_grad and not belongs_to_adapter(name)}
@@ -422,7 +428,8 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
             name_in_peft_files(name, adapter.name): tensor for name, tensor in tensors.items()
         }
         if by_name.keys() != (names := set(stored.keys())):
-            lacks, extra = sorted(by_name.keys() - names), sorted(names - by_name.keys())
+            lacks = sorted(by_name.keys() - names)
+            extra = sorted(names - by_name.keys())
             raise ModelError(
                 f"{file} is of another adapter: it lacks {len(lacks)} of this one's tensors "
                 f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} others ({', '.join(extra[:2]) or 'none'})"

@@ -74,7 +74,8 @@ class ScoreHeadFeature(Feature):
         """
         stock: Any = type(model)
         if (
-            getattr(model.config, "is_encoder_decoder", False)
+            not isinstance(model, PreTrainedModel)
+            or getattr(model.config, "is_encoder_decoder", False)
             or base_model(model) is model
             or not find_score_head(model)
         ):

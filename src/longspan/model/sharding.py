@@ -29,6 +29,7 @@ from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradi
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
+_DEFAULT = Sharding()  # of a module that was sharded elsewhere
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
@@ -48,7 +49,8 @@ def shard_over_slots(
     """
     blocks = [*blocks]
     _refuse_mixed_dtypes(blocks, root)
-    policy, frees = sharding.mixed_precision_policy(root), sharding.reshard_after_forward
+    policy = sharding.mixed_precision_policy(root)
+    frees = sharding.reshard_after_forward
     block_policy = replace(policy, cast_forward_inputs=cast_block_inputs)
     for block in blocks:
         fully_shard(block, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=block_policy)
@@ -104,7 +106,8 @@ class SumsInComputeMemory(DefaultReduceScatter):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an empty tensor: for a message, on the computing stream, or then for its sum, on FSDP2's stream."""
-        current, computing = torch.cuda.current_stream(device), self._computing
+        current = torch.cuda.current_stream(device)
+        computing = self._computing
         if computing is None or current == computing:  # the same again: an error came between the two
             self._computing = current
             return super().allocate(size, dtype=dtype, device=device)
@@ -188,7 +191,7 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     def set_last(last: bool = True) -> None:
         for module in modules:
-            sharding = _SHARDINGS.get(module, Sharding())  # the default: one that was sharded elsewhere
+            sharding = _SHARDINGS.get(module, _DEFAULT)
             module.set_requires_all_reduce(last, recurse=False)
             if not sharding.reshard_after_forward:
                 module.set_reshard_after_backward(last, recurse=False)
@@ -210,7 +213,7 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 def keeps_parameters_gathered(model: nn.Module) -> bool:
     """Return whether all passes of a step in lockstep find its parameters whole."""
-    return not any(_SHARDINGS.get(module, Sharding()).reshard_after_forward for module in fsdp_modules(model))
+    return not any(_SHARDINGS.get(module, _DEFAULT).reshard_after_forward for module in fsdp_modules(model))
 
 
 def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
@@ -240,7 +243,9 @@ def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[
     will sum or free is to be set before it runs forward. Hooks of what FSDP2 takes for a root run, with which it begins
     and ends a pass. Only sums of three and more gradients of one tensor that several blocks take may round otherwise.
     """
-    states, blocks, later = dict.fromkeys(x._get_fsdp_state() for x in fsdp_modules(model)), list[_BlockHooks](), None
+    states = dict.fromkeys(x._get_fsdp_state() for x in fsdp_modules(model))
+    blocks = list[_BlockHooks]()
+    later = None
     try:
         for state in reversed([state for state in states if len(state._modules) == 1]):  # the last that is called first
             later = _BlockHooks(state, later, trains=trains)
@@ -256,12 +261,15 @@ class _BlockHooks:
 
     def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
         policy, (module,), self._state = state._mp_policy, state._modules, state
-        self._later, self._trains, self._runs_fsdp_hooks = later, trains, True
+        self._later = later
+        self._trains = trains
+        self._runs_fsdp_hooks = True
         self._groups: list[Any] = [*reduction_groups([module])]
         self._gradient_hook: Any = None
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._casts_outputs: bool = policy.output_dtype is not None
-        before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+        before = state._pre_forward_hook_handle.id
+        after = state._post_forward_hook_handle.id
         self._places: Any = (module._forward_pre_hooks, before), (module._forward_hooks, after)
         self._fsdp_hooks = [hooks[key] for hooks, key in self._places]
         for (hooks, key), mine in zip(self._places, (self._begin_forward, self._end_forward), strict=True):
@@ -279,7 +287,8 @@ class _BlockHooks:
             not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
             for group in self._groups
         )
-        dtype, inputs = self._input_dtype, (*args, *kwargs.values())
+        dtype = self._input_dtype
+        inputs = (*args, *kwargs.values())
         casts = self._casts_outputs or not (dtype is None or all(_has_dtype(x, dtype) for x in inputs))
         self._runs_fsdp_hooks = busy or casts
         if self._trains and not busy and self._gradient_hook is None:
@@ -327,7 +336,8 @@ def reset_fsdp_groups(modules: Sequence[FSDPModule]) -> None:
     """Bring FSDP2's groups back to their idle state after an error, and free what they gathered."""
     for module in modules:
         state: Any = module._get_fsdp_state()
-        state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False  # of a pass that failed, which autograd drops
         for group in reduction_groups([module]):
             group._training_state = TrainingState.IDLE

@@ -55,7 +55,8 @@ def refuse_model_without_images(model: nn.Module) -> None:
             f"without encoder= for text alone{doctor_hint(model)}"
         )
     embedding: Any = model.get_input_embeddings()
-    placeholder, rows = image_tokens(model.config).placeholder, embedding.weight.shape[0]
+    placeholder = image_tokens(model.config).placeholder
+    rows = embedding.weight.shape[0]
     if placeholder >= rows:
         raise ModelError(
             f"{type(model).__name__}: placeholders of images are token id {placeholder}, and its embedding has {rows} "
@@ -130,7 +131,8 @@ def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) ->
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
     windows, side = read_window_layers(ConfigReader.read_whole_model(config).section("vision_config"), layers)
-    full_layers, in_windows = layers - windows, {"window_layers": windows, "window": side}
+    full_layers = layers - windows
+    in_windows = {"window_layers": windows, "window": side}
     return EncoderShape(width=width, full_layers=full_layers, block_weights=in_blocks, merge=merge, **in_windows)
 
 

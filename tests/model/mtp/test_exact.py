@@ -264,7 +264,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
 }
 
 OF_WHOLE_DEPTHS: dict[str, tuple[str, str, str]] = {  # beside an adapter
-    "the depths that were there before": (DEPTHS, "model._modules[PREFIX] = copies[0]", "pass"),
+    "the depths that were there before": (DEPTHS, "model._modules[MTP] = copies[0]", "pass"),
     "a configuration of their own": (DEPTHS, "copies[0].get_submodule(name).config = config", "pass"),
 }
 

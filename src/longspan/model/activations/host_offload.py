@@ -132,7 +132,10 @@ class HostRange:
     def __init__(
         self, freed: "deque[tuple[_Part, int, int]]", part: "_Part", start: int, size: int, bytes: int
     ) -> None:
-        self._freed, self._part, self._start, self._size = freed, part, start, size
+        self._freed = freed
+        self._part = part
+        self._start = start
+        self._size = size
         self.memory: Tensor = part.memory[start : start + bytes]  # (bytes,) of uint8
 
     def __del__(self) -> None:
@@ -267,7 +270,8 @@ class ParkedLayer:
     """The tensors that one call of a layer keeps on the host; fetching one brings all back, and begins on others."""
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
-        self._offload, self._layer_before = offload, before
+        self._offload = offload
+        self._layer_before = before
         self._on_host: list[tuple[HostRange, Tensor]] = []  # memory of the arena, and the parked tensor in it
         self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
         self._versions: dict[int, int] = {}  # torch's counts of in-place changes, when a tensor was parked
@@ -275,10 +279,12 @@ class ParkedLayer:
 
     def __call__(self, x: Tensor) -> Callable[[], Tensor]:
         """Copy a tensor to the host, unless it is empty or elsewhere; returns the function that fetches it."""
-        x, arena = x.detach(), self._offload.arena
+        x = x.detach()
+        arena = self._offload.arena
         if x.device.type != arena.device.type or not x.numel():
             return x.detach
-        place, index = arena.take_range(x.numel() * x.element_size()), len(self._on_host)
+        place = arena.take_range(x.numel() * x.element_size())
+        index = len(self._on_host)
         on_host = place.view_like(x)
         self._on_host.append((place, on_host))
         if (copies := arena.copies) is None:
@@ -309,7 +315,8 @@ class ParkedLayer:
 
     def begin_copies_to_device(self) -> None:
         """Begin to copy the layer's tensors to the device, unless they are there."""
-        copies, device = self._offload.arena.copies, self._offload.arena.device
+        copies = self._offload.arena.copies
+        device = self._offload.arena.device
         absent = [index for index in range(len(self._on_host)) if index not in self._on_device]
         for index in absent:
             self._versions.pop(index, None)  # of the tensor that was parked, not of this new one

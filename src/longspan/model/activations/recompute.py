@@ -58,7 +58,8 @@ class Segments:
         A layer joins the segment of the call before if its input is what that call returned. A kept input waits on the
         host if `measure` ends with "+host".
         """
-        x, last_link = args[0], self._last_link and self._last_link()
+        x = args[0]
+        last_link = self._last_link and self._last_link()
         follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
         link = _Link(layer, run, args[1:], measure, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
@@ -87,8 +88,11 @@ class _Link:
     ) -> None:
         self.before = before
         self.place = 0 if before is None else before.place + 1
-        self._layer, self._run, self._other_args = layer, run, others
-        self._keeps_attention, self._keeps_exchanged = not measure.startswith("full"), measure == "exchanged"
+        self._layer = layer
+        self._run = run
+        self._other_args = others
+        self._keeps_attention = not measure.startswith("full")
+        self._keeps_exchanged = measure == "exchanged"
         self._recording: Recording | None = None
         self._input: Tensor | None = None  # made again for backward, until it is fetched
         self._fetch_first: Callable[[], Tensor] | None = None  # of a segment's first layer: fetches its kept input
@@ -106,7 +110,8 @@ class _Link:
         return same_place and out.dtype == x.dtype
 
     def note_output(self, out: Tensor) -> None:
-        self._output, self._version = weakref.ref(out), out._version
+        self._output = weakref.ref(out)
+        self._version = out._version
 
     def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
         """A `keep` that keeps nothing: to fetch the input, the layers before run again."""
@@ -139,7 +144,8 @@ class _Link:
             x = fetch()
             for link, next_link in pairwise(links):
                 x = next_link._input = link.run_again(x)
-        x, self._input = self._input, None
+        x = self._input
+        self._input = None
         assert x is not None
         return x
 
@@ -160,7 +166,8 @@ class _Link:
 
     @contextmanager
     def replay_attention(self) -> Iterator[None]:
-        recording, self._recording = self._recording, None
+        recording = self._recording
+        self._recording = None
         with self._record_nothing() if recording is None else recording.replay_outputs():
             yield
 

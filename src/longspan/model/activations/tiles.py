@@ -115,7 +115,9 @@ class _Tiles(torch.autograd.Function):
         contexts: tuple[Around, Around],
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.run, ctx.node, ctx.count = run, nodes[0], count
+        ctx.run = run
+        ctx.node = nodes[0]
+        ctx.count = count
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[row_tensors:]
         with ctx.around():
@@ -164,7 +166,8 @@ def _add_tile_gradients(
             row_gradient.copy_(gradient)
     for i, gradient in enumerate(gradients[len(row_gradients) :]):
         if gradient is not None:
-            total, wide = sums[i], torch.promote_types(gradient.dtype, torch.float32)
+            total = sums[i]
+            wide = torch.promote_types(gradient.dtype, torch.float32)
             # a copy, as it may share memory with the gradient of the output
             sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
 
@@ -217,10 +220,17 @@ class TiledForward:
         count = count_tiles(x.shape[ROWS], self.tile_rows)
         if count == 1:
             return self.run(x, *others, **named)
-        module, run = self._module, lambda rows: self.run(rows, *others, **named)
+        module = self._module
         around = partial(keep_float8_weights, module)  # weights in float8 are made once for all tiles
         draws = has_active_dropout(module)
-        return run_in_tiles(run, (x,), tuple(module.parameters()), count, draws=draws, around=around)
+        return run_in_tiles(
+            lambda rows: self.run(rows, *others, **named),
+            (x,),
+            tuple(module.parameters()),
+            count,
+            draws=draws,
+            around=around,
+        )
 
 
 def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:

@@ -77,7 +77,8 @@ def refuse_quantized(model: nn.Module) -> None:
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
     """A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration."""
-    config, name = model.config, type(model).__name__
+    config = model.config
+    name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, only decoder-only language models are supported"
         return

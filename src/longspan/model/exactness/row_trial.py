@@ -29,7 +29,8 @@ from longspan.model.sharding import reshard
 from longspan.plan import Group, MicroBatch
 
 _LENGTHS = (19, 1, 9, 3, 13, 5, 11, 2, 8)  # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many
-_ALL, _FEWER = (0, 1, 2, 3, 4, 5, 6, 7, 8), (8, 5, 4, 1, 7)
+_ALL = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+_FEWER = (8, 5, 4, 1, 7)
 _SEED = 29  # by which the first and the last of the fewer rows are compared
 _COUNT = sum(_LENGTHS)  # of the numbers of rows, for each part
 
@@ -57,7 +58,8 @@ class _Rows:
         numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
         numbers = np.concatenate([part * _COUNT + numbers_of_part for part in range(parts)])
         of_slot = tuple(lengths[d] for d in documents) * parts
-        slots, n = range(world.home.slots), len(of_slot)
+        slots = range(world.home.slots)
+        n = len(of_slot)
         groups = tuple(Group((slot,), tuple(range(slot * n, (slot + 1) * n)), of_slot) for slot in slots)
         shard = SeparateRows.from_shard(bind(MicroBatch(groups), world).with_spans({}))
         return _Rows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
@@ -105,7 +107,8 @@ class _Allowed(NamedTuple):
         In coarse types it is least where every product has the same shapes, and most where rounding may choose other
         experts.
         """
-        equal, other_experts = same_shapes and not experts, experts and not same_shapes
+        equal = same_shapes and not experts
+        other_experts = experts and not same_shapes
         error = (0.01 if equal else 0.1 if other_experts else 0.05) if coarse else 1e-4
         return _Allowed(dtype, error, 0 if equal else 2 if coarse else 16, coarse and other_experts)
 
@@ -126,9 +129,12 @@ class _ObservedPass:
     """
 
     def __init__(self, rows: _Rows, allowed: _Allowed, before: "_ObservedPass | None") -> None:
-        self.rows, self.allowed, self.before = rows, allowed, before
+        self.rows = rows
+        self.allowed = allowed
+        self.before = before
         self.tensors, self.errors = dict[_Key, Tensor](), dict[_Key, Tensor]()
-        self._calls, self._places = dict[str, int](), dict[tuple[int, int], Any]()
+        self._calls = dict[str, int]()
+        self._places = dict[tuple[int, int], Any]()
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -267,7 +273,9 @@ class _Trial:
     """
 
     def __init__(self, model: Any, world: World) -> None:
-        self.model, self.world, rules = model, world, call_rules(model)
+        self.model = model
+        self.world = world
+        rules = call_rules(model)
         self.stages: tuple[Any, ...] = model.stages if is_pipeline(model) else (model,)
         dtype = model_execution(model).compute_dtype
         if torch.is_autocast_enabled(world.device.type):
@@ -277,7 +285,8 @@ class _Trial:
         self.allowed = partial(_Allowed.for_pass, dtype, coarse=coarse, experts=has_experts(model))
         longest = max(_LENGTHS) if rules.position_table is None else rules.position_table.positions
         rows = partial(_Rows.from_documents, world, rules.row_multiple, longest)
-        self.first, self.others = rows(_ALL, others=False), [rows(_FEWER, others=True)]
+        self.first = rows(_ALL, others=False)
+        self.others = [rows(_FEWER, others=True)]
         if coarse:
             self.others.insert(0, rows(_ALL, others=True))
         self.shape = 2, _COUNT * rules.row_multiple
@@ -313,7 +322,8 @@ class _Trial:
             module = dict(model.named_modules()).get(culprit[0])
             kind = "" if module is None else type(module).__name__.removeprefix("FSDP")
             name = f"{culprit[0]} ({kind})" if culprit[0] and kind else culprit[0] or kind
-            all_rows, n = len(self.first.numbers), len(rows.numbers)
+            all_rows = len(self.first.numbers)
+            n = len(rows.numbers)
             compared = "the same" if n == all_rows else f"{n} of them in another order"
             yield (
                 f"{name}: in {mode} mode {all_rows} rows, without attention, and {compared} beside others differ by "
@@ -337,7 +347,8 @@ class _Trial:
 
     def _run_pass(self, stage: Any, observed: _ObservedPass) -> None:
         rows = observed.rows
-        ids, positions = rows.values_of_rows(self.ids)[None], rows.shard.position_ids[None]
+        ids = rows.values_of_rows(self.ids)[None]
+        positions = rows.shard.position_ids[None]
         later = {"future_ids": rows.values_of_rows(self.later).t().contiguous()} if self.later.shape[2] else {}
 
         def note_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
@@ -363,7 +374,8 @@ class _Trial:
 
     def _make_hidden_states(self, stage: Any, rows: _Rows) -> Tensor:
         """The same (1, T, D) for a row's number in every pass; behind them embedded rows, if stages hand these on."""
-        draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
+        draw = torch.Generator().manual_seed(4)
+        inputs = list[Tensor]()
         width = self.model.config.get_text_config().hidden_size
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.shape, width, generator=draw).to(self.world.device, self.model.dtype)

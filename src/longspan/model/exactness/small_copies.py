@@ -32,7 +32,10 @@ from longspan.model.kinds import find_mixers
 from longspan.model.seams.rope import rope_types
 from longspan.plan.shape.families import find_family
 
-WINDOW, CHUNK, SCALED_FROM, POSITIONS = 5, 7, 16, 512
+WINDOW = 5
+CHUNK = 7
+SCALED_FROM = 16
+POSITIONS = 512
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 _HEADS += ("attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "swa_num_attention_heads")
@@ -130,7 +133,8 @@ class _Rules:
         return self._small_integer(name, value)
 
     def _small_integer(self, name: str, value: int) -> int:
-        sizes, true_heads = self.sizes, self.sizes.true_heads
+        sizes = self.sizes
+        true_heads = self.sizes.true_heads
         if true_heads and name in _OF_LATENTS:
             return value
         if name in _FIXED:
@@ -156,7 +160,8 @@ class _Rules:
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
-        small, hidden = self.small_hidden, self.hidden
+        small = self.small_hidden
+        hidden = self.hidden
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
             **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), expand * small // 16),
@@ -207,7 +212,8 @@ def _count_rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], sizes
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Scaling begins at a length that trials exceed; M-RoPE keeps the share of frames, the others get equal shares."""
-    out, pairs = dict(rope), _count_rotary_pairs(rope, small, sizes)
+    out = dict(rope)
+    pairs = _count_rotary_pairs(rope, small, sizes)
     for name, value in rope.items():
         if isinstance(value, Mapping):
             out[name] = _small_rope(value, small, sizes)
@@ -278,7 +284,9 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
         kinds.append(frozenset(f"{name}={choice.layer_value(name, value)}" for name, value in values.items()))
     layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     if len(layers) > _MOST:
-        shown, layers_of_kinds, layers = set[str](), layers, list[int]()
+        shown = set[str]()
+        layers_of_kinds = layers
+        layers = list[int]()
         for layer in layers_of_kinds:
             if not shown.issuperset(kinds[layer]):
                 layers.append(layer)
@@ -306,7 +314,8 @@ def small_periods(values: Mapping[str, Any]) -> dict[str, int]:
 # Images are of 16 x 16 pixels or a few times that, patches of 4 x 4; ids of placeholders are in the small vocabulary
 # and differ from each other. Everything else of a tower is made small as above.
 
-PATCH, SIDE = 4, 16
+PATCH = 4
+SIDE = 16
 _TOKENS = ("_token_id", "_token_index", "_patch_id")
 _TOKENS_OF_TEXT = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
 _OF_TEXT = ("out_hidden_size", "text_hidden_size", "text_config_hidden_size")  # names of the text model's width
@@ -403,7 +412,8 @@ def shrink_configuration(
     # DeepStack adds rows of images after each of the first two layers, and two pipeline stages need two layers each.
     deep = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     usual = Sizes(true_heads=true_heads, experts=experts)
-    equal, wide = replace(usual, grouped=False), replace(usual, narrow=False)
+    equal = replace(usual, grouped=False)
+    wide = replace(usual, narrow=False)
     both = replace(equal, narrow=False)
     # in turn until the class accepts them: some ask for other heads, widths or a padding id
     for sizes in (usual, wide, equal, both, replace(usual, pad=0), replace(usual, pad=1), replace(both, pad=0)):
@@ -489,7 +499,8 @@ def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: i
 def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
     with torch.device("meta"), _silence_warnings():
         model = _make_model(config, "sdpa", images=images)
-    count, limit = sum(p.numel() for p in model.parameters()), MOST_PARAMETERS
+    count = sum(p.numel() for p in model.parameters())
+    limit = MOST_PARAMETERS
     limit *= 256 if sizes.true_heads else 1  # heads of 256 instead of 16, squared
     if count > limit:
         name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())

@@ -38,7 +38,8 @@ def kernel_module() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.model.experts.row_kernels")
 
 
-_MOST_COLUMNS, _LEAST_COLUMNS = 2048, 16
+_MOST_COLUMNS = 2048
+_LEAST_COLUMNS = 16
 
 
 class Visits(NamedTuple):
@@ -109,7 +110,8 @@ def _compute_visit_sums(outputs: Tensor, weights: Tensor | None, visits: Visits)
     if (kernels := find_row_kernels(outputs, weights)) is None:
         by_row = outputs.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
         return (by_row if weights is None else by_row * weights.unsqueeze(2)).sum(1)
-    rows, width = len(visits.place) // visits.top_k, outputs.shape[1]
+    rows = len(visits.place) // visits.top_k
+    width = outputs.shape[1]
     columns = _program_columns(width)
     dtype = outputs.dtype if weights is None else torch.promote_types(outputs.dtype, weights.dtype)
     out = outputs.new_empty((rows, width), dtype=dtype)
@@ -130,8 +132,11 @@ def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Vis
         output_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
         weight_gradients = (dout_rows * outputs).sum(1)[visits.place]
         return output_gradients.to(outputs.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
-    dout, weights, width = dout.contiguous(), weights.contiguous(), outputs.shape[1]
-    output_gradients, weight_gradients = outputs.new_empty(outputs.shape), torch.zeros_like(weights)
+    dout = dout.contiguous()
+    weights = weights.contiguous()
+    width = outputs.shape[1]
+    output_gradients = outputs.new_empty(outputs.shape)
+    weight_gradients = torch.zeros_like(weights)
     if outputs.numel():  # else the weights' gradients stay zeros
         arguments = (output_gradients, weight_gradients, dout, outputs, weights, visits.order, width, outputs.stride(0))
         kernels.visit_gradients_kernel[(len(outputs),)](*arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width))
@@ -188,7 +193,8 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
-    rows, width = len(x), x.shape[1] // 2
+    rows = len(x)
+    width = x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
         getattr(find_row_kernels(x), name)[blocks](x, *others, x.stride(0), width, COLUMNS=_COLUMNS)
@@ -216,7 +222,8 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, up_bias = _local_weight_and_bias(module, first_name)
     down, down_bias = _local_weight_and_bias(module, "down_proj")
-    float8_up, float8_down = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
+    float8_up = find_float8_weight(module, first_name)
+    float8_down = find_float8_weight(module, "down_proj")
     if not len(x):  # a slot of padding alone
         weights = [weight for weight in (up, up_bias, down, down_bias) if weight is not None]
         return _NoRows.apply(x, *weights)  # pyright: ignore[reportReturnType]
@@ -235,7 +242,8 @@ class _NoRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
-        ctx.dtype, kind = x.dtype, x.device.type
+        ctx.dtype = x.dtype
+        kind = x.device.type
         is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # as products with rows are
         return x.to(torch.get_autocast_dtype(kind) if is_cast else x.dtype, copy=True)
 

@@ -103,7 +103,8 @@ def make_router_statistics(
     ModelError for coefficients of losses that are not known.
     """
     routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
-    config, coefficients = getattr(model, "config", None), coefficients or RouterCoefficients()
+    config = getattr(model, "config", None)
+    coefficients = coefficients or RouterCoefficients()
     if not routers or not hasattr(config, "router_aux_loss_coef"):
         if coefficients.any:
             raise ModelError(
@@ -129,7 +130,8 @@ def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
     shard, router = kwargs.get("shard"), kwargs.get("router")
     if shard is None:  # a model that hands its layers no keywords has them bound around the layer
         running = running_layer()
-        shard, router = running.shard, running.router
+        shard = running.shard
+        router = running.router
     _layer_arguments.set(None if shard is None else _LayerArguments(shard, router))
 
 
@@ -204,7 +206,8 @@ def _mix_experts_in_tiles(
 
 
 def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    local, tp = shard.local_rows, world.home.tp
+    local = shard.local_rows
+    tp = world.home.tp
     if tp > 1 and count == -(-local // tp):
         start = world.coordinates.tp * count
         return shard.find_real_rows(start, start + count)
@@ -223,7 +226,8 @@ def mix_experts(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None = None
 ) -> Tensor:
     """Compute the weighted sums (R, D) of the experts' outputs for each row of x (R, D); members of a channel share."""
-    count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
+    count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
+    top_k = chosen.shape[1]  # pyright: ignore[reportArgumentType]
     sorted_experts, order = chosen.flatten().sort(stable=True)  # (R k,)
     bounds = torch.searchsorted(sorted_experts, torch.arange(count + 1, device=x.device))
     loads = bounds.diff()  # (E,): rows for each expert, without waiting for the device

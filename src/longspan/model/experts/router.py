@@ -146,7 +146,8 @@ def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
     With the module's symbols and p = softmax(logits): balance E Σ F P has the gradient g = E F / N at p, so
     p (g − Σ g p) at the logits; z, the mean of lse², has 2 lse p / N.
     """
-    coefficients, token_layers = statistics.coefficients, statistics.token_layers
+    coefficients = statistics.coefficients
+    token_layers = statistics.token_layers
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)
     if coefficients.balance:

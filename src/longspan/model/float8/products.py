@@ -87,7 +87,8 @@ def quantise_columns(x: Tensor) -> Scaled:
     values = torch.empty((*x.shape[:-2], width, rows), dtype=FLOAT8, device=x.device)
     if not matrices.numel():
         return Scaled(values, torch.zeros(values.shape[:-1], device=x.device))
-    across, down = -(-width // _TILE), -(-rows // _TILE)  # tiles
+    across = -(-width // _TILE)
+    down = -(-rows // _TILE)  # tiles
     sizes = rows, width, matrices.stride(1), matrices.stride(0)
     parts = torch.empty((count, min(_PARTS, down), width), device=x.device)
     tile = {"ROWS": _TILE, "COLUMNS": _TILE}
@@ -152,7 +153,9 @@ class Float8Weight:
 
     def set_keeping(self, keeps: bool) -> None:
         """Begin (True) or end (False) keeping the float8 weight; what was kept before is dropped."""
-        self.keeps, self._rows, self._columns = keeps, None, None
+        self.keeps = keeps
+        self._rows = None
+        self._columns = None
 
     def rows(self, weight: Tensor) -> Scaled:
         """Return the weight's rows in float8: those that are kept, or new ones."""
@@ -268,7 +271,8 @@ class _Gradients(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, experts: ExpertRows | None, unread: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.dtype, ctx.experts = weight.dtype, experts
+        ctx.dtype = weight.dtype
+        ctx.experts = experts
         return unread.view_as(unread)
 
     @staticmethod
@@ -292,16 +296,21 @@ class _Product(torch.autograd.Function):
         float8_weight: Float8Weight,
     ) -> Tensor:
         # Not by save_for_backward: a recomputed layer would have to run this product too, to save the weight again.
-        ctx.weight, ctx.version, ctx.float8_weight, ctx.experts = weight, weight._version, float8_weight, experts
+        ctx.weight = weight
+        ctx.version = weight._version
+        ctx.float8_weight = float8_weight
+        ctx.experts = experts
         # A transposed matrix has in its columns what another one has in its rows.
         w = float8_weight.columns(weight) if experts is not None and experts.transposed else float8_weight.rows(weight)
         return _multiply_scaled(quantise_rows(x), w, x.dtype, bias, experts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        of_rows, experts = None, ctx.experts
+        of_rows = None
+        experts = ctx.experts
         if ctx.needs_input_grad[0]:
-            weight, float8_weight = _saved_weight(ctx), ctx.float8_weight
+            weight = _saved_weight(ctx)
+            float8_weight = ctx.float8_weight
             transposed = experts is not None and experts.transposed  # whose rows are then the columns of W
             w = float8_weight.rows(weight) if transposed else float8_weight.columns(weight)
             of_rows = _multiply_scaled(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
@@ -309,7 +318,8 @@ class _Product(torch.autograd.Function):
 
 
 def _saved_weight(ctx: Any) -> Tensor:
-    weight, version = ctx.weight, ctx.weight._version
+    weight = ctx.weight
+    version = ctx.weight._version
     if version != ctx.version:
         raise RuntimeError(
             f"a weight {tuple(weight.shape)} that backward needs was changed in place since the forward pass: it is at "

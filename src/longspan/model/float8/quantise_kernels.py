@@ -56,7 +56,8 @@ def largest_of_columns_kernel(x, parts, rows, width, x_row, x_matrix, ROWS: tl.c
     p, p + P, p + 2 P and so on. Matrices of x lie `x_matrix` elements apart.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row_part, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row_part = tl.program_id(1)
+    matrix = tl.program_id(2).to(tl.int64)
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(row_part, tl.cdiv(rows, ROWS), tl.num_programs(1)):
         row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)

@@ -33,7 +33,8 @@ from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.shape.families import find_family
 
 IMAGE = "image"
-_ENCODER, _LANGUAGE_MODEL = f"encoders.{IMAGE}.", "language_model."  # in names of parameters
+_ENCODER = f"encoders.{IMAGE}."
+_LANGUAGE_MODEL = "language_model."  # in names of parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,8 @@ def check_deepstack_layers(encoders: Mapping[str, Encoder], model: PreTrainedMod
         first_layers = len(model.layers_of_stages[0])
         holder = f"the first of {len(model.layers_of_stages)} pipeline stages has"
     else:
-        first_layers, holder = model.config.get_text_config().num_hidden_layers, "the language model has"
+        first_layers = model.config.get_text_config().num_hidden_layers
+        holder = "the language model has"
     for modality, encoder in encoders.items():
         if encoder.deep_layers > first_layers:
             raise ModelError(

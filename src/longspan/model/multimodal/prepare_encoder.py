@@ -131,7 +131,8 @@ def check_encoder_prepared(module: nn.Module, world: World) -> None:
 
 def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sharding) -> None:
     world.check_open()
-    name, home = type(module).__name__, world.home
+    name = type(module).__name__
+    home = world.home
     if module in _PREPARED:
         raise ModelError(f"this {name} was prepared already; prepare an encoder once")
     for axis, degree in (("pp", home.pp), ("ep", home.ep)):
@@ -178,7 +179,8 @@ def _wrap_in_checkpoint(block: nn.Module, measure: str) -> None:
 
 def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
     """Slots would wait for each other. A block that is recomputed is not called again: its own forward runs."""
-    called, encoder = set[str](), type(module).__name__
+    called = set[str]()
+    encoder = type(module).__name__
 
     def note_call(name: str, *_: Any) -> None:
         if name in called:

@@ -237,7 +237,8 @@ def split_encoder(
 
     Returns trials of the first calls, which the caller hooks in once it has wrapped the blocks' forwards.
     """
-    _, tp = world.meshes.tp, world.home.tp  # the mesh is made by all ranks together
+    _ = world.meshes.tp
+    tp = world.home.tp  # the mesh is made by all ranks together
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split_module_ids = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too

@@ -184,7 +184,8 @@ class PipelineModel(nn.Module):
         key = (micro_batches, backward)
         if key not in self._schedules:
             # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
-            hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
+            hidden = self.config.get_text_config().hidden_size
+            parts = call_rules(self).row_multiple
             stages = [
                 ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
                 for stage in self.stages

@@ -90,7 +90,10 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
     engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
     targets = tuple(map(get_gradient_edge, weights))
     # Other weights may need the same part of the graph, so it is kept.
-    keep_graph, create_graph, allow_unreachable, accumulate = True, False, True, False
+    keep_graph = True
+    create_graph = False
+    allow_unreachable = True
+    accumulate = False
     flags = keep_graph, create_graph, targets, allow_unreachable, accumulate
     for weight, gradient in zip(weights, engine.run_backward(tuple(edges), tuple(edges.values()), *flags), strict=True):
         add_gradient(weight, gradient)
@@ -125,7 +128,8 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:
     """All nodes that depend on `start`, itself among them; the search does not go on behind `last_nodes`."""
-    dependents, to_visit = {start}, [start]
+    dependents = {start}
+    to_visit = [start]
     while to_visit:
         node = to_visit.pop()
         following = () if node in last_nodes else users.get(node, ())
@@ -193,7 +197,10 @@ class ScheduledStage(PipelineStage):
         )
         self.inputs: Sequence[StageInput] = ()
         self._input: StageInput | None = None  # of the micro-batch that runs
-        self._row, self._world, self._row_parts, self._stage = row, world, row_parts, stage
+        self._row = row
+        self._world = world
+        self._row_parts = row_parts
+        self._stage = stage
         self._leaves: tuple[Tensor, ...] = ()  # rows of its images, which get gradients as parameters do
         self._freed = torch.empty(0, dtype=dtype, device=world.device)  # stands for a buffer that is freed
         name = "_forward_chunk_states" if hasattr(self, "_forward_chunk_states") else "fwd_cache"  # torch 2.15, before
@@ -298,7 +305,9 @@ class ScheduledStage(PipelineStage):
         self.dw_runner.clear()
         for micro_batch in self.args_recv_info:
             self._free_received(micro_batch)
-        self.inputs, self._input, self._leaves = (), None, ()
+        self.inputs = ()
+        self._input = None
+        self._leaves = ()
 
     def _free_received(self, micro_batch: int) -> None:
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
@@ -321,7 +330,8 @@ def make_schedule(
     Evaluation has no loss function, so that torch runs no backward passes, and runs all forward passes first, as 1F1B
     does with fewer micro-batches than stages. The loss is a sum over targets: gradients are not scaled.
     """
-    interleaved, kind = pipeline_settings.virtual_stages > 1, ScheduleGPipe
+    interleaved = pipeline_settings.virtual_stages > 1
+    kind = ScheduleGPipe
     if not backward:
         kind = ScheduleLoopedBFS if interleaved else ScheduleGPipe
     elif pipeline_settings.schedule == "zero_bubble":

@@ -49,7 +49,8 @@ def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module],
 
     A shared module is registered whole, under its first name in the whole model.
     """
-    shared, name = shared_parameters(model, stages), type(model).__name__
+    shared = shared_parameters(model, stages)
+    name = type(model).__name__
     for entry in shared:
         if len({stage % pp for stage in entry.stages}) < len(entry.stages):
             raise ModelError(
@@ -60,7 +61,8 @@ def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module],
     for stage in stages:
         names_here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
         for later_name in sorted(n for n in names_here & first_name.keys() if first_name[n] not in names_here):
-            path, origin = later_name.rpartition(".")[0], first_name[later_name].rpartition(".")[0]
+            path = later_name.rpartition(".")[0]
+            origin = first_name[later_name].rpartition(".")[0]
             names = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
             if separate := [n for n in names if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
                 raise ModelError(
@@ -137,7 +139,8 @@ def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], wor
     if parameter.grad is None:  # of a stage that made no use of it in this step
         parameter.grad = torch.zeros_like(parameter)
     gradient = local_tensor(parameter.grad)
-    total, label = gradient.contiguous(), "sum of gradients that stages share"
+    total = gradient.contiguous()
+    label = "sum of gradients that stages share"
     slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))  # views, which get the sums
     local_slice = slices.pop(pipeline.index)
     parts = {holder: local_slice if holder == pipeline.index else torch.empty_like(local_slice) for holder in holders}
@@ -267,7 +270,9 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
             "copies of it in pipeline stages would leave out; define it in a subclass, or use pp 1"
         )
     calls, unchanged = trace_parts(model, parts, shard=Probe())
-    name, base, called = type(model).__name__, decoder_model(model), [call.part for call in calls]
+    name = type(model).__name__
+    base = decoder_model(model)
+    called = [call.part for call in calls]
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     order = [*before, *(f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))), *parts.after]
     if wrong := [part for part in order if called.count(part) != 1]:
@@ -330,7 +335,8 @@ def cut_stages_of_position(
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = make_stage_models(model, parts, layers)
     refuse_parameter_copies(model, models, pp)
-    shared, here = shared_parameters(model, models), range(position, len(models), pp)
+    shared = shared_parameters(model, models)
+    here = range(position, len(models), pp)
     stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in here)
     for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:

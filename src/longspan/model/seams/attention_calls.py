@@ -138,7 +138,9 @@ def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     outer = _running.get()
     shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
     if shard is None:  # the model does not hand keyword arguments on to its layers
-        shard, kernel, router = outer.shard, outer.attention_kernel, outer.router
+        shard = outer.shard
+        kernel = outer.attention_kernel
+        router = outer.router
     _running.set(RunningLayer(layer, shard, kernel, router, outer))
 
 
@@ -240,9 +242,11 @@ def sharded_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
         running = running_layer()
-        shard, attention_kernel = running.shard, attention_kernel or running.attention_kernel
+        shard = running.shard
+        attention_kernel = attention_kernel or running.attention_kernel
     if isinstance(shard, Probe):
-        sizes, ignored = (query.shape[-1], value.shape[-1]), {"position_ids", "cache_position"}
+        sizes = (query.shape[-1], value.shape[-1])
+        ignored = {"position_ids", "cache_position"}
         unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
         limits = {"window": sliding_window, "chunk": chunk_size(module), "indexed": indices is not None}
         shard.calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
@@ -256,7 +260,8 @@ def sharded_attention(
     query = scale_queries(module, query, rows.position_ids)
     if isinstance(rows, SeparateRows):
         return attend_separately(query, key, value, scaling), None
-    scaling, latents = query.shape[-1] ** -0.5 if scaling is None else scaling, key.shape[-1] < query.shape[-1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latents = key.shape[-1] < query.shape[-1]
     if latents:
         from longspan.model.seams.latents import fold_queries
 
@@ -280,7 +285,8 @@ AttentionInterface.register(IMPLEMENTATION, sharded_attention)
 def _first_head_index(module: nn.Module, heads: int, shard: SequenceShard) -> int:
     """The index of this rank's first query head among all of the layer's, by which dropout's masks go."""
     world = world_of(shard.world_key)
-    tp, all_heads = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)
+    tp = world.home.tp
+    all_heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
     if tp == 1 or heads == all_heads:  # this attention is not split: every rank has all heads
         return 0
     if all_heads is None or heads * tp != all_heads:
@@ -388,7 +394,8 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     Softmax would give the value alone. These weights depend on query and key, so that a change of either shows; they
     are 0.5 to 2.5, so that rounding is not made larger.
     """
-    groups, wide_dtype = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    groups = query.shape[1] // key.shape[1]
+    wide_dtype = torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     q, k = query.to(wide_dtype), key.to(wide_dtype)
     lengths = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1, keepdim=True)  # (1, N, T, 1)

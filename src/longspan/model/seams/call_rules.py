@@ -50,7 +50,8 @@ def has_forward_of_others(module: nn.Module) -> bool:
 
     longspan's are functions of its modules, alone or in a `partial`, and copies of the class's code (`mixers.py`).
     """
-    forward, in_class = vars(module).get("forward"), type(module).forward
+    forward = vars(module).get("forward")
+    in_class = type(module).forward
     function = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", forward)
     if function is None or function is in_class or _defining_module(function).startswith("longspan."):
         return False
@@ -294,7 +295,8 @@ def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
 
 def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
     """Raise ModelError if training drops attention weights, or inputs of an adapter; `losses` need two equal passes."""
-    config, adapter = getattr(model, "config", None), adapter_of_prepared_model(model)
+    config = getattr(model, "config", None)
+    adapter = adapter_of_prepared_model(model)
     values = {} if config is None else config.get_text_config().to_dict()
     if adapter is not None:
         values["lora_dropout"] = adapter.dropout

@@ -26,7 +26,8 @@ def score_keys(
     KEYS: tl.constexpr,
 ):
     """Write Σ heads w · relu(q · key) of ROWS rows and KEYS keys, summed in float32; −∞ for later keys than the row."""
-    row, key = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     column = tl.arange(0, WIDTH)
     at = row.to(tl.int64)
     keys_at = index_keys + key.to(tl.int64)[:, None] * keys_row + column[None, :]
@@ -49,7 +50,8 @@ def score_keys(
 def write_best_keys(scores, least, ties, chosen, keys, k, scores_row, chosen_row, KEYS: tl.constexpr):
     """Write the keys of one row whose score is above `least`, and the first `ties` of those equal to it; then −1."""
     at = tl.program_id(0).to(tl.int64)
-    scores, chosen = scores + at * scores_row, chosen + at * chosen_row
+    scores = scores + at * scores_row
+    chosen = chosen + at * chosen_row
     row_least, ties_left = tl.load(least + at), tl.load(ties + at)
     written = tl.zeros((), tl.int32)
     for start in range(0, keys, KEYS):

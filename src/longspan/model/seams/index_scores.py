@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from longspan.attention.kernels import find_kernel
 
 _SCORE_BYTES = 256 << 20  # of the scores of a run of rows
-_ROWS, _KEYS, _KEYS_OF_ROW = 64, 128, 2048  # that a program scores, and walks in the scores of one row
+_ROWS = 64
+_KEYS = 128
+_KEYS_OF_ROW = 2048  # that a program scores, and walks in the scores of one row
 # What an indexer does to scores up to its `topk`.
 _SCORING = ["matmul", "relu", "matmul", "squeeze", "__invert__", "masked_fill", "topk"]
 
@@ -28,7 +30,8 @@ class ScoreOperands(TorchFunctionMode):
         self._widened = (torch.empty(0), torch.empty(0))  # what `float` gave last for queries, and of what
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, name = func(*args, **(kwargs or {})), func.__name__
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__
         first = args[0] if args else None
         if name == "float" and not self._products and isinstance(first, Tensor) and first.shape[-1]:
             self._widened = out, first
@@ -62,7 +65,8 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
     q (R, H, size), weights (R, H) and keys (S, size) give the scores. Among equal ones the first are taken.
     """
     q, keys = (q, keys) if q.dtype == keys.dtype else (q.float(), keys.float())
-    weights, q = weights.float().contiguous(), q.contiguous()
+    weights = weights.float().contiguous()
+    q = q.contiguous()
     chosen = torch.empty((len(q), k), dtype=torch.int32, device=q.device)
     at_once = max(_ROWS, _SCORE_BYTES // (4 * len(keys)) // _ROWS * _ROWS)
     for start in range(0, len(q), at_once):

@@ -68,10 +68,7 @@ class IndexerFeature(Feature):
     def convert(self, model: PreTrainedModel) -> None:
         dtype = self.options.sharding(self.world).dtype_of(model)
         indexed = [module for module in model.modules() if is_indexed(module)]
-        self._latents = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
-
-    def describe(self) -> dict[str, Any]:
-        return {"latents": self._latents}
+        self.description["latents"] = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
 
 
 def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
@@ -123,7 +120,8 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     del arguments["self"]
     (cache,) = signature.parameters.keys() & {*_CACHE_ARGUMENTS}
     hidden: Tensor = arguments["hidden_states"]
-    shard, k = running_layer().shard, int(indexer.index_topk)  # pyright: ignore[reportArgumentType]
+    shard = running_layer().shard  # pyright: ignore[reportArgumentType]
+    k = int(indexer.index_topk)  # pyright: ignore[reportArgumentType]
     if isinstance(shard, Probe):
         return hidden.new_empty((1, hidden.shape[1], 1), dtype=torch.int32)
     shard = find_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], hidden.shape[1])
@@ -142,8 +140,10 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         with (operands := ScoreOperands()):
             rows = slice(first, first + _ROWS_AT_ONCE)
             run_class(rows, lambda keys, _: local_keys.append(keys) or keys[:, :0])
-    in_tiles, heads = operands.are_known(), int(getattr(indexer, "n_heads", 1))
-    chosen, all_keys = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32), torch.cat(local_keys, 1)[0]
+    in_tiles = operands.are_known()
+    heads = int(getattr(indexer, "n_heads", 1))
+    chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
+    all_keys = torch.cat(local_keys, 1)[0]
     for part in shard.parts:
         members = find_members(part, shard, Mask())
         group_keys = _gather_keys(all_keys[part.start : part.stop], members)

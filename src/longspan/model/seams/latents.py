@@ -34,7 +34,8 @@ def reason_to_expand(module: Any, kernel: str | None, dtype: torch.dtype, device
     call = AttendCall(1, 1, *sizes, dtype, device, indexed=True, latents=True)
     if device.type == "cuda" and choose_kernel(call, kernel).name == "reference":
         return "no kernel gathers them here (other types than bfloat16 and float16, deterministic mode, wide latents)"
-    expand, linear = inspect.unwrap(type(module).expand_kv), module.kv_b_proj
+    expand = inspect.unwrap(type(module).expand_kv)
+    linear = module.kv_b_proj
     if {*getattr(getattr(expand, "__code__", None), "co_names", ())} != _EXPANDING:
         return f"{type(module).__name__}.expand_kv is not known"
     if type(linear) is not nn.Linear or linear.bias is not None:

@@ -109,7 +109,8 @@ class _MadeUpValues(TorchFunctionMode):
 
 # ---- random draws
 
-_RATES, _MODES = ("p", "dropout_p", "dropout"), ("train", "training")  # if one is 0 or False, an operator draws nothing
+_RATES = ("p", "dropout_p", "dropout")
+_MODES = ("train", "training")  # if one is 0 or False, an operator draws nothing
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ def _record_mode(
     model: PreTrainedModel, *, training: bool, judged: bool
 ) -> tuple[tuple[RecordedCall, ...], tuple[str, ...]]:
     # A pass that leaves out layers at random is not judged, nor need it come to its end.
-    probe, names, draws = Probe(), _CallNames(), Counter[str]()
+    probe = Probe()
+    names = _CallNames()
+    draws = Counter[str]()
     try:
         with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
@@ -178,7 +181,8 @@ class _CallNames(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        arguments, name = kwargs or {}, getattr(func, "__name__", "")
+        arguments = kwargs or {}
+        name = getattr(func, "__name__", "")
         if "dropout" in name and "attention" not in name:
             rate = arguments.get("p", args[1] if len(args) > 1 else 0.5)  # torch's default
             name += f" of {rate:g}" if isinstance(rate, int | float) else ""
@@ -197,7 +201,8 @@ class _Draws(TorchDispatchMode):
 
     def __init__(self, names: _CallNames, calls: Counter[str]) -> None:
         super().__init__()
-        self._names, self._calls = names, calls
+        self._names = names
+        self._calls = calls
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -172,12 +172,9 @@ class MixerFeature(Feature):
 
     def connect(self, model: PreTrainedModel) -> None:
         mixers = find_mixers(model)
-        self._count = len(mixers)
+        self.description["mixers"] = len(mixers)
         for name, mixer in mixers.items():
             set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})"))
-
-    def describe(self) -> dict[str, Any]:
-        return {"mixers": self._count}
 
 
 def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:

@@ -32,7 +32,8 @@ def norm_rows_kernel(
     norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET, which is 1 where a model keeps its weight
     around 0. `x_row` and `gate_row` are strides; `out` and `inverse` are contiguous.
     """
-    group, column = tl.program_id(1), tl.arange(0, COLUMNS)
+    group = tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     real = row < rows
     inside = real[:, None] & (column < width)[None, :]
@@ -84,7 +85,8 @@ def norm_rows_backward_kernel(
     another, from the last to the first: the gate behind the norm, the weight, the norm, the gate before it. The
     programs of a group take turns at its blocks of ROWS rows.
     """
-    group, column = tl.program_id(1), tl.arange(0, COLUMNS)
+    group = tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
     valid = column < width
     feature = group * width + column
     factor = OFFSET + tl.load(weight + feature, mask=valid, other=0.0).to(tl.float32)
@@ -103,9 +105,11 @@ def norm_rows_backward_kernel(
                 tl.float32
             )
             sigmoid = tl.sigmoid(gate_block)
-            gate_factor, slope = sigmoid, sigmoid * (1.0 - sigmoid)
+            gate_factor = sigmoid
+            slope = sigmoid * (1.0 - sigmoid)
             if SILU:
-                gate_factor, slope = gate_block * sigmoid, sigmoid + gate_block * slope
+                gate_factor = gate_block * sigmoid
+                slope = sigmoid + gate_block * slope
             if GATE_FIRST:
                 y *= gate_factor
         normal = y * scale[:, None]

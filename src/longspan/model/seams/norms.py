@@ -63,22 +63,27 @@ class NormFormula:
 class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula) -> Tensor:
-        rows, gates = _flatten_rows(x), None if gate is None else _flatten_rows(gate)
+        rows = _flatten_rows(x)
+        gates = None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         block = _Block.from_sizes(len(rows), rows.shape[1] // formula.groups)
         arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _row_stride(gates), eps)
         _norm_kernels().norm_rows_kernel[block.count, formula.groups](*arguments, **_kernel_constants(formula, block))
         ctx.save_for_backward(x, weight, gate, inverse)
-        ctx.formula, ctx.gate_shape = formula, None if gate is None else gate.shape
+        ctx.formula = formula
+        ctx.gate_shape = None if gate is None else gate.shape
         return out.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x, weight, gate, inverse), formula = ctx.saved_tensors, ctx.formula
-        rows, gates, dout = _flatten_rows(x), None if gate is None else _flatten_rows(gate), _flatten_rows(gradients[0])
-        dx, dgate = rows.new_empty(rows.shape), None if gates is None else gates.new_empty(gates.shape)
+        rows = _flatten_rows(x)
+        gates = None if gate is None else _flatten_rows(gate)
+        dout = _flatten_rows(gradients[0])
+        dx = rows.new_empty(rows.shape)
+        dgate = None if gates is None else gates.new_empty(gates.shape)
         block = _Block.from_sizes(len(rows), rows.shape[1] // formula.groups)
         programs = min(block.count, _PROGRAMS)
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
@@ -217,7 +222,8 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
 
 
 def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    weight, eps = norm.weight, _find_eps(norm)
+    weight = norm.weight
+    eps = _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     out = formula.run_kernel(x, weight, eps, gate)
     if out is None:
@@ -253,7 +259,8 @@ def _find_formula(norm: nn.Module) -> NormFormula | None:
 @torch.no_grad()
 def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
     """On rows of numbers near 100, 1 and √eps, where eps counts."""
-    weight, eps = norm.weight, _find_eps(norm)
+    weight = norm.weight
+    eps = _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     generator = torch.Generator().manual_seed(0)
     trial_norm = copy.deepcopy(norm).to_empty(device="cpu").float()

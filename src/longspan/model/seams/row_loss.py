@@ -38,7 +38,8 @@ class OutputHead:
     """
 
     def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
-        self._model, self._forward = model, forward
+        self._model = model
+        self._forward = forward
         # Some forwards count the rows of what they are given: Gemma 4 does.
         self._takes_rows = "inputs_embeds" in signature(forward).parameters
 
@@ -74,7 +75,8 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
     is a stage of a model that was `tried`.
     """
     _check_output_embedding(model)
-    forward, untried = type(model).forward, not tried
+    forward = type(model).forward
+    untried = not tried
 
     @wraps(forward)
     def forward_with_loss(
@@ -107,7 +109,8 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
 
 
 def _check_output_embedding(model: PreTrainedModel) -> None:
-    name, head = type(model).__name__, model.get_output_embeddings()
+    name = type(model).__name__
+    head = model.get_output_embeddings()
     if head is None or base_model(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
     placed = {id(p) for module in (base_model(model), head, *mtp_depths(model)) for p in module.parameters()}
@@ -127,7 +130,8 @@ def _try_row_loss(model: PreTrainedModel) -> None:
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
-    depths, probe = mtp_depths(model), Probe()
+    depths = mtp_depths(model)
+    probe = Probe()
     ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
     deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
@@ -157,7 +161,9 @@ class _ModelAfterBase:
     """A model as a forward sees it, whose base model answers with given hidden states (1, t, D); `calls` notes them."""
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[ModelCall] | None = None) -> None:
-        self._model, self._hidden, self._calls = model, hidden, calls if calls is not None else []
+        self._model = model
+        self._hidden = hidden
+        self._calls = calls if calls is not None else []
 
     @property
     def __class__(self) -> Any:  # pyright: ignore  # so that a forward may call its parent's: super()
@@ -198,16 +204,19 @@ def _refuse_other_forward(
     The forward runs again on some rows, with a stand-in that notes calls of the base model: there must be one, with its
     arguments.
     """
-    calls, reads = list[ModelCall](), dict[str, str]()
+    calls = list[ModelCall]()
+    reads = dict[str, str]()
     inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
     inputs = {n: _Watched.from_tensor(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
     rows = hidden[:, :_ROWS].detach().requires_grad_()
     try:
         with torch.enable_grad():
             logits = forward(_ModelAfterBase(model, rows, calls), **inputs).logits
-        failed, names = None, _parameters_beside_head(model, logits, rows)
+        failed = None
+        names = _parameters_beside_head(model, logits, rows)
     except Exception as error:  # what the forward does by itself is the clearer reason, if there is any
-        failed, names = error, list[str]()
+        failed = error
+        names = list[str]()
     reasons = [f"reads {n} itself ({by}), which it may only hand on to its base model" for n, by in reads.items()]
     reasons += _reasons_against_base_call(calls, inputs)
     if names:
@@ -215,7 +224,8 @@ def _refuse_other_forward(
     if failed is not None and not reasons:
         reasons = [f"cannot be cut after its base model ({type(failed).__name__}: {failed})"]
     if reasons:
-        name, base = architecture_name(model), architecture_name(base_model(model))
+        name = architecture_name(model)
+        base = architecture_name(base_model(model))
         raise ModelError(
             f"{name}: its forward {'; it '.join(reasons)}. A step runs its base model ({base}) and its "
             f"output embedding by themselves and would leave that out; do it in the forward of a subclass of {base}, "
@@ -248,7 +258,9 @@ def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
 
 
 def _parameters_beside_head(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> list[str]:
-    leaves, nodes, seen = set[int](), [logits.grad_fn], set[Any]()
+    leaves = set[int]()
+    nodes = [logits.grad_fn]
+    seen = set[Any]()
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in seen:
@@ -269,7 +281,8 @@ class _Watched(Tensor):
     @classmethod
     def from_tensor(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
         watched = value.detach().as_subclass(cls)
-        watched._name, watched._reads = name, reads
+        watched._name = name
+        watched._reads = reads
         return watched
 
     @classmethod

@@ -59,7 +59,8 @@ class GroupRows:
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
         """Return this rank's rows: its group's `width` rows for every `heads_together` neighbouring heads."""
-        first, together = rank * (self.heads // tp), self.heads_together(tp)
+        first = rank * (self.heads // tp)
+        together = self.heads_together(tp)
         heads = range(first, first + self.heads // tp, together)
         groups = [head // (self.heads // self.groups) for head in heads]
         return tuple(range(group * self.width, (group + 1) * self.width) for group in groups)
@@ -78,7 +79,8 @@ class FusedRows:
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
         """Return this rank's rows, part after part, counted from the first row of the first part."""
-        runs, start = list[range](), 0
+        runs = list[range]()
+        start = 0
         for rows_part in self.parts:
             runs += [range(start + run.start, start + run.stop) for run in rows_part.runs(tp, rank)]
             start += rows_part.size

@@ -72,7 +72,8 @@ class ReplacedAttributes:
     __slots__ = ("_attributes", "_old_values", "_values")
 
     def __init__(self, module: nn.Module, values: Mapping[str, object]) -> None:
-        self._attributes, self._values = vars(module), values
+        self._attributes = vars(module)
+        self._values = values
 
     def __enter__(self) -> None:
         attributes = self._attributes
@@ -172,7 +173,8 @@ def gather_outputs(module: nn.Module, key: int) -> None:
 
 def sum_input_gradients(module: nn.Module, world: World) -> None:
     """Sum over tp the gradients of a module's inputs, which are partial, as each rank does a part of the work."""
-    inner, key = module.forward, world.key
+    inner = module.forward
+    key = world.key
 
     def copy_input(x: Any) -> Any:
         return tp_copy(x, key) if isinstance(x, Tensor) and x.requires_grad else x
@@ -238,10 +240,12 @@ def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = N
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
     """Let each rank look up ids in its slice of the vocabulary, zeros for others; the sum over tp is the embedding."""
     module: Any = embedding
-    inner, key = embedding.forward, world.key
+    inner = embedding.forward
+    key = world.key
     index, degree = tp_index_and_degree(key)
     width = embedding.num_embeddings // degree
-    first, padding = index * width, embedding.padding_idx
+    first = index * width
+    padding = embedding.padding_idx
     local_padding = padding - first if padding is not None and first <= padding < first + width else None
 
     @wraps(inner)
@@ -301,7 +305,9 @@ def shard_and_view_rows(owner: nn.Module, name: str, rows: EvenRows | FusedRows,
     One even slice needs no message. Other rows are sharded evenly and gathered at each use, or stay whole if tp does
     not divide them.
     """
-    tensor, tp, key = getattr(owner, name), world.home.tp, world.key
+    tensor = getattr(owner, name)
+    tp = world.home.tp
+    key = world.key
     dim = tuple(tensor.shape).index(rows.size)
     if isinstance(rows, EvenRows) and isinstance(tensor, nn.Parameter):
         slice_parameter(owner, name, dim, world)
@@ -332,7 +338,10 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
     PARTIAL_GRADIENT all three stay whole; SPLIT_INPUT is given whole inputs, GATHERED gives all outputs.
     """
     layer: Any = module
-    key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
+    key = world.key
+    base = layer.base_layer
+    first = layer.lora_A.values()
+    second = layer.lora_B.values()
     if style in (ROWWISE, SPLIT_INPUT):
         for linear in (base, *first):
             slice_inputs(linear, world)

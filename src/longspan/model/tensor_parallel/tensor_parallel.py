@@ -71,10 +71,13 @@ def split_norm(norm: Any, world: World) -> None:
     this rank's part.
     """
     groups = count_groups(norm)
-    key, tp, total = world.key, world.home.tp, norm.weight.numel()
+    key = world.key
+    tp = world.home.tp
+    total = norm.weight.numel()
     means: Means = partial(_local_means, groups=groups // tp)
     if groups % tp:  # some groups lie on several ranks
-        size, features = total // groups, total // tp
+        size = total // groups
+        features = total // tp
         first = world.coordinates.tp * features
         groups_here = range(first // size, (first + features - 1) // size + 1)
         sizes = [min((g + 1) * size, first + features) - max(g * size, first) for g in groups_here]
@@ -88,7 +91,8 @@ def split_norm(norm: Any, world: World) -> None:
 
 def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    y, gates = x.to(wide_dtype), None if gate is None else F.silu(gate.to(wide_dtype))
+    y = x.to(wide_dtype)
+    gates = None if gate is None else F.silu(gate.to(wide_dtype))
     gate_first = not getattr(norm, "norm_before_gate", False)
     if gates is not None and gate_first:
         y = y * gates
@@ -125,7 +129,8 @@ def refuse_unsplittable_mixer(name: str, mixer: nn.Module, tp: int) -> None:
     norm: Any = _find_feature_norm(mixer, mixer_parts(name, mixer, tp))
     if norm is None:
         return
-    features, groups = norm.weight.numel(), count_groups(norm)
+    features = norm.weight.numel()
+    groups = count_groups(norm)
     generator = torch.Generator().manual_seed(0)
     x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
     try:
@@ -273,7 +278,9 @@ def final_norm_name(model: PreTrainedModel) -> str:
 
 def refuse_sequence_parallel(model: PreTrainedModel) -> None:
     """Raise ModelError unless a model is embedding, layers and norm, and calls the norm once, last."""
-    base, name, norm = decoder_model(model), type(model).__name__, final_norm_name(model)
+    base = decoder_model(model)
+    name = type(model).__name__
+    norm = final_norm_name(model)
     embedding, layers = usual_part_names(model)[:2]
     parts = parts_with_outputs(model, ModelParts((embedding,), layers, (norm,)))
     if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:

@@ -20,7 +20,8 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig
 from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Integers
 
-IMAGE, VIDEO = 1, 2  # of mm_token_type_ids, where text is 0
+IMAGE = 1
+VIDEO = 2  # of mm_token_type_ids, where text is 0
 
 
 def headless_model_class(config: PreTrainedConfig | None) -> Any:
@@ -201,7 +202,9 @@ def _count_fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int
 # such videos attend only inside a group, so that the groups of one video may be encoded by several ranks.
 
 
-_PIXELS, _GRIDS, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
+_PIXELS = "pixel_values_videos"
+_GRIDS = "video_grid_thw"
+_SECONDS = "second_per_grid_ts"
 
 
 class Video(NamedTuple):
@@ -279,12 +282,14 @@ class VideoTokens:
         """
         if not videos:
             return self.images.positions(ids, grids)
-        ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64).reshape(-1, 3)
+        ids = np.asarray(ids, dtype=np.int64)
+        grids = np.asarray(grids, dtype=np.int64).reshape(-1, 3)
         rows = [counts if self.apart else [sum(counts)] for counts in (self.rows(video.grid) for video in videos)]
         in_videos = mark_placeholders(
             ids, self.placeholder, [n for counts in rows for n in counts], plural(len(videos), "video")
         )
-        config, model = self.images.config, headless_model_class(self.images.config)
+        config = self.images.config
+        model = headless_model_class(self.images.config)
         media = {_GRIDS: torch.tensor([video.grid for video in videos])}
         if len(grids):
             media["image_grid_thw"] = torch.from_numpy(grids)
@@ -301,7 +306,8 @@ def _argument_names(model: Any, method: str) -> frozenset[str]:
 
 def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
     """Tried with two groups of two rows as one run: a model that wants text makes positions for too few tokens."""
-    ids, side = np.array([placeholder] * 4), images.merge
+    ids = np.array([placeholder] * 4)
+    side = images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     try:
         compute_rope_positions(model, images.config, ids, np.array([VIDEO] * 4), **grids)
@@ -310,7 +316,9 @@ def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -
     return False
 
 
-PIXELS, GRIDS, SIZES = "pixel_values", "image_grid_thw", "image_sizes"
+PIXELS = "pixel_values"
+GRIDS = "image_grid_thw"
+SIZES = "image_sizes"
 MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds
 IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
 
@@ -327,7 +335,8 @@ def image_feature_parameters(model: Any) -> Mapping[str, Parameter]:
 
 def check_image_arguments(model: Any, names: Collection[str]) -> None:
     """Raise DataError unless a model, or class, takes these arguments for its images and asks for no others."""
-    parameters, kind = image_feature_parameters(model), model if isinstance(model, type) else type(model)
+    parameters = image_feature_parameters(model)
+    kind = model if isinstance(model, type) else type(model)
     if unknown := [name for name in names if name not in parameters]:
         raise DataError(
             f"images have {', '.join(unknown)}, and get_image_features of {kind.__name__} takes "

@@ -39,7 +39,8 @@ class RandomWeights:
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         """Copy the model, on the meta device, as it is: later it may be cut into stages and sharded."""
-        self._model, self._seed = deepcopy(model), seed
+        self._model = deepcopy(model)
+        self._seed = seed
 
     def __str__(self) -> str:
         return "the drawn model"
@@ -230,7 +231,8 @@ class JoinedWeights:
     """A model's source, and one of what was added to it."""
 
     def __init__(self, model: WeightSource, added: WeightSource) -> None:
-        self._model, self._added = model, added
+        self._model = model
+        self._added = added
 
     def __str__(self) -> str:
         return str(self._model)
@@ -264,7 +266,8 @@ class DeferredWeights:
     """What fills a model once it is prepared, and which names of the model mean one tied parameter."""
 
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
-        self.source, self._first_name = source, tied_names(model)
+        self.source = source
+        self._first_name = tied_names(model)
 
     def fill_weights(self, models: Sequence[nn.Module], world: World) -> None:
         """Allocate and fill the parameters of a model, or this rank's stages.

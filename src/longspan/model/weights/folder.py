@@ -74,7 +74,9 @@ class FolderWeights:
 
         ModelError for others.
         """
-        self._folder, self._files, self._config = folder, weight_files(folder), model.config
+        self._folder = folder
+        self._files = weight_files(folder)
+        self._config = model.config
         self._rename = rename
         state = model.state_dict()
         self._shapes = {name: tuple(x.shape) for name, x in state.items()}
@@ -167,7 +169,8 @@ class FolderWeights:
         self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
         """Several parameters are made even if `parts` lacks the first: in float32, as types are known later."""
-        converter, part = deepcopy(recipe.converter), parts.get(name)  # a copy: it collects the tensors to convert
+        converter = deepcopy(recipe.converter)
+        part = parts.get(name)  # a copy: it collects the tensors to convert
         if part is None and len(converter.target_patterns) == 1:
             return
         if part is not None and recipe.stacks_experts(self._shapes[name][0]):

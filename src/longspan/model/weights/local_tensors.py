@@ -29,7 +29,8 @@ class LocalPart:
         if not isinstance(parameter, DTensor):
             return cls(tuple(slice(0, size) for size in parameter.shape), parameter.dtype)
         block = local_block(parameter.shape, parameter.device_mesh, parameter.placements)
-        sizes, local_shape = tuple(part.stop - part.start for part in block), tuple(parameter._local_tensor.shape)
+        sizes = tuple(part.stop - part.start for part in block)
+        local_shape = tuple(parameter._local_tensor.shape)
         assert sizes == local_shape, f"{block} of {parameter.placements} is not {local_shape}"
         return cls(block, parameter.dtype)
 
@@ -43,7 +44,8 @@ def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)
         if dim is not None:
-            start, stop = block[dim].start, block[dim].stop
+            start = block[dim].start
+            stop = block[dim].stop
             step = -(-(stop - start) // mesh.size(axis))
             first = min(stop, start + mesh.get_local_rank(axis) * step)
             block[dim] = slice(first, min(stop, first + step))

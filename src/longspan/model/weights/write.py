@@ -95,7 +95,10 @@ class WeightWriter:
         file_bytes: int = FILE_BYTES,
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
-        self._folder, self._empty, self._cast, self._limit = folder, empty, cast, file_bytes
+        self._folder = folder
+        self._empty = empty
+        self._cast = cast
+        self._limit = file_bytes
         self._rename = rename
         self._expected = dict(empty.state_dict())
         # names that `write_unit` skips: second ones of tied parameters and others that files do not hold, and from then
