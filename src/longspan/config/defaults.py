@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
 from longspan.config.plan_section import ContextConfig, EvalConfig, inherit_keys
-from longspan.config.sections import RANDOM, ModelConfig, RunConfig, held_out_set
+from longspan.config.sections import RANDOM, EncoderSection, ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError, plural
 from longspan.hub import find_local_path
 from longspan.model.presets import PRESETS
@@ -172,6 +172,11 @@ def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
     return "none" if config.lora.rank else "all"
+
+
+def encoder_is_given(config: RunConfig) -> bool:
+    """Whether [encoder] has keys: without, it has its defaults, or `encoder.train` as a run resolves it."""
+    return config.encoder not in (EncoderSection(), EncoderSection(train=encoder_default(config)))
 
 
 def is_hybrid(model: ModelConfig) -> bool:

@@ -7,7 +7,7 @@ import re
 import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -560,7 +560,7 @@ def check_model(
     """
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
-    with unwrap_trained_depths_or_undo(model), _score_rows_or_undo(model):
+    with depths_and_scores_or_undo(model):
         adapter, class_draws = check_unconnected(model, placement, stages=stages)
         assert isinstance(model, PreTrainedModel)  # others were refused
         if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
@@ -572,8 +572,18 @@ def check_model(
     return adapter, calls, record
 
 
+@contextmanager
+def depths_and_scores_or_undo(model: nn.Module) -> Iterator[None]:
+    """Bring trained depths and a head that scores into the form that is checked and prepared; undone after an error."""
+    with unwrap_trained_depths_or_undo(model), _score_rows_or_undo(model):
+        yield
+
+
 def check_unconnected(model: nn.Module, placement: Placement, *, stages: int) -> tuple[Adapter | None, tuple[str, ...]]:
-    """Raise ModelError as `check_model` for what a rank tells alone; returns the adapter, and draws of the class."""
+    """Raise ModelError as `check_model` for what a rank tells alone, of a model in `depths_and_scores_or_undo`.
+
+    Returns the adapter, and random draws of the class.
+    """
     refuse_unsupported_model(model)
     assert isinstance(model, PreTrainedModel)  # others were refused
     class_draws = refuse_inexact_class(model) if needs_class_trial(model) else ()
