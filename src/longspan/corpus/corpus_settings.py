@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.config.defaults import absolute_paths
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.builder import Recipe, cache_folder
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_rows, kind_of_files
@@ -63,10 +62,10 @@ class CorpusSettings:
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
         values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
-        values |= {"chat_template": absolute_paths(self.data.chat_template)} if self.data.chat_template else {}
+        values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
         if not self.data.sources:
-            return {"path": absolute_paths(self.data.path), "split": self.data.split} | values
-        sources = [f"{absolute_paths(source.path)} {source.split}".strip() for source in self.data.sources]
+            return {"path": self.data.path, "split": self.data.split} | values
+        sources = [f"{source.path} {source.split}".strip() for source in self.data.sources]
         return {"sources": sources} | values
 
     def row_settings(self) -> RowSettings:
