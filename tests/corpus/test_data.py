@@ -205,7 +205,7 @@ def test_what_gives_no_text_is_named(tmp_path: Path, name: str, text: str, path:
         build(tmp_path / "run", tmp_path / path)
 
 
-@pytest.mark.parametrize(("size", "text"), [(700, "0.7 of 0.7 kB: 9 tok"), (1_260_000, "1.3 of 1.3 MB: 9 tok")])
+@pytest.mark.parametrize(("size", "text"), [(39, "39 B of 39 B: 9 tok"), (1_260_000, "1.202 MiB of 1.202 MiB: 9 tok")])
 def test_the_size_of_what_is_tokenized_is_never_nothing(size: int, text: str) -> None:
     recipe: Any = SimpleNamespace(sources=[SimpleNamespace(bytes=size)])
     writer: Any = SimpleNamespace(tokens=9)

@@ -6,7 +6,7 @@ Nothing here needs a corpus or a run's folder: `longspan train` and `longspan be
 import warnings
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -209,12 +209,12 @@ def _check_before_prepare(
     _check_comm_types_fit_layers(config, model)
     options = _prepare_options(config, world, model, None, training=True)
     placement = options.placement(world)
-    apart: AbstractContextManager[Any] = nullcontext()
-    if images:
-        from longspan.model.take_apart import take_apart_or_undo
+    with ExitStack() as forms:
+        if images:
+            from longspan.model.take_apart import take_apart_or_undo
 
-        apart = take_apart_or_undo(model)
-    with apart, depths_and_scores_or_undo(model):
+            forms.enter_context(take_apart_or_undo(model))
+        forms.enter_context(depths_and_scores_or_undo(model))
         check_unconnected(model, placement, stages=options.pipeline(world).stages)
     if error := float8_error(model, options.float8, placement, world):
         raise error
