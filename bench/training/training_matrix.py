@@ -3,9 +3,14 @@
     python bench/training/training_matrix.py --out bench/records/training-matrix.json       # forty minutes on two cores
     python bench/training/training_matrix.py --ranks 4 --most 20                             # twenty combinations
     python bench/training/training_matrix.py --ranks 4 --backend nccl                        # one rank a GPU
+    python bench/training/training_matrix.py --own         # only the stock model's own errors in float32, in seconds
 
 The matrix is that of `tests/train/steps/matrix.py`; the tests run every pair of it. Combinations that the record has
 already, of the same commit, are not run again.
+
+Limits are of the difference to the stock model in the same dtype. In float32 both have an error of their own, so
+beside what is over a limit stands the stock model's, against itself in float64. No limit of losses follows from it: one
+that is over is marked, and the script ends with status 1.
 """
 
 import os
@@ -25,11 +30,21 @@ from bench.begun import open_record
 
 from longspan.bench.benches import origin_text, write_record
 from longspan.comm import run_local
-from tests.train.steps.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
+from tests.train.steps.matrix import (
+    DTYPES,
+    LIMITS,
+    RANKS,
+    Combination,
+    Errors,
+    errors_of_stock,
+    every,
+    run,
+    wanted_of,
+    worst_of_ranks,
+)
 
 ROOT = Path(__file__).parents[2]
 PARTS = Errors._fields
-STOCK = "gradients of the stock model alone"
 AT_ONCE = 16  # combinations of one call: what a broken run loses
 
 
@@ -39,10 +54,15 @@ def main() -> None:
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
     parser.add_argument("--most", type=int, default=1 << 30, help="so many of each part, drawn once")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--own", action="store_true", help="only the stock model's own errors in float32")
     options = parser.parse_args()
     os.environ["LONGSPAN_TEST_BACKEND"] = options.backend  # in which functions of tests open their worlds
+    if options.own:
+        print("\n".join(_own_lines(_own_errors())))
+        return
     record = open_record("training matrix", options.out, options.backend, ROOT)
     record.setdefault("ranks", {})
+    record["own"] = _own_errors()
     for ranks in map(int, options.ranks.split(",")):
         _add(record, ranks, options.most, options.out)
     print(_text(record))
@@ -70,9 +90,24 @@ def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> Non
 
 def _note(part: dict[str, Any], combination: Combination, errors: Errors, own_error: float) -> None:
     if not errors.over_limit(combination.dtype, own_error) <= 1:
-        part["wrong"].append({"combination": str(combination), **errors._asdict(), STOCK: own_error})
+        part["wrong"].append({"combination": str(combination), **errors._asdict(), "own": _own_name(combination)})
     worst = part["worst"].setdefault(combination.dtype, dict.fromkeys(PARTS, 0.0))
     worst.update({name: max(worst[name], getattr(errors, name)) for name in PARTS})
+
+
+def _own_name(combination: Combination) -> str:
+    return f"{combination.family}, {combination.layers} layers"
+
+
+def _own_errors() -> dict[str, dict[str, float]]:
+    """By family and layers: errors of the stock model in float32, in one process, against itself in float64."""
+    models = {c.key: c for ranks in RANKS for c in every(ranks) if c.dtype == "float32"}
+    return {_own_name(c): errors_of_stock(c)._asdict() for c in models.values()}
+
+
+def _own_lines(own: dict[str, dict[str, float]]) -> list[str]:
+    rows = (f"| {' | '.join([name, *(f'{errors[part]:.2g}' for part in PARTS)])} |" for name, errors in own.items())
+    return ["| stock model in float32 | loss | gradients | weights |", "| --- " * 4 + "|", *rows]
 
 
 def _keep(record: dict[str, Any], out: Path | None) -> None:
@@ -103,10 +138,18 @@ def _text(record: dict[str, Any]) -> str:
     ]
     lines += [_line(ranks, dtype, result) for ranks, result in parts.items() for dtype in DTYPES]
     lines += [_limits(dtype) for dtype in DTYPES]
-    lines += ["", "Gradients in float32 may also be off by twice the stock model's own error, against float64."]
+    lines += [
+        "",
+        "Limits are of the difference to the stock model in the same dtype. Gradients in float32 may also be off by "
+        "twice the stock model's own error, which is its difference to itself in float64:",
+        "",
+        *_own_lines(record["own"]),
+    ]
     over = [error for result in parts.values() for error in result["wrong"]]
-    lines += ["", "Over a limit:", ""] if over else []
-    lines += [f"- {e['combination']}: {', '.join(f'{name} {e[name]:.2g}' for name in (*PARTS, STOCK))}" for e in over]
+    lines += ["", "Over a limit (and the stock model's own error):", ""] if over else []
+    for e in over:
+        own = record["own"][e["own"]]
+        lines.append(f"- {e['combination']}: {', '.join(f'{p} {e[p]:.2g} ({own[p]:.2g})' for p in PARTS)}")
     return "\n".join(lines) + "\n"
 
 

@@ -206,7 +206,7 @@ def test_what_gives_no_text_is_named(tmp_path: Path, name: str, text: str, path:
         build(tmp_path / "run", tmp_path / path)
 
 
-@pytest.mark.parametrize(("size", "text"), [(700, "0.7 of 0.7 kB: 9 tok"), (1_260_000, "1.3 of 1.3 MB: 9 tok")])
+@pytest.mark.parametrize(("size", "text"), [(39, "39 B of 39 B: 9 tok"), (1_260_000, "1.202 MiB of 1.202 MiB: 9 tok")])
 def test_the_size_of_what_is_tokenized_is_never_nothing(size: int, text: str) -> None:
     recipe: Any = SimpleNamespace(sources=[SimpleNamespace(bytes=size)])
     writer: Any = SimpleNamespace(tokens=9)
@@ -390,9 +390,11 @@ def test_of_a_saved_data_set_the_files_are_read_that_its_state_names(tmp_path: P
         find_files(str(data))
     (data / "state.json").write_text('["of another program"]')
     assert list(find_files(str(data))) == ["cache-1.arrow", "data-0.arrow"]
-    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"several splits of a data set; give one of .*/data/train, .*/data/test"):
-        find_files(str(tmp_path))
+    for split in ("train", "test"):  # saved as one, in a folder of the one that is named
+        (tmp_path / "outer" / "saved").mkdir(parents=True, exist_ok=True)
+        save_as_datasets(tmp_path / "outer" / "saved" / split, {"data-0.arrow": 2}, "data-0.arrow")
+    with pytest.raises(DataError, match=r"several splits of a data set, by .*: train \(1 file\), test \(1 file\)"):
+        find_files(str(tmp_path / "outer"))
 
 
 def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from longspan.errors import LongspanError, ModelError
 from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
 from longspan.hf.facade import TokenOutput
 from longspan.hf.one_process import OneProcess
+from longspan.hf.refusals import refuse_hooks
 from longspan.testing import run_ranks
 from tests.hf.stock import Run
 from tests.hf.test_grpo import RuledGRPO, luck, prompts
@@ -396,3 +397,22 @@ def test_an_output_by_key_is_refused_by_name_like_one_by_attribute(name: Any) ->
 
 def test_a_class_is_wrapped_once() -> None:
     assert with_longspan(LongspanTrainer) is LongspanTrainer
+
+
+def test_a_model_is_looked_at_for_hooks_once_after_each_hook_that_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, model, other = list[Any](), torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2)
+    monkeypatch.setattr("longspan.hf.refusals.refuse_gradient_hooks", looks.append)
+    for _ in range(3):
+        refuse_hooks(model)
+    assert len(looks) == 1
+    other.register_forward_hook(print)
+    refuse_hooks(model)
+    assert len(looks) == 2
+    hook = model[0].register_forward_hook(_note_output)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="0 has a forward hook, _note_output"):
+            refuse_hooks(model)
+    hook.remove()
+    refuse_hooks(model)
+    refuse_hooks(model)
+    assert len(looks) == 5

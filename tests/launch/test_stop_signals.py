@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import pty
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch.distributed import HashStore
@@ -31,7 +29,6 @@ from longspan.launch.stop_signals import (
     SIGNALS,
     Forwarding,
     Interrupted,
-    drop_output_if_closed,
     ignore_signals,
     raise_on_stop_signals,
 )
@@ -88,25 +85,6 @@ def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.M
             signal.raise_signal(signal.SIGUSR2)
     assert raised.value.status == 128 + signal.SIGUSR2
     assert received == [signal.SIGUSR1] and signal.getsignal(signal.SIGUSR1) is before
-
-
-def drop_if_closed(descriptor: int) -> None:
-    with mock.patch.object(stop_signals, "_OUTPUTS", (descriptor,)):
-        drop_output_if_closed()
-
-
-def test_output_to_a_closed_terminal_or_pipe_goes_nowhere(tmp_path: Path) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for reader, writer in (pty.openpty(), os.pipe()):
-        drop_if_closed(writer)
-        assert not os.path.sameopenfile(writer, nowhere)
-        os.close(reader)
-        drop_if_closed(writer)
-        assert os.path.sameopenfile(writer, nowhere)
-        os.close(writer)
-    with (tmp_path / "file").open("w") as file:
-        drop_if_closed(file.fileno())
-        assert not os.path.sameopenfile(file.fileno(), nowhere)
 
 
 def test_the_end_of_a_launcher_is_no_signal_and_its_store_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ STOPPED = {"stopped": "SIGTERM", "step": 60, "steps": 300}
 OTHERS = "✗ differs | Notes | Saves | Samples | measured / predicted | Evaluation sets"
 # Columns of each step, "rows" besides, or files of the run; words that are there; words that are not, after "but not".
 CASES: list[tuple[dict[str, Any], str]] = [
-    ({}, "Loss 7.44 → 5.49 in 18 s of steps; 4.6 on documents that it never saw, the same at degrees 1, 2, 4"),
+    ({}, "Loss 7.44 → 5.49 in 18 s of steps; 4.6 on held-out documents, the same at degrees 1, 2, 4"),
     ({}, f"qwen3-tiny on a<b>&c · steps 1 to 60 | torch 2.13.0 | of ln V = {math.log(VOCABULARY):.3f} | [context]"),
     (
         {},
@@ -90,7 +90,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"summary.json": STOPPED}, "stopped by SIGTERM after step 60 of 300"),
     (
         {"summary.json": DIFFERING},
-        "4 on documents that it never saw, different at degrees 1, 2 to 2.5e-02. | ✗ differs but not ✓",
+        "4 on held-out documents, different at degrees 1, 2 to 2.5e-02. | ✗ differs but not ✓",
     ),
     ({"rows": DYNAMIC, "summary.json": {}}, "evaluation, dynamic plans | after step 60; degrees 4, dynamic differ by"),
     ({"rows": OLDER}, "is left out: it has no planner, eval_documents"),

@@ -30,7 +30,7 @@ def check_base(run_dir: Path, config: RunConfig) -> None:
     if not (config.lora.rank and config.model.path):
         return
     folder = Path(config.model.path).absolute()
-    advice = "put them back, or name a folder that has them with --model.path"
+    advice = f"put them back, or set model.path in {run_dir / 'config.toml'} to a folder that has them"
     if not folder.is_dir():
         raise ModelError(
             f"the adapter of {run_dir} needs the weights of {folder} (model.path), which is gone; {advice}"

@@ -8,7 +8,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,13 +215,12 @@ def export_checkpoint(
     dtype: str = "auto",
     overwrite: bool = False,
     merge: bool = False,
-    base: str = "",
 ) -> Exported:
     """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
 
     An adapter ([lora]) is written to a folder that stock peft loads, or with `merge` added to the weights of its base
-    model, which may be in another folder now, `base`. `dtype` is the name of the files' dtype; "auto" is the model's
-    own, and for an adapter the dtype in which it was trained.
+    model. `dtype` is the name of the files' dtype; "auto" is the model's own, and for an adapter the dtype in which it
+    was trained.
 
     Raises CheckpointError for a checkpoint that is missing, damaged or of another model, and ModelError for a folder
     that is not empty and for another base model than the run began with. With `overwrite` the weights, configuration
@@ -233,11 +231,7 @@ def export_checkpoint(
     run = load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
-    if base:
-        if not (run.lora.rank and run.model.path):
-            raise ConfigError(f"--model.path is given, and {run_dir} trains no adapter over a folder; leave it out")
-        run = replace(run, model=replace(run.model, path=base))
-    if merge or base:
+    if merge:
         check_base(run_dir, run)
     checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)

@@ -74,10 +74,8 @@ PLAN_KEYS = [key.name for key in section_keys(PlanSection)]  # each has a form e
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Where the base model of an adapter is now, and how the saved model is held and computed."""
+    """How the saved model is held and computed."""
 
-    path: str = ""
-    """Of a run that trains an adapter: the folder of its base model, where that was moved. Default: as in the run."""
     dtype: Literal["", "float32", "float64", "bfloat16"] = ""
     """Parameters: float32, float64 or bfloat16. Default: as the run has them; of a folder: float32."""
     compute_dtype: Literal["", "auto", "float32", "bfloat16", "float64"] = ""
@@ -190,8 +188,6 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
             run=replace(second.config.run, machine=config.run.machine),
         )
         subjects.append(replace(second, config=other))
-    if flags.model.path and flags.model.path not in [x.config.model.path for x in subjects if x.config.lora.rank]:
-        raise ConfigError("--model.path is given, and no run trains an adapter over a folder; leave it out")
     return EvalRequest(
         subjects=tuple(subjects),
         paths=tuple(parse_named_paths(flags.data).items()),
@@ -220,8 +216,6 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
     own = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
     if run_dir is not None:
         own = load_config(run_dir / "config.toml")
-        if not (own.lora.rank and own.model.path):
-            explicit.pop("path", None)
         flags = parse_eval(argv, own)  # again, so that keys of the layout that no flag gives are the run's
     if weights.base and not own.lora.rank:
         raise ConfigError(

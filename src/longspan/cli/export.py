@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,14 +13,6 @@ from longspan.errors import ConfigError, plural
 from longspan.evaluation.request import split_target
 from longspan.files import as_json
 from longspan.hub import check_push_access, push_folder
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """Where the base model of an adapter is now."""
-
-    path: str = ""
-    """Of a run that trains an adapter: the folder of its base model, where that was moved. Default: as in the run."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,6 @@ class ExportFlags:
     merge: bool = False
     """Of a run that trains an adapter ([lora]): its base model with the adapter added to the weights, for stock
     transformers. Without it the adapter is written, for stock peft."""
-    model: BaseModel = field(default_factory=BaseModel)
     overwrite: bool = False
     """Replace the model in a folder that holds one; other files in it stay."""
     push: str = ""
@@ -71,7 +62,6 @@ def main(argv: Sequence[str]) -> int:
         dtype=flags.dtype,
         overwrite=flags.overwrite,
         merge=flags.merge,
-        base=flags.model.path,
     )
     write_card(written, run_dir, flags.push or Path(flags.folder).resolve().name, log)
     pushed = {}

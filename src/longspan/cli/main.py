@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 
 from longspan import __version__
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _print_error(lost_rank, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
-            print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # of a terminal that closed
+                print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
         return interrupted.status
     except BrokenPipeError:  # the reader of a pipe, `| head`, has left; Python would flush to it as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,7 +19,7 @@ from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
 from longspan.launch.launcher_watch import launcher_is_gone
-from longspan.launch.stop_signals import SAME_PRESS, Interrupted, drop_output_if_closed, signals_that_stop
+from longspan.launch.stop_signals import SAME_PRESS, Interrupted, signals_that_stop
 
 Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
@@ -184,7 +184,6 @@ class StopSignal:
         now, name = time.monotonic(), signal.Signals(number).name
         if number == signal.SIGTERM and launcher_is_gone():  # this process sent it to itself
             name = LAUNCHER_END
-        drop_output_if_closed()
         if number in self._save_on:
             if now - self._save_at > SAME_PRESS:
                 self.save_asked: str = name

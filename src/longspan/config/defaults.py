@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
 from longspan.config.plan_section import ContextConfig, EvalConfig, inherit_keys
-from longspan.config.sections import RANDOM, ModelConfig, RunConfig, held_out_set
+from longspan.config.sections import RANDOM, EncoderSection, ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError, plural
 from longspan.hub import find_local_path
 from longspan.model.presets import PRESETS
@@ -108,12 +108,18 @@ def _planner_of_given_degrees(context: ContextConfig) -> str:
 
 
 def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
-    """Put the folder of the local cache in place of each name of the hub; `weights` false: config.json is enough.
+    """Put absolute paths in place of those that exist, and the folder of the local cache in place of a name of the hub.
 
-    What is missing is downloaded where model.download says so. Raises ConfigError for a name that is nowhere.
+    `weights` false: config.json is enough, and paths stay as they are. What is missing is downloaded where
+    model.download says so. Raises ConfigError for a name that is nowhere.
     """
     model, data = config.model, config.data
-    find_model = partial(find_local_path, download=model.download, download_key="model.download")
+    find_any = partial(find_local_path, download=model.download, download_key="model.download")
+
+    def find_model(path: str, key: str, **options: Any) -> str:
+        local = find_any(path, key, **options)
+        return absolute_path(local) if weights else local
+
     find_data = partial(find_model, kind="dataset")
     sources = [
         replace(source, path=find_data(source.path, f"data.sources[{number}].path"))
@@ -121,40 +127,19 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     ]
     path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
     tokenizer, rows = find_model(data.tokenizer, "data.tokenizer"), find_data(data.path, "data.path")
+    others = {key: absolute_path(getattr(data, key)) for key in ("chat_template", "cache") if weights}
     return replace(
         config,
         train=replace(config.train, epochs_of=find_data(config.train.epochs_of, "train.epochs_of")),
         model=replace(model, path=path, config=source),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
-        data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer),
+        data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, **others),
         eval=tuple(replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.eval),
     )
 
 
-_PATHS = {"model": ("path", "config"), "data": ("path", "tokenizer", "chat_template", "cache"), "mtp": ("weights",)}
-
-
-def set_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make every path that exists here absolute, as a run keeps its configuration for commands in other folders."""
-    for section, keys in _PATHS.items():
-        values = getattr(config, section)
-        changes = {key: absolute_paths(getattr(values, key)) for key in keys}
-        config = replace(config, **{section: replace(values, **changes)})
-    sources, sets = (
-        tuple(replace(table, path=absolute_paths(table.path)) for table in tables)
-        for tables in (config.data.sources, config.eval)
-    )
-    folders = {key: str(Path(path).absolute()) for key in ("dir", "checkpoints") if (path := getattr(config.run, key))}
-    data, run = replace(config.data, sources=sources), replace(config.run, **folders)  # which the run makes
-    return replace(config, data=data, run=run, eval=sets)
-
-
-def absolute_paths(value: Any) -> Any:
-    """Return a value of a key, or of several, with what exists here as a path made absolute; words stay as they are."""
-    if isinstance(value, Mapping):
-        return {key: absolute_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(absolute_paths, value))
+def absolute_path(value: Any) -> Any:
+    """Return a path that exists here as an absolute one, and any other value of a key as it is."""
     if not isinstance(value, str) or value in ("", STDLIB, AUTO, RANDOM):
         return value
     path = Path(value).expanduser()
@@ -172,6 +157,11 @@ def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
     return "none" if config.lora.rank else "all"
+
+
+def encoder_is_given(config: RunConfig) -> bool:
+    """Whether [encoder] has keys: without, it has its defaults, or `encoder.train` as a run resolves it."""
+    return config.encoder not in (EncoderSection(), EncoderSection(train=encoder_default(config)))
 
 
 def is_hybrid(model: ModelConfig) -> bool:

@@ -18,6 +18,7 @@ from longspan.corpus.recipe import Recipe
 from longspan.data.images import ImageWriter
 from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
+from longspan.plain_text import bytes_text
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
 _LONG_BYTES = 16 << 20
@@ -164,9 +165,8 @@ class _Progress:
 
     def line(self, writer: _Writer, bytes_read: int) -> str:
         seconds = max(time.monotonic() - self._start_time, 1e-3)
-        scale, unit = (1e6, "MB") if self.ends[-1] >= 1e6 else (1e3, "kB")
         return (
-            f"tokenized {bytes_read / scale:,.1f} of {self.ends[-1] / scale:,.1f} {unit}: "
+            f"tokenized {bytes_text(bytes_read)} of {bytes_text(self.ends[-1])}: "
             f"{plural(writer.tokens, 'token')}, {writer.tokens / seconds:,.0f} a second"
         )
 

@@ -22,7 +22,16 @@ from typing import Any
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.row_files import SUFFIXES, ZSTD, Chunk, chunk_rows, import_reader, row_file, slice_chunks
+from longspan.corpus.row_files import (
+    SUFFIXES,
+    ZSTD,
+    Chunk,
+    chunk_rows,
+    count_rows,
+    import_reader,
+    row_file,
+    slice_chunks,
+)
 from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_columns, row_kind
 from longspan.corpus.splits import SAVED_SPLITS, SplitPart, check_one_configuration, find_splits, read_split_parts
 from longspan.data.manifest import SourceFile
@@ -150,7 +159,7 @@ def find_files(
     installed.
     """
     root = find_root(path, key=key)
-    split_key = f"{key.removesuffix('path')}split" if key != "--data" else "--data.split"
+    split_key = f"{key.removesuffix('path')}split"
     walked = {root.name: root}
     if not root.is_file():
         walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
@@ -185,13 +194,10 @@ def find_rows(path: str, split: str, *, leave_out: Sequence[Path] = (), key: str
     for part in read_split_parts(split, f"{key.removesuffix('path')}split") if split else [SplitPart("")]:
         found = find_files(path, split=part.name, leave_out=leave_out, key=key)
         files = [CorpusFile(0, name, file) for name, file in found.items()]
-        counts = list[int]()
         if not part.start and not part.stop:
             yield from files
             continue
-        for file in files:
-            if (missing := part.rows_to_count - sum(counts)) > 0:
-                counts.append(row_file(file.name, file.path).count_rows(missing))
+        counts = [sum(map(count_rows, file.read_chunks(MAX_TEXT_BYTES))) for file in files]
         first, stop = part.bounds(sum(counts))
         if first >= stop:
             raise DataError(f"{key} {path!r}: {split!r} takes no row of {sum(counts):,} in {part.name}")
@@ -240,8 +246,7 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
     """Yield the files of a folder that may be sources, with their names in it; hidden ones are none.
 
     In a saved data set only files of rows count. In Python's standard library only modules do, except the one that
-    describes the build of this Python, which differs between machines. Raises DataError for a folder of saved splits
-    inside this one.
+    describes the build of this Python, which differs between machines.
     """
     skipped_names = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skipped_folders = {folder.resolve() for folder in leave_out}
@@ -250,13 +255,6 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
         return path.name in skipped_names or path.name[0] == "." or path.resolve() in skipped_folders
 
     for directory, names in _walk_folders(root, is_left_out):
-        if SAVED_SPLITS in names and directory != root:
-            try:
-                splits = ", ".join(str(directory / name) for name in read_json(directory / SAVED_SPLITS)["splits"])
-            except (ValueError, KeyError, TypeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise DataError(f"{directory / SAVED_SPLITS} does not name its splits: {reason}") from error
-            raise DataError(f"{directory} holds several splits of a data set; give one of {splits}")
         for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
             is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
             if is_module if stdlib else name[0] != ".":

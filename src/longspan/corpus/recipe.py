@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longspan.config.defaults import absolute_paths
 from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RunConfig
 from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
@@ -132,10 +131,10 @@ class CorpusSettings:
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
         values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
-        values |= {"chat_template": absolute_paths(self.data.chat_template)} if self.data.chat_template else {}
+        values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
         if not self.data.sources:
-            return {"path": absolute_paths(self.data.path), "split": self.data.split} | values
-        sources = [f"{absolute_paths(source.path)} {source.split}".strip() for source in self.data.sources]
+            return {"path": self.data.path, "split": self.data.split} | values
+        sources = [f"{source.path} {source.split}".strip() for source in self.data.sources]
         return {"sources": sources} | values
 
     def row_settings(self) -> RowSettings:

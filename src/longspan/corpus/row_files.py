@@ -285,15 +285,6 @@ class RowFile(ABC):
     def read_chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""
 
-    def count_rows(self, enough: float) -> int:
-        """Count the rows, empty lines not included, until there are `enough`."""
-        count = 0
-        for chunk in self.read_chunks():
-            count += count_rows(chunk)
-            if count >= enough:
-                break
-        return count
-
     @abstractmethod
     def read_row_at(self, position: int) -> Row | BadRow:
         """Read the row at a position of a chunk; no limit holds, as the build has checked the row."""
@@ -431,9 +422,6 @@ class TableFile(RowFile):
                 data = sink.getvalue().to_pybytes()
                 yield Chunk("table", self.name, first, first, data, end, self._folder, self._most_bytes)
                 first += len(batch)
-
-    def count_rows(self, enough: float) -> int:
-        return self._open_batches()[0]
 
     def read_row_at(self, position: int) -> Row:
         with self._name_file_in_errors():

@@ -3,7 +3,6 @@
 `data.split` names a split, and perhaps some of its rows. Which files a folder has is in `files.py`.
 """
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
@@ -36,11 +35,6 @@ class SplitPart(NamedTuple):
     name: str
     start: str = ""
     stop: str = ""
-
-    @property
-    def rows_to_count(self) -> float:
-        """After how many rows of the split `bounds` is known; of all, unless both ends count from the first."""
-        return int(self.stop) if self.stop.isdigit() and "-" not in self.start else math.inf
 
     def bounds(self, rows: int) -> tuple[int, int]:
         """Return the first row and the one after the last, of so many; a share is rounded as datasets does it."""

@@ -23,10 +23,7 @@ from longspan.errors import DataError
 from longspan.layout import Integers
 
 # The code of a token decides its label: its own id, none, or the id code − 2.
-OWN_TOKEN = 0
-NOTHING = 1
-OTHER_TOKEN = 2
-_BLOCK = 1 << 20  # documents that are compared at a time
+OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
 _TAIL = 64  # tokens that are read at a time, until one is not padding
 
 
@@ -110,19 +107,12 @@ class Corpus:
     def count_contained(self, documents: "CorpusDocuments", leave_out: Sequence[int]) -> int | None:
         """Count the documents whose rows are rows of this corpus too, token for token; None: it is not known.
 
-        `leave_out` are documents of this corpus that do not count, ascending.
+        `leave_out` are documents of this corpus that do not count.
         """
         if self.hashes is None or documents.corpus.hashes is None:
             return None
-        wanted = documents.corpus.hashes[[*documents.ids]]
-        left_out = np.array(leave_out, np.int64)
-        found = np.zeros(0, wanted.dtype)
-        for start in range(0, len(self), _BLOCK):
-            block = self.hashes[start : start + _BLOCK]
-            first, stop = np.searchsorted(left_out, (start, start + _BLOCK))
-            block = np.delete(block, left_out[first:stop] - start)
-            found = np.union1d(found, block[np.isin(block, wanted)])
-        return int(np.isin(wanted, found).sum())
+        hashes = documents.corpus.hashes[[*documents.ids]]
+        return int(np.isin(hashes, np.delete(self.hashes, [*leave_out])).sum())
 
     def origin(self, document: int) -> str:
         return self.sources[self.file_of(document)].name

@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import SaveStrategy
@@ -29,6 +31,7 @@ _PASSES = (
     f"tensors inside the model. It may read {NAMES_TO_READ}, and parameters as p.full_tensor()"
 )
 _LIBRARIES = ("longspan", "torch", "transformers", "peft", "trl", "accelerate")  # whose hooks keep nothing for a loss
+_HOOKS_BEFORE = WeakKeyDictionary[nn.Module, int]()  # how many hooks had been made when a model had none to refuse
 _LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"
 _SETTINGS: dict[str, str] = {
     "deepspeed": f"DeepSpeed would shard and step on its own; leave it out: {_LAYOUT}",
@@ -168,7 +171,12 @@ def has_cross_entropy_loss(trainer: Any) -> bool:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raise ModelError for a hook on a gradient, or a forward hook that is not of longspan or a library under it."""
+    """Raise ModelError for a hook on a gradient, or a forward hook that is not of longspan or a library under it.
+
+    The model is looked at again once any hook has been made since, all of which torch counts.
+    """
+    if _HOOKS_BEFORE.get(model) == RemovableHandle.next_id:
+        return
     refuse_gradient_hooks(model)
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
@@ -178,6 +186,7 @@ def refuse_hooks(model: nn.Module) -> None:
                     f"{name or type(module).__name__} has a forward hook, {getattr(function, '__name__', function)} of "
                     f"{function.__module__}: {_PASSES}; remove it. What changes outputs belongs in the module's class"
                 )
+    _HOOKS_BEFORE[model] = RemovableHandle.next_id
 
 
 def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range = range(0)) -> None:

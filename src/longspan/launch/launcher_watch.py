@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from longspan.launch.output import write_error
-from longspan.launch.stop_signals import drop_output_if_closed
 
 PATIENCE = 600.0  # seconds for the step and the save of a rank that heeds SIGTERM
 _CHECK_SECONDS = 0.1
@@ -30,7 +29,6 @@ def stop_when_launcher_is_gone(is_gone: Callable[[], bool], *, with_message: boo
         while not is_gone():
             time.sleep(_CHECK_SECONDS)
         if with_message:
-            drop_output_if_closed()
             write_error("longspan: the process that started the ranks is gone: they stop, and a run saves first\n")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(PATIENCE)

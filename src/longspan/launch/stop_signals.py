@@ -5,8 +5,6 @@ wherever a terminal or a supervisor sends them, and ranks heed them once they ca
 signal goes to them. What a run makes of it is in `comm/all_ranks.py`.
 """
 
-import os
-import select
 import signal
 import threading
 import time
@@ -44,7 +42,6 @@ def raise_on_stop_signals() -> Iterator[None]:
 
     def interrupt(number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        drop_output_if_closed()  # the signal may be that of a terminal that closed
         if now - raised_at[0] > SAME_PRESS:
             raised_at[0] = now
             raise Interrupted(number)
@@ -66,20 +63,6 @@ def ignore_signals(numbers: Collection[int]) -> None:
 def signals_that_stop() -> tuple[signal.Signals, ...]:
     """The signals that stop, without those notices that are ignored here, as nohup ignores SIGHUP."""
     return (*KILLS, *(number for number in NOTICES if not _is_ignored(number)))
-
-
-_OUTPUTS = (1, 2)  # descriptors of standard output and error
-
-
-def drop_output_if_closed() -> None:
-    """Drop output from now on that would go to a closed terminal or a pipe without a reader, so that no print fails."""
-    for descriptor in _OUTPUTS:
-        events = select.poll()
-        events.register(descriptor, 0)  # 0: errors only
-        if any(event & select.POLLERR for _, event in events.poll(0)):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
 
 
 def block_signals() -> AbstractContextManager[None]:
@@ -126,7 +109,6 @@ class Forwarding:
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        drop_output_if_closed()  # the signal may be that of a terminal that closed
         if number in NOTICES:
             self._send_to_ranks(number, number)
         elif self._first_signal_at < 0:

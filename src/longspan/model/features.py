@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.errors import ModelError
 from longspan.model.execution import Execution
 from longspan.model.kinds import is_indexed, is_indexer, is_mixer, is_peft_module
 from longspan.model.layers import MTP, SCORE_HEADS, expert_modules
@@ -48,6 +49,9 @@ class Feature:
 
     def refuse(self, model: PreTrainedModel) -> None:
         """Raise ModelError, with the reasons, for a model that cannot have the feature exactly; on the host alone."""
+
+    def rank_error(self, model: PreTrainedModel) -> ModelError | None:
+        """Return why this rank cannot have the feature, where ranks may differ, in their devices."""
 
     def compare_ranks(self, model: PreTrainedModel) -> None:
         """Raise ModelError, on every rank, for what ranks may not differ in; entered by all ranks."""

@@ -73,19 +73,19 @@ def device_lack(device: torch.device) -> str:
 class Float8Feature(Feature):
     """Linears and experts in float8."""
 
-    def compare_ranks(self, model: PreTrainedModel) -> None:
-        """Raise ModelError for a model that cannot have float8: ranks' devices may differ."""
+    def rank_error(self, model: PreTrainedModel) -> ModelError | None:
         word = self.options.float8
-        error = None
         if word != "rows":
-            error = ModelError(f'float8 is {word!r}; use "rows" (one scale a row), or "" for none')
-        else:
-            dtype = self.options.sharding(self.world).dtype_of(model)
-            if reasons := [*_reasons_against_float8(model, self.world.device, dtype, self.world.home.tp)]:
-                error = ModelError(
-                    f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'
-                )
-        raise_first_error(self.world, error)
+            return ModelError(f'float8 is {word!r}; use "rows" (one scale a row), or "" for none')
+        dtype = self.options.sharding(self.world).dtype_of(model)
+        if reasons := [*_reasons_against_float8(model, self.world.device, dtype, self.world.home.tp)]:
+            return ModelError(
+                f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'
+            )
+        return None
+
+    def compare_ranks(self, model: PreTrainedModel) -> None:
+        raise_first_error(self.world, self.rank_error(model))
 
     def convert(self, model: PreTrainedModel) -> None:
         linears, experts = float8_linears(model), expert_modules(model)

@@ -109,7 +109,7 @@ def run_head(run: RunFolder) -> Part:
         spread = largest_difference([row.loss for row in rows])
         degrees = ", ".join(row.degree for row in rows)
         agreement = f", {'the same' if spread <= SAME else 'different'} at degrees {degrees} to {spread:.1e}"
-        words.append(f"{rows[0].loss:.4g} on documents that it never saw{agreement if len(rows) > 1 else ''}")
+        words.append(f"{rows[0].loss:.4g} on held-out documents{agreement if len(rows) > 1 else ''}")
     story = f"{'; '.join(words)}." if words else ""
     steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     if not run.summary:

@@ -76,7 +76,7 @@ def _fact_lines(
     degrees["dp_replicate"] = home.dp_replicate
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     words += ["sequence-parallel"] * config.parallel.sequence_parallel
-    yield "layout", ", ".join([f"{slots} that share out the documents", *words])
+    yield "layout", ", ".join([f"{slots} for the documents", *words])
     kernels = "; ".join(execution.kernels) or "chosen in the first pass"
     yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
     depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"

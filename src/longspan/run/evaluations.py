@@ -11,7 +11,7 @@ from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
-from longspan.run.progress import ProgressDisplay, SetWork
+from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
@@ -76,11 +76,12 @@ class Evaluations:
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
-    def list_work(self) -> Iterator[SetWork]:
+    def list_work(self) -> Iterator[tuple[int, int, int]]:
+        """Yield of each set what `ProgressDisplay.set_length` takes."""
         for entry in self.run.sets:
             first = self.run.evaluation_choice(entry.config)
             at_end = 1 + sum(choice.degree != first.degree for choice in self._list_other_choices(entry))
-            yield SetWork(int(sum(entry.documents.lengths)), entry.config.every, at_end)
+            yield int(sum(entry.documents.lengths)), entry.config.every, at_end
 
     def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlanChoice]:
         """Of held-out documents the choices at 1, 2, 4, … and all slots, as far as heads allow, under caps that hold

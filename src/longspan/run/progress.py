@@ -3,24 +3,12 @@
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from longspan.errors import plural
 from longspan.plain_text import bytes_text, seconds_text
 
 LINE_SECONDS = 30.0  # no longer without a line
-
-
-class SetWork(NamedTuple):
-    """The evaluations of a set: its tokens, steps between them (0: none before the end), and how many at the end."""
-
-    tokens: int
-    every: int
-    at_end: int
-
-    def tokens_after(self, done: int, steps: int) -> int:
-        before_end = (steps - 1) // self.every - (done - 1) // self.every if self.every else 0
-        return (before_end + self.at_end) * self.tokens
 
 
 class ProgressDisplay:
@@ -36,7 +24,7 @@ class ProgressDisplay:
         self._timed_since: tuple[float, int] | None = None  # when the first step ended, without evaluations; its number
         self._step_tokens = 0  # since then
         self._eval_seconds = self._eval_tokens = 0.0
-        self._evaluations: tuple[SetWork, ...] = ()
+        self._evaluations: tuple[tuple[int, int, int], ...] = ()
 
     def __enter__(self) -> "ProgressDisplay":
         if self._stream is not None:
@@ -48,10 +36,11 @@ class ProgressDisplay:
         if self._stream is not None:
             self._thread.join()
 
-    def set_length(self, steps: int, evaluations: Iterable[SetWork]) -> None:
-        """Set the steps of the run, and its evaluations, as plain numbers: a display outlives a run without memory."""
-        self._steps = steps
-        self._evaluations = tuple(evaluations)
+    def set_length(self, steps: int, evaluations: Iterable[tuple[int, int, int]]) -> None:
+        """Set the steps of the run, and of each evaluation set the tokens, the steps between its evaluations (0: there
+        is none before the end), and how many come at the end.
+        """
+        self._steps, self._evaluations = steps, tuple(evaluations)
 
     def log(self, text: str) -> None:
         if self._stream is not None:
@@ -117,7 +106,9 @@ class ProgressDisplay:
         left = seconds / (step - first_step) * (self._steps - step)
         steps_per_token = seconds / max(self._step_tokens, 1)
         per_token = self._eval_seconds / self._eval_tokens if self._eval_tokens else steps_per_token / 3
-        left += sum(work.tokens_after(step, self._steps) for work in self._evaluations) * per_token
+        for tokens, every, at_end in self._evaluations:
+            before_end = (self._steps - 1) // every - (step - 1) // every if every else 0
+            left += (before_end + at_end) * tokens * per_token
         return f"{seconds_text(left)} left"
 
 

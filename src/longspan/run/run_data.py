@@ -152,8 +152,6 @@ def open_evaluation_sets(
         world, lambda: [corpus.count_contained(s.documents, held_out.ids) for s in sets], DataError
     )
     sets = [replace(s, trained_on=count) for s, count in zip(sets, counts, strict=True)]
-    for caution in filter(None, (s.caution for s in sets)):
-        log(f"caution: {caution}")
     directory = Path(config.run.dir)
     byte_counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
     metrics_by_set = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]

@@ -21,7 +21,6 @@ from longspan.checkpoint.files import complete_checkpoints, remove_old_checkpoin
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_every_rank, run_on_first_rank
-from longspan.config.defaults import set_absolute_paths
 from longspan.config.sections import BestFigure
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import (
@@ -92,8 +91,7 @@ class Saves:
         """Begin a checkpoint of the weights as they are; all ranks call it. With `keep_all` no old one is removed."""
         run = self._run
         order = ORDER_OF_SOURCES if run.config.data.sources else ORDER
-        config = set_absolute_paths(run.config).tables()
-        state = {"config": config, "ranks": len(run.world.home.ranks), "order": order}
+        state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": order}
         state["begin"] = run.order.begin_of_step(self.done)
         self.saver.keep = 0 if keep_all else run.config.run.keep_checkpoints
         self.saver.save(run.model, run.optimizer, step=self.done, state=state)

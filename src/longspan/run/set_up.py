@@ -17,7 +17,7 @@ from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
-from longspan.config.defaults import absolute_paths, set_absolute_paths, warn_about_small_updates
+from longspan.config.defaults import absolute_path, warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, check_memory_keys
@@ -229,7 +229,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     for name in (name for name in fixed if name not in free):
         section, _, key = name.partition(".")
         value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
-        if value_before is not None and absolute_paths(value) not in (absolute_paths(value_before), AUTO):
+        if value_before is not None and value not in (absolute_path(value_before), AUTO):
             raise ConfigError(
                 f"{name} was {value_before!r} when {path} was saved and is {value!r} now; set it back, or set run.dir "
                 "to a new folder"
@@ -250,7 +250,7 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
         for key, value in sorted(now[section].items())
         if key in before[section] and key != "node_size" and not key.startswith("eval_")
         if (section, key) != ("model", "path")  # compared before
-        if absolute_paths(value) not in (absolute_paths(before[section][key]), AUTO)
+        if value not in (absolute_path(before[section][key]), AUTO)
     ]
     if changes:
         raise ConfigError(
@@ -282,7 +282,10 @@ def open_run_documents(
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
     config = set_epoch_steps(config, data.order, log)
     # not node_size: a run that goes on may be on other hosts
-    as_written = set_absolute_paths(replace(config, context=replace(config.context, node_size=node_size)))
+    folders = {key: str(Path(path).absolute()) for key in ("dir", "checkpoints") if (path := getattr(config.run, key))}
+    as_written = replace(
+        config, context=replace(config.context, node_size=node_size), run=replace(config.run, **folders)
+    )
     for line in source_lines(config, data.order):
         log(line)
     if checkpoint is not None:

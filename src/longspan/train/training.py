@@ -6,6 +6,7 @@ Nothing here needs a corpus or a run's folder: `longspan train` and `longspan be
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, silence_warnings_of_other_ranks
-from longspan.config.defaults import compute_dtype, encoder_default
+from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import ModelConfig, RunConfig, given_checkpointing
-from longspan.errors import ConfigError, ModelError, plural
+from longspan.errors import ConfigError, LongspanError, ModelError, plural
 from longspan.hub import hub_name
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
@@ -179,22 +180,47 @@ def load_run_model(
 def check_run_model(config: RunConfig, world: World, configuration: PreTrainedConfig) -> list[str]:
     """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines.
 
-    Of a model that may read images, which the data decide, less is checked.
+    The data decide whether a model with towers sees images: it is refused here if it could run neither way.
     """
+    ways = [True] if encoder_is_given(config) else [False, True]
+    if not ways[0] and type(configuration) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        ways = [False]
+    errors = list[LongspanError]()
+    for images in ways:
+        try:
+            return _check_before_prepare(config, world, configuration, images=images)
+        except LongspanError as error:
+            errors.append(error)
+    first, *others = errors
+    if others and str(others[0]) != str(first):
+        raise type(first)(f"{first}; and with images: {others[0]}") from first
+    raise first
+
+
+def _check_before_prepare(
+    config: RunConfig, world: World, configuration: PreTrainedConfig, *, images: bool
+) -> list[str]:
     from longspan.model.lora import adapter_lines
 
-    parallel, sees_images = config.parallel, getattr(configuration, "vision_config", None) is not None
-    adapts = config.lora.rank and not (sees_images and any("." in target for target in config.lora.targets))
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
-        model = load_run_model(config, config.data.vocab_size, configuration)
-        if adapts:
-            add_configured_adapter(config, model)
+        model = load_run_model(config, config.data.vocab_size, configuration, images=images)
+        _choose_trained_parts(config, model, images=images)
+    lines = [*adapter_lines(model)] if config.lora.rank else []
     _check_comm_types_fit_layers(config, model)
-    if not (sees_images or config.mtp.depths or config.model.num_labels):
-        stages: Any = {"virtual_stages": parallel.vpp, "pipeline_schedule": parallel.pipeline_schedule}
-        options = PrepareOptions(sequence_parallel=parallel.sequence_parallel, **stages)
-        check_unconnected(model, features_of(Call(model, model, world, options)))
-    return [*adapter_lines(model)] if adapts else []
+    options = _prepare_options(config, world, model, None, training=True)
+    with ExitStack() as forms:
+        if images:
+            from longspan.model.take_apart import take_apart_or_undo
+
+            forms.enter_context(take_apart_or_undo(model))
+        features = features_of(Call(model, model, world, options))
+        for feature in features:
+            forms.enter_context(feature.checks_context(model))
+        check_unconnected(model, features)
+        for feature in features:
+            if error := feature.rank_error(model):
+                raise error
+    return lines
 
 
 def make_model_without_weights(
@@ -241,28 +267,34 @@ def prepare_run_model(
     model. Raises ConfigError, on every rank, where a GPU has no room, ModelError for adapters that it cannot have.
     """
     _check_comm_types_fit_layers(config, model)
-    computed_dtype = compute_dtype(config.model, world.device.type)
     with silence_warnings_of_other_ranks(world):  # about the adapter
-        adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
-    # Parameters of an adapter may be in another dtype than the model's.
-    dtypes = (
-        {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
-    )
+        adapted_model = _choose_trained_parts(config, model, images=images)
+    if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
+        check_model_fits(config, model, world, training=training)
+    options = _prepare_options(config, world, model, memory, training=training)
+    encoder: Any = _encoder_home(config, world, compute_dtype=options.compute_dtype) if images else None
+    return prepare(adapted_model, world, encoder=encoder, options=options)
+
+
+def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: bool) -> Any:
+    adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     if images:
         from longspan.model.take_apart import freeze_image_modules
 
         freeze_image_modules(model, config.encoder.train or encoder_default(config))
-    if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
-        check_model_fits(config, model, world, training=training)
-    computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
-    encoder: Any = _encoder_home(config, world, compute_dtype=computes_in) if images else None
+    return adapted_model
+
+
+def _prepare_options(
+    config: RunConfig, world: World, model: PreTrainedModel, memory: "MemoryPlan | None", *, training: bool
+) -> PrepareOptions:
+    dtypes, computed_dtype = {model.dtype}, compute_dtype(config.model, world.device.type)
+    if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
+        dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
     float8 = config.train.float8
     if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
         float8 = ""  # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
-    return prepare(
-        adapted_model,
-        world,
-        encoder=encoder,
+    return PrepareOptions(
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
         **options_of_memory_plan(config, memory, training=training),
@@ -271,7 +303,7 @@ def prepare_run_model(
         float8=float8,
         compiled=config.train.compiled,
         sequence_parallel=config.parallel.sequence_parallel,
-        compute_dtype=computes_in,
+        compute_dtype=None if dtypes == {computed_dtype} else computed_dtype,  # None: parameters are in it already
     )
 
 

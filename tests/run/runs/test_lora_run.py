@@ -23,6 +23,7 @@ from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.cli.flags import parse_train
 from longspan.cli.main import main as cli_main
+from longspan.config.defaults import set_local_folders
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
@@ -188,9 +189,14 @@ def test_what_has_no_adapter_is_not_compared_with_its_base(
 def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
     """One step of a run over a base model, in this process."""
     changes = {**ALONE, **LORA, "train__steps": 1, "train__eval_every": 0, "train__save_every": 1, **keys}
-    config = small_config(folder, model__path=base, model__dtype="float64", **changes)
+    config = set_local_folders(small_config(folder, model__path=base, model__dtype="float64", **changes))
     train_rows(config, 1)
     return config
+
+
+def _set_base(run: str, folder: Path) -> None:
+    config = load_config(f"{run}/config.toml")
+    Path(run, "config.toml").write_text(to_toml(replace(config, model=replace(config.model, path=str(folder)))))
 
 
 def _refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
@@ -236,22 +242,21 @@ def test_a_base_is_known_by_its_weights(
     for file in moved.iterdir():
         (tmp_path / "m" / file.name).symlink_to(file)
     (tmp_path / "link").symlink_to(tmp_path / "m")
-    gone = f"the adapter of {run} needs the weights of {base} (model.path), which is gone; put them back, or name"
+    gone = f"the adapter of {run} needs the weights of {base} (model.path), which is gone; put them back, or set"
     assert gone in _refused(capfd, "eval", run) and gone in _refused_start(run)
     assert gone in _refused(capfd, "export", run, str(tmp_path / "no"), "--merge")
     for place in (moved, tmp_path / "link"):  # the same weights
-        assert _eval_loss(run, capfd, "--model.path", str(place)) == loss
-    assert cli_main(["export", run, str(out), "--merge", "--overwrite", "--model.path", str(tmp_path / "link")]) == 0
+        _set_base(run, place)
+        assert _eval_loss(run, capfd) == loss
+    assert cli_main(["export", run, str(out), "--merge", "--overwrite"]) == 0
 
     changed = tmp_path / "there" / "base"
     other_weights = re.escape(f"began over the weights of {base} (model.path) with the sum ") + "[0-9a-f]{12}, and "
-    other_weights += re.escape(f"{changed} has others now, with the sum ") + "[0-9a-f]{12}; put them back, or name"
-    for words in (
-        ["eval", run],
-        ["export", run, str(tmp_path / "no")],
-        ["export", run, str(tmp_path / "no"), "--merge"],
-    ):
-        assert re.search(other_weights, _refused(capfd, *words, "--model.path", "base"))
+    other_weights += re.escape(f"{changed} has others now, with the sum ") + "[0-9a-f]{12}; put them back, or set"
+    _set_base(run, changed)
+    for words in (["eval", run], ["export", run, str(tmp_path / "no"), "--merge"]):
+        assert re.search(other_weights, _refused(capfd, *words))
+    _set_base(run, base)
     assert re.search(other_weights, _refused_start(run, "--model.path", "base"))
     changed.rename(base)  # written over
     for words in (["eval", run], ["eval", run, "--compare", "base"], ["export", run, str(tmp_path / "no"), "--merge"]):
@@ -268,20 +273,6 @@ def test_a_base_is_known_by_its_weights(
         lines_of(
             0, parse_train([f"{run}/config.toml", "--train.steps", "3", "--model.path", str(tmp_path / "m")])[1], 1
         )
-
-
-def test_a_new_path_is_that_of_an_adapters_base(trained: Trained, tmp_path: Path, capfd: Any) -> None:
-    whole = small_config(tmp_path)
-    Path(whole.run.dir).mkdir()
-    (Path(whole.run.dir) / "config.toml").write_text(to_toml(whole))
-    (Path(whole.run.dir) / "config.json").write_bytes((Path(trained[0].run.dir) / "config.json").read_bytes())
-    for words in (
-        ["eval", whole.run.dir],
-        ["export", whole.run.dir, str(tmp_path / "out")],
-        ["eval", trained[0].model.path],
-    ):
-        error = _refused(capfd, *words, "--model.path", "x")
-        assert "--model.path is given, and " in error and "over a folder; leave it out" in error
 
 
 def test_a_base_of_the_hub_is_named_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import ConfigError, DataError, LongspanError, ModelError
 from longspan.run import set_up
 from tests.model.deep import deep_config
+from tests.model.vision.models import tiny
 from tests.run.runs.homes import ALONE, refusals, train_rows
 from tests.train.small import small_config
 
@@ -65,6 +67,18 @@ def _cross_attention(folder: Path) -> Path:
     return folder
 
 
+def _sees_images(folder: Path) -> Path:
+    tiny("qwen2.5-vl").config.save_pretrained(folder)
+    return folder
+
+
+def _returns_tuples(folder: Path, number: int) -> Path:
+    config = tiny("qwen2.5-vl").config if number else deep_config("qwen3", layers=2, vocabulary=300)
+    config.return_dict = False
+    config.save_pretrained(folder)
+    return folder
+
+
 LORA = {"lora__rank": 4, "train__lr": 1e-3}
 WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
     (
@@ -81,6 +95,15 @@ WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
     ({"model__path": _quantized}, ModelError, r"is quantized \(gptq"),
     ({"model__path": _scores, "model__num_labels": 3}, ModelError, "of 2 scores, and model.num_labels is 3"),
     ({"model__config": _cross_attention}, ModelError, "add_cross_attention is set"),
+    ({"model__config": _cross_attention, "model__num_labels": 1}, ModelError, "add_cross_attention is set"),
+    ({"model__config": partial(_returns_tuples, number=0), "mtp__depths": 1}, ModelError, "return_dict is False"),
+    ({"model__config": partial(_returns_tuples, number=1)}, ModelError, "return_dict is False"),
+    (
+        LORA | {"model__config": _sees_images, "lora__targets": ["layers.0.self_attn.q_prj"]},
+        ModelError,
+        "'layers.0.self_attn.q_prj', which is no linear of Qwen2_5_VL.*; did you mean 'q_proj'",
+    ),
+    ({"encoder__recompute": True}, ModelError, "Qwen3Config stands for no model from images and text to text"),
     ({"context__cp_comm_type": ["p2p"] * 5}, ConfigError, "context.cp_comm_type lists 5 types, the model has"),
 ]
 

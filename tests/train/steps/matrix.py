@@ -143,6 +143,17 @@ def wanted_of(combinations: Iterable[Combination]) -> Answers:
     return answers
 
 
+def errors_of_stock(combination: Combination) -> Errors:
+    """How far the stock model is from itself in float64."""
+    single, exact = _stock(combination), _stock(replace(combination, dtype="float64"))
+    losses, norms = (
+        [abs(x / y - 1) for x, y in zip(*pair, strict=True)]
+        for pair in ((single.losses, exact.losses), (single.norms, exact.norms))
+    )
+    gradients, weights = own_error(single.gradients, exact.gradients), own_error(single.weights, exact.weights)
+    return Errors(max(losses), max(*norms, gradients), weights)
+
+
 def _stock(combination: Combination, steps: int = len(BATCHES)) -> Wanted:
     model, device = combination.model(), "cuda" if backend() == "nccl" else "cpu"
     losses = {} if combination.family == "qwen3" else {"balance": ROUTER.balance, "z": ROUTER.z}

@@ -94,7 +94,7 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     data = config.data
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
-    files = tuple(find_rows(data.path or STDLIB, data.split, key="--data"))
+    files = tuple(find_rows(data.path or STDLIB, data.split))
     sizes = text_sizes(files, data.max_text_bytes)
     limit, tokens = data.max_document_tokens, (size // BYTES_PER_TOKEN for size in sizes)
     cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)

@@ -318,14 +318,13 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
     """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
-    read_keys = ("attention_mask", *(() if scored else ("labels", *MASKS))) if kind == "input_ids" else KEYS[kind]
-    read_keys = (*read_keys, *(["label"] if scored and kind != PAIRS else []))
+    is_chat = _is_chat(values, kind)
+    read_keys = _read_keys(kind, scored, is_chat, media=True)
     places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
     for key, why in unread_keys(values, places.get(kind, "chat")):
         if key not in read_keys:
             raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
-    unread = list_unread(values, kind, scored=scored, media=True)
-    for key in filter(_OF_TOOLS.fullmatch, unread if _is_chat(values, kind) and not values.get("tools") else ()):
+    for key in filter(_OF_TOOLS.fullmatch, values.keys() - read_keys if is_chat and not values.get("tools") else ()):
         if _SCHEMA.search(json.dumps(values[key], default=str)):
             raise RowError(
                 f'"{key}" stands beside {_SHOWN[kind]}, and holds tools, which are read as tools: '

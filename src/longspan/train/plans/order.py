@@ -12,6 +12,7 @@ from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture, ShuffledSource
 from longspan.errors import ConfigError, plural
+from longspan.plain_text import number_text
 from longspan.train.optim.schedule import Schedule
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
@@ -59,10 +60,6 @@ def _times_read(config: RunConfig, order: StepOrder, source: ShuffledSource) -> 
 
 def _has_exact_epochs(config: RunConfig, order: StepOrder) -> bool:
     return config.train.epochs > 0 and len(order.stream.sources) == 1
-
-
-def _times_text(times: float) -> str:
-    return f"{times:.3g}" if times < 1000 else f"{times:,.0f}"
 
 
 def most_step_tokens(config: RunConfig, order: StepOrder) -> int:
@@ -138,7 +135,7 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     line += f" of {plural(order.training_texts, 'text')}" * (stream.documents != order.training_texts)
     line += f" to train on, of {plural(stream.tokens, 'token')}, which "
     steps = order.count_steps() if train.epochs else train.steps
-    times = f"about {_times_text(train.tokens_per_step * steps / stream.tokens)}"
+    times = f"about {number_text(train.tokens_per_step * steps / stream.tokens)}"
     if _has_exact_epochs(config, order):
         times = f"{train.epochs:g}"
     line += f"{plural(steps, 'step')} read {times} times"
@@ -160,5 +157,5 @@ def source_lines(config: RunConfig, order: StepOrder) -> Iterator[str]:
         yield (
             f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
             f"{plural(source.documents, 'document')} of {plural(source.tokens, 'token')} to train on, read about "
-            f"{_times_text(_times_read(config, order, source))} times, and {len(source.held_out):,} held out"
+            f"{number_text(_times_read(config, order, source))} times, and {len(source.held_out):,} held out"
         )
