@@ -8,14 +8,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from longspan import Layout, Plan, World, bind, prepare, run_step
 from longspan.doctor.stock import compute_in_float64
 from longspan.testing import backend, run_ranks
+from longspan.train import StepResult
 from tests.model.stock import error, gradients_of, prepare_untried, worst
 
 WIDE, SINGLE = (1e-12, 1e-12), (1e-6, 1e-5)  # bounds of losses, and of gradients, their norm and logits
@@ -68,21 +71,32 @@ class Errors(NamedTuple):
         return self.losses < bounds[0] and max(self[1:]) < bounds[1]
 
 
+def errors_of(
+    result: StepResult,
+    gradients: dict[str, Tensor],
+    exact: Exact,
+    *,
+    stages: nn.Module | None = None,
+    more: Mapping[str, float] = MappingProxyType({}),
+    compare: Callable[[dict[str, Tensor], dict[str, Tensor]], float] = worst,
+) -> Errors:
+    """Those of a step's result, and of the gradients that it left, of these `stages` of a pipeline alone."""
+    norm = torch.cat([gradient.flatten() for gradient in exact.gradients.values()]).double().norm().item()
+    here = exact.gradients.keys() if stages is None else {name for name, _ in stages.named_parameters()}
+    losses = [result.loss / exact.loss - 1, *(attrgetter(name)(result) / value - 1 for name, value in more.items())]
+    assert result.grad_norm is not None
+    expected = {name: gradient for name, gradient in exact.gradients.items() if name in here}
+    return Errors(max(map(abs, losses)), abs(result.grad_norm / norm - 1), compare(gradients, expected))
+
+
 def step_errors(case: Case, model: nn.Module, plan: Plan, world: World) -> tuple[Errors, set[str]]:
     """Those of one step of a prepared model, and the names of the gradients that are here, which are zeroed."""
     logits = logit_error(case, model, plan, world) if case.logits else 0.0
     result = run_step(model, plan, case.documents, world, **case.step)
-    gradients, exact = gradients_of(model), case.exact.gradients
-    norm = torch.cat([gradient.flatten() for gradient in exact.values()]).double().norm().item()
-    if world.home.pp > 1:
-        here = {name for name, _ in model.named_parameters()}
-        exact = {name: gradient for name, gradient in exact.items() if name in here}
-    losses = [result.loss / case.exact.loss - 1]
-    losses += [attrgetter(name)(result) / value - 1 for name, value in case.more.items()]
-    assert result.grad_norm is not None
+    gradients, stages = gradients_of(model), model if world.home.pp > 1 else None
+    errors = errors_of(result, gradients, case.exact, stages=stages, more=case.more, compare=case.compare)
     model.zero_grad()
-    far = max(map(abs, losses)), abs(result.grad_norm / norm - 1), case.compare(gradients, exact)
-    return Errors(*far, logits), {*gradients}
+    return errors._replace(logits=logits), {*gradients}
 
 
 @torch.no_grad()
@@ -130,3 +144,19 @@ def check(cases: Mapping[Any, Case], timeout: float = 240) -> None:
             count += 1
     assert not wrong, wrong
     assert count == sum(len(case.plans) for case in cases.values()) > 0
+
+
+def by_ranks(tables: Mapping[str, Mapping[Layout, Any]]) -> list[Any]:
+    """Parameters for a test: the rows of each table whose homes have one number of ranks. The first table is daily, the
+    others are `whole`.
+    """
+    first, *_ = tables
+    return [
+        pytest.param(
+            {home: rows for home, rows in table.items() if len(home.ranks) == ranks},
+            id=f"{name} {ranks}",
+            marks=[pytest.mark.whole] * (name != first),
+        )
+        for name, table in tables.items()
+        for ranks in sorted({len(home.ranks) for home in table})
+    ]
