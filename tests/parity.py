@@ -50,6 +50,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     step: Mapping[str, Any] = field(default_factory=dict[str, Any])
     more: Mapping[str, float] = field(default_factory=dict[str, float])
+    evaluation: Plan | None = None  # after each step
     tried: bool = False
     in_float64: bool = False  # also what stock models always compute in float32
     logits: bool = False  # of every document too
@@ -96,6 +97,9 @@ def step_errors(case: Case, model: nn.Module, plan: Plan, world: World) -> tuple
     gradients, stages = gradients_of(model), model if world.home.pp > 1 else None
     errors = errors_of(result, gradients, case.exact, stages=stages, more=case.more, compare=case.compare)
     model.zero_grad()
+    if case.evaluation is not None:
+        evaluated = run_step(model, case.evaluation, case.documents, world, backward=False).loss
+        errors = errors._replace(losses=max(errors.losses, abs(evaluated / case.exact.loss - 1)))
     return errors._replace(logits=logits), {*gradients}
 
 
