@@ -53,7 +53,7 @@ class Case:
     evaluation: Plan | None = None  # after each step
     tried: bool = False
     in_float64: bool = False  # also what stock models always compute in float32
-    logits: bool = False  # of every document too
+    logits: Sequence[Tensor] = ()  # of every document too
     compare: Callable[[dict[str, Tensor], dict[str, Tensor]], float] = worst
 
     def prepared(self, world: World) -> nn.Module:
@@ -92,27 +92,30 @@ def errors_of(
 
 def step_errors(case: Case, model: nn.Module, plan: Plan, world: World) -> tuple[Errors, set[str]]:
     """Those of one step of a prepared model, and the names of the gradients that are here, which are zeroed."""
-    logits = logit_error(case, model, plan, world) if case.logits else 0.0
+    logits = logit_error(model, plan, case.documents, world, case.logits) if case.logits else 0.0
     result = run_step(model, plan, case.documents, world, **case.step)
     gradients, stages = gradients_of(model), model if world.home.pp > 1 else None
     errors = errors_of(result, gradients, case.exact, stages=stages, more=case.more, compare=case.compare)
     model.zero_grad()
     if case.evaluation is not None:
-        evaluated = run_step(model, case.evaluation, case.documents, world, backward=False).loss
-        errors = errors._replace(losses=max(errors.losses, abs(evaluated / case.exact.loss - 1)))
+        rows = case.step.get("loss_chunk_rows", 0)
+        evaluation = run_step(model, case.evaluation, case.documents, world, backward=False, loss_chunk_rows=rows)
+        errors = errors._replace(losses=max(errors.losses, abs(evaluation.loss / case.exact.loss - 1)))
     return errors._replace(logits=logits), {*gradients}
 
 
 @torch.no_grad()
-def logit_error(case: Case, model: nn.Module, plan: Plan, world: World) -> float:
+def logit_error(
+    model: nn.Module, plan: Plan, documents: Sequence[Any], world: World, expected: Sequence[Tensor]
+) -> float:
     """That of any document's logits, which are put together from all ranks."""
-    errors, expected = list[float](), getattr(case.exact, "logits")  # noqa: B009
+    errors = list[float]()
     for micro_batch in plan.micro_batches:
         shard = bind(micro_batch, world).with_padding()
-        ids = torch.cat([torch.from_numpy(case.documents[d]) for d in micro_batch.documents]).to(world.device)
+        ids = torch.cat([torch.from_numpy(documents[d]) for d in micro_batch.documents]).to(world.device)
         inputs = {"input_ids": shard.scatter(ids)[None], "position_ids": shard.position_ids[None], "shard": shard}
-        documents = shard.gather(model(**inputs).logits[0]).cpu().split(list(micro_batch.lengths))
-        errors += [error(x, expected[d]) for x, d in zip(documents, micro_batch.documents, strict=True)]
+        logits = shard.gather(model(**inputs).logits[0]).cpu().split(list(micro_batch.lengths))
+        errors += [error(x, expected[d]) for x, d in zip(logits, micro_batch.documents, strict=True)]
     return max(errors)
 
 
