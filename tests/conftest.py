@@ -46,16 +46,21 @@ PRELOAD = (  # what most test files import, beside what runs of users do
 # The longest first: a worker that begins one last is waited for. The others come in the order of their folders.
 LONGEST = (
     "test_docs.py",
-    "hf/test_trainer.py",
     "cli/test_plan_gpus.py",
-    "plan/memory/test_counted.py",
     "run/test_run.py",
-    "model/experts/test_experts.py",
-    "run/runs/test_rows_run.py",
-    "hf/test_grpo.py",
-    "doctor/test_prove.py",
+    "hf/test_trainer.py",
+    "run/runs/test_lora_run.py",
     "attention/test_attend.py",
-    "doctor/test_census.py",
+    "run/runs/test_rows_run.py",
+    "train/steps/test_matrix.py",
+    "cli/test_train.py",
+    "run/runs/test_scores_run.py",
+    "train/steps/test_pipelined.py",
+    "train/multimodal/test_oracle.py",
+    "train/steps/test_step.py",
+    "train/test_run_memory.py",
+    "run/runs/test_mtp_run.py",
+    "train/own_loss/test_exact.py",
 )
 
 
