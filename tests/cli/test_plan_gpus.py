@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,15 +46,19 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def one_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question that is asked again, to be printed in another form, is answered by the ways that were found."""
+    """A question that is asked again, to be printed in another form, is answered by what was found."""
     known = dict[str, Any]()
 
-    def find(*question: Any) -> Any:
-        text = repr(question)
-        known[text] = known.get(text) or find_fits(*question)
-        return known[text]
+    def once(find: Callable[..., Any]) -> Callable[..., Any]:
+        def found(*question: Any) -> Any:
+            text = f"{find.__name__} {question!r}"
+            known[text] = known.get(text) or find(*question)
+            return known[text]
 
-    monkeypatch.setattr(plans_answer, "find_fits", find)
+        return found
+
+    monkeypatch.setattr(plans_answer, "find_fits", once(find_fits))
+    monkeypatch.setattr(plans_answer, "find_longest", once(plans_answer.find_longest))
 
 
 def ask(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -88,6 +92,7 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
         assert ask(["--model", model, *GPUS, "--cp", "4", "--same", f"1x{tokens}"], capsys)["fits"] is fits
 
 
+@pytest.mark.usefixtures("one_search")
 def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", model, *GPUS[:-1], "1", "--same", "1x131072"]
     answer = ask(words, capsys)

@@ -220,13 +220,18 @@ def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
 
 
 def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = write_texts(tmp_path / "texts")
+    """And count as many keys that nothing reads."""
+    texts, said = write_texts(tmp_path / "texts"), ([], [])
+    rows = [{"text": f"a text {i}", "source": "web", f"key {i}": 1} for i in range(30)]
+    (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(builder, "BATCH_BYTES", 500)
-    one = build(tmp_path / "1", texts, cache=str(tmp_path / "cache 1"))
+    one = build(tmp_path / "1", texts, cache=str(tmp_path / "cache 1"), said=said[0])
     monkeypatch.setattr(recipes, "_IN_PROCESS_BYTES", {"text": 0})
     monkeypatch.setattr(recipes, "usable_cores", lambda: 2)
-    several = build(tmp_path / "2", texts, cache=str(tmp_path / "cache 2"))
+    several = build(tmp_path / "2", texts, cache=str(tmp_path / "cache 2"), said=said[1])
     assert [ids_of(several, d) for d in range(len(several))] == [ids_of(one, d) for d in range(len(one))]
+    (keys, keys_of_several) = ([line for line in lines if "nothing reads" in line] for lines in said)
+    assert keys == keys_of_several and keys[0].count("key ") == 30, said
 
 
 def test_a_tokenizer_is_trained_on_so_many_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from longspan.cli.main import main
 from longspan.comm.all_ranks import StopSignal
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
@@ -105,27 +106,28 @@ def test_the_end_of_a_launcher_is_no_signal_and_its_store_is_asked_no_more(monke
     assert (stop.received, stop.stop_reason()) == ("the end of its launcher", "its launcher is gone") and not asked
 
 
-def test_a_run_outlives_its_output(tmp_path: Path) -> None:
-    """Standard output is on a full device, and nobody reads standard error."""
+def test_a_run_outlives_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output is on a full device, and nobody reads standard error: of the launcher and of its ranks."""
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, train__steps=1, train__warmup_steps=1)))
     reader, writer = os.pipe()
     os.close(reader)
-    words = [
-        sys.executable,
-        "-m",
-        "longspan",
-        "train",
-        str(tmp_path / "config.toml"),
-        "--world",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(words, stdout=full, stderr=writer, timeout=240, check=False)
-    os.close(writer)
+    full, kept = os.open("/dev/full", os.O_WRONLY), [os.dup(number) for number in (1, 2)]
+    streams = [open(number, "w", buffering=1, closefd=False) for number in (1, 2)]  # noqa: SIM115
+    with monkeypatch.context() as patched:
+        for name, stream, number, target in zip(("stdout", "stderr"), streams, (1, 2), (full, writer), strict=True):
+            patched.setattr(sys, name, stream)
+            patched.setattr(sys, f"__{name}__", stream)
+            os.dup2(target, number)
+        try:
+            status = main(["train", str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"])
+        finally:
+            for number, target in zip((1, 2), kept, strict=True):
+                os.dup2(target, number)
+                os.close(target)
+            os.close(full)
+            os.close(writer)
     lines = (tmp_path / "run/output.txt").read_text().splitlines()
-    assert done.returncode == 0, lines
+    assert status == 0, lines
     first = [i for i, line in enumerate(lines) if line.startswith("standard output does not take this (No space left")]
     step, last = (next(i for i, line in enumerate(lines) if part in line) for part in ("step 1/1  loss", "Open /"))
     assert len(first) == 2 and min(first) < step < last, lines  # of the rank and of the launcher

@@ -5,112 +5,61 @@ sinks with a window in every other layer (gpt-oss), query norms (Qwen3-MoE), val
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longspan import Layout, Plan, SequenceShard, World, attend, bind, plan_fixed, prepare, run_step
+from longspan import Layout, SequenceShard, World, attend, bind, plan_fixed, prepare, run_step
 from longspan.testing import backend, run_ranks
-from tests.model.stock import Answer, error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
+from tests import parity
+from tests.model.stock import stock_answer, texts, tiny
 from tests.versions import transformers_before
 
 LENGTHS = (13, 1, 30, 7, 2, 18)  # ragged, with documents shorter than 2 cp and one without a target
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", ("a2a", "p2p"), "auto")
 CALLS = [(1, "p2p"), *((cp, kind) for cp in (2, 4) for kind in TYPES)]
-KINDS: dict[str, dict[str, bool]] = {
-    "copies": {"shard_parameters": False},
-    "sharded": {},
-    "recomputed": {"activation_checkpointing": True},
-    "recomputed copies": {"shard_parameters": False, "activation_checkpointing": True},
-}
+COPIES, RECOMPUTED = {"shard_parameters": False, "activation_checkpointing": True}, {"activation_checkpointing": True}
 WIDE, SINGLE = torch.float64, torch.float32
-Model = tuple[str, torch.dtype, str]
-Rows = dict[Model, Sequence[tuple[int, Any]]]  # degrees and types
-TABLES: dict[str, tuple[int, Rows]] = {
-    "4 slots": (
-        4,
-        {
-            ("qwen3", WIDE, "sharded"): [(4, "p2p")],
-            ("qwen3", WIDE, "recomputed"): [(2, "all_gather")],
-        },
-    ),
-    "attention": (
-        4,
-        {
-            ("mistral", SINGLE, "recomputed copies"): [(4, "auto")],
-            ("gemma2", SINGLE, "recomputed copies"): [(4, "a2a+p2p")],
-            ("gpt-oss", SINGLE, "recomputed copies"): [(4, ("a2a", "p2p"))],
-            ("deepseek-v3", SINGLE, "recomputed copies"): [(4, "p2p")],
-            # tables of rotary angles; before 5.24 they bypass transformers' interface of attention
-            **{(f, SINGLE, "sharded"): [(2, "p2p")] for f in ("gpt-j",) if not transformers_before("5.24")},
-        },
-    ),
+Row = tuple[str, torch.dtype, dict[str, bool], int, Any]  # a family, options of prepare, a degree, a type
+TABLES: dict[str, list[Row]] = {  # on 4 slots
+    "few": [
+        ("qwen3", WIDE, {}, 4, "p2p"),
+        ("qwen3", WIDE, RECOMPUTED, 2, "all_gather"),
+        ("gpt-oss", SINGLE, COPIES, 4, ("a2a", "p2p")),
+        ("deepseek-v3", SINGLE, COPIES, 4, "p2p"),
+    ],
+    "attention": [
+        ("mistral", SINGLE, COPIES, 4, "auto"),
+        ("gemma2", SINGLE, COPIES, 4, "a2a+p2p"),
+        # tables of rotary angles; before 5.24 they bypass transformers' interface of attention
+        *([] if transformers_before("5.24") else [("gpt-j", SINGLE, {}, 2, "p2p")]),
+    ],
 }
-ROWS = [
-    (table, family) for table, (_, rows) in TABLES.items() for family in dict.fromkeys(family for family, *_ in rows)
-]
 
 
-def _compare(
-    rank: int, slots: int, rows: Rows, exact: dict[tuple[str, torch.dtype], Answer]
-) -> dict[tuple[Any, ...], tuple[float, float, float]]:
-    """Errors of logits, loss and gradients, relative to the stock model; the worst of all documents and parameters."""
-    errors, documents = dict[tuple[Any, ...], tuple[float, float, float]](), texts(LENGTHS)
-    with World(Layout(ranks=slots), backend=backend()) as world:
-        for (family, dtype, kind), calls in rows.items():
-            stock = exact[family, dtype]
-            attention = "eager" if dtype == SINGLE else "sdpa"
-            make = prepare_untried if errors else prepare
-            model = make(tiny(family, dtype, attention=attention), world, **KINDS[kind])
-            for cp, cp_comm_type in calls:
-                levels = (2, cp // 2) if cp_comm_type == "a2a+p2p" else None
-                options: Any = {"cp_comm_type": cp_comm_type, "hierarchical_context_parallel_sizes": levels}
-                plan = plan_fixed(LENGTHS, world.home, cp=cp, **options)
-                logits = _logits(model, plan, documents, world)
-                loss = run_step(model, plan, documents, world).loss
-                errors[family, dtype, kind, cp, cp_comm_type] = (
-                    max(error(logits[d], stock.logits[d]) for d in range(len(LENGTHS))),
-                    abs(loss - stock.loss) / stock.loss,
-                    worst(gradients_of(model), stock.gradients),
-                )
-                model.zero_grad()
-    return errors
-
-
-@torch.no_grad()
-def _logits(model: torch.nn.Module, plan: Plan, documents: list[np.ndarray], world: World) -> dict[int, Tensor]:
-    """Whole logits of every document, on the CPU."""
-    logits_of: dict[int, Tensor] = {}
-    for micro_batch in plan.micro_batches:
-        shard = bind(micro_batch, world).with_padding()
-        ids = torch.from_numpy(np.concatenate([documents[d] for d in micro_batch.documents])).to(world.device)
-        local = model(input_ids=shard.scatter(ids)[None], position_ids=shard.position_ids[None], shard=shard).logits
-        packed = shard.gather(local[0]).cpu()
-        logits_of |= dict(zip(micro_batch.documents, packed.split(list(micro_batch.lengths)), strict=True))
-    return logits_of
-
-
-@cache
-def _results(table: str) -> list[dict[tuple[Any, ...], tuple[float, float, float]]]:
-    slots, rows = TABLES[table]
-    exact = {(family, dtype): stock_answer(family, dtype, texts(LENGTHS)) for family, dtype, _ in rows}
-    return run_ranks(_compare, slots, slots, rows, exact, timeout=240)
-
-
-@pytest.mark.parametrize(("table", "family"), ROWS)
-def test_equals_the_stock_model(table: str, family: str) -> None:
-    for errors in _results(table):
-        of_family = {case: of_case for case, of_case in errors.items() if case[0] == family}
-        assert of_family
-        for case, (logits, loss, gradients) in of_family.items():
-            wide = case[1] == WIDE
-            assert max(logits, gradients) < (1e-12 if wide else 1e-5), (case, logits, gradients)
-            assert loss < (1e-12 if wide else 1e-6), (case, loss)
+@pytest.mark.parametrize("table", TABLES)
+def test_equals_the_stock_model(table: str) -> None:
+    home, documents, cases = Layout(ranks=4), texts(LENGTHS), dict[Any, parity.Case]()
+    for family, dtype, options, cp, kind in TABLES[table]:
+        levels = (2, cp // 2) if kind == "a2a+p2p" else None
+        stock = stock_answer(family, dtype, documents)
+        plan = plan_fixed(LENGTHS, home, cp=cp, cp_comm_type=kind, hierarchical_context_parallel_sizes=levels)
+        cases[family, cp, kind] = parity.Case(
+            partial(tiny, family, dtype, attention="eager" if dtype == SINGLE else "sdpa"),
+            home,
+            {"fixed": plan},
+            documents,
+            stock,
+            parity.WIDE if dtype == WIDE else parity.SINGLE,
+            options,
+            tried=not cases,
+            logits=stock.logits,
+        )
+    parity.check(cases)
 
 
 def _dropped(rank: int, homes: Sequence[Layout]) -> dict[object, tuple[float, float]]:

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from longspan.config.file import load_config
 from longspan.config.sections import DataConfig
 from longspan.corpus import builder
-from longspan.corpus import recipe as recipes
 from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
 from longspan.corpus.lines import missing_end_line, rows_line, unseen_line
 from longspan.corpus.recipe import CorpusSettings
@@ -269,11 +268,10 @@ def test_keys_that_nothing_reads_are_named_once_with_their_share(
         assert named[-1].startswith("few")
 
 
-def test_keys_are_counted_by_several_processes_and_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_counted_over_batches_and_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/corpus/test_data.py has them of several processes."""
     rows = [{"messages": [ASKED, says("assistant", "b")], "source": "web", f"key {i}\n": 1} for i in range(150)]
     monkeypatch.setattr(builder, "BATCH_BYTES", 2000)
-    monkeypatch.setattr(recipes, "_CHATS_BYTES", 0)
-    monkeypatch.setattr(recipes, "usable_cores", lambda: 2)
     (line,) = [line for line in lines_of(write_folder(tmp_path, "qwen2.5"), rows) if "nothing reads" in line]
     assert line.startswith("keys that nothing reads: source (100 % of rows), key ") and "\n" not in line
     assert line.count("(0.667 % of rows)") == 99

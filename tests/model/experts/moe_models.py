@@ -70,6 +70,11 @@ class MoeStock:
     z: float
     gradients: dict[str, Tensor]
 
+    @property
+    def more(self) -> dict[str, float]:
+        """The losses of routers by their names in the result of a step."""
+        return {"router.balance": self.balance, "router.z": self.z}
+
 
 def moe_answer(
     model: PreTrainedModel,

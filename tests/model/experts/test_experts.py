@@ -2,8 +2,8 @@
 gradients, weights after steps, and what is saved."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +27,14 @@ from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.testing import backend, run_ranks
-from longspan.train import StepResult, build_optimizer, run_step
-from tests.model.experts.moe_models import MoeStock, moe_answer, moe_config, moe_model
+from longspan.train import build_optimizer, run_step
+from tests import parity
+from tests.model.experts.moe_models import moe_answer, moe_config, moe_model
 from tests.model.stock import gradients_of, prepare_untried, texts, tiny, weights_of, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 WEIGHTS = RouterCoefficients(balance=0.5, z=0.1)
 NONE = RouterCoefficients(balance=0.0)
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def idle_slots(home: Layout) -> Plan:
@@ -74,86 +74,32 @@ OTHERS: dict[Layout, dict[Case, tuple[str, ...]]] = {  # with make test-all
 }
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Relative to the stock model: the worst of all losses, of all gradients, and of their norm."""
-
-    losses: float
-    gradients: float
-    norm: float
-
-    def within(self, dtype: torch.dtype) -> bool:
-        bound = TOLERANCE[dtype]
-        return max(self.gradients, self.norm) < bound and self.losses < min(bound, 1e-6)
-
-
-def errors_of(result: StepResult, gradients: dict[str, Tensor], stock: MoeStock) -> Errors:
-    losses = [abs(result.loss / stock.loss - 1)]
-    if result.router is not None:
-        losses.append(abs(result.router.balance / stock.balance - 1))
-        losses.append(abs(result.router.z / stock.z - 1))
-    norm = torch.cat([gradient.flatten() for gradient in stock.gradients.values()]).norm().item()
-    assert result.grad_norm is not None
-    return Errors(max(losses), worst(gradients, stock.gradients), abs(result.grad_norm / norm - 1))
-
-
-@cache
-def _wanted(family: str, dtype: torch.dtype) -> MoeStock:
-    return moe_answer(moe_model(family, dtype), texts(LENGTHS), _weights_of_family(family))
+def _case(home: Layout, case: Case, plans: tuple[str, ...]) -> parity.Case:
+    family, dtype, kind = case
+    weights = NONE if family == "deepseek-v3" else WEIGHTS  # the losses of its routers are not known
+    exact = moe_answer(moe_model(family, dtype), texts(LENGTHS), weights)
+    return parity.Case(
+        partial(moe_model, family, dtype),
+        home,
+        {name: replace(PLANS[name](home), row_multiple=home.tp) for name in plans},
+        texts(LENGTHS),
+        exact,
+        parity.WIDE if dtype == torch.float64 else parity.SINGLE,
+        {
+            "shard_parameters": kind != "copies",
+            "activation_checkpointing": "selective" if kind == "selective" else kind == "recomputed",
+            "sequence_parallel": kind == "sequence-parallel",
+        },
+        {"router": weights},
+        {} if weights is NONE else exact.more,
+        tried=home == Layout(ranks=2) and family == "qwen3-moe",
+    )
 
 
-def _weights_of_family(family: str) -> RouterCoefficients:
-    return NONE if family == "deepseek-v3" else WEIGHTS  # the losses of its routers are not known
-
-
-Homes = dict[Layout, dict[Case, tuple[str, ...]]]
-
-
-def _compare(
-    rank: int, homes: Homes, wanted: dict[tuple[str, torch.dtype], MoeStock]
-) -> dict[tuple[Layout, Case], dict[str, Errors]]:
-    """Errors of one step of every case under each of its plans: one crew of ranks goes through all its homes."""
-    errors = dict[tuple[Layout, Case], dict[str, Errors]]()
-    for home, cases in homes.items():
-        with World(home, backend=backend()) as world:
-            for (family, dtype, kind), plans in cases.items():
-                model = (prepare_untried if errors or len(home.ranks) > 2 else prepare)(
-                    moe_model(family, dtype),
-                    world,
-                    shard_parameters=kind != "copies",
-                    activation_checkpointing="selective" if kind == "selective" else kind == "recomputed",
-                    sequence_parallel=kind == "sequence-parallel",
-                )
-                of_plans = errors[home, (family, dtype, kind)] = {}
-                for name in plans:
-                    plan = replace(PLANS[name](home), row_multiple=home.tp)
-                    result = run_step(model, plan, texts(LENGTHS), world, router=_weights_of_family(family))
-                    of_plans[name] = errors_of(result, gradients_of(model), wanted[family, dtype])
-                    model.zero_grad()
-    return errors
-
-
-@cache
-def _results(ranks: int, whole: bool) -> list[dict[tuple[Layout, Case], dict[str, Errors]]]:
-    homes = {h: cases for h, cases in (OTHERS if whole else IN_CI).items() if len(h.ranks) == ranks}
-    wanted = {case[:2]: _wanted(*case[:2]) for cases in homes.values() for case in cases}
-    return run_ranks(_compare, ranks, homes, wanted, timeout=240)
-
-
-ROWS = [
-    pytest.param(home, case, plans, whole, id=f"{home}-{case}", marks=[pytest.mark.whole] * whole)
-    for table, whole in ((IN_CI, False), (OTHERS, True))
-    for home, cases in table.items()
-    for case, plans in cases.items()
-]
-
-
-@pytest.mark.parametrize(("home", "case", "plans", "whole"), ROWS)
-def test_equals_the_stock_model(home: Layout, case: Case, plans: tuple[str, ...], whole: bool) -> None:
-    for answer in _results(len(home.ranks), whole):
-        of_plans = answer[home, case]
-        assert of_plans.keys() == set(plans)
-        assert all(errors.within(case[1]) for errors in of_plans.values()), of_plans
+@pytest.mark.parametrize("homes", parity.by_ranks({"few": IN_CI, "others": OTHERS}))
+def test_equals_the_stock_model(homes: dict[Layout, dict[Case, tuple[str, ...]]]) -> None:
+    rows = [(home, case, plans) for home, cases in homes.items() for case, plans in cases.items()]
+    parity.check({(home, case): _case(home, case, plans) for home, case, plans in rows})
 
 
 # ---- weights after steps, and what is saved
@@ -227,7 +173,8 @@ def test_losses_of_routers_come_from_the_configuration() -> None:
             expected = moe_answer(moe_model("qwen3-moe", torch.float64), documents, coefficients, world.device)
             model = prepare(stock, world, shard_parameters=False)
             result = run_step(model, plan, documents, world)
-            assert errors_of(result, gradients_of(model), expected).within(torch.float64)
+            errors = parity.errors_of(result, gradients_of(model), expected, more=expected.more)
+            assert errors.within(parity.WIDE), errors
             losses += [result.router, run_step(model, plan, documents, world, backward=False).router]
             with pytest.raises(ModelError, match="got output_router_logits=: a loss of the local rows"):
                 ids = torch.zeros_like(shard.position_ids)

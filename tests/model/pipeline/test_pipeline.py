@@ -12,7 +12,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, LlamaModel, PreTrainedModel
 
-from longspan import Layout, LongspanError, World, bind, plan_fixed, prepare, run_step, save_model
+from longspan import Layout, LongspanError, World, plan_fixed, prepare, run_step, save_model
 from longspan.comm.watch import Watch
 from longspan.errors import CommError, ModelError, PlanError
 from longspan.model.parts import find_parts
@@ -22,8 +22,9 @@ from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_s
 from longspan.plan.memory.stage_bytes import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
+from tests import parity
 from tests.model.deep import answer, deep
-from tests.model.stock import SIZES, Answer, error, gradients_of, prepare_untried, texts, weights_of, worst
+from tests.model.stock import SIZES, Answer, gradients_of, prepare_untried, texts, weights_of, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 
@@ -217,21 +218,13 @@ def _pipelines(rank: int, folder: str, exact: dict[str, Answer]) -> dict[tuple[s
             assert isinstance(model, PipelineModel)
             optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
             plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=20)
-            worst_logits = 0.0
-            for micro_batch in plan.micro_batches:
-                shard = bind(micro_batch, world).with_padding()
-                ids = torch.cat([torch.from_numpy(documents[d]) for d in micro_batch.documents]).to(world.device)
-                arguments = {"position_ids": shard.position_ids[None], "shard": shard}
-                logits = model(input_ids=shard.scatter(ids)[None], **arguments).logits[0]
-                packed = shard.gather(logits).cpu().split(list(micro_batch.lengths))
-                errors = [error(x, exact[family].logits[d]) for x, d in zip(packed, micro_batch.documents, strict=True)]
-                worst_logits = max(worst_logits, *errors)
+            logits = parity.logit_error(model, plan, documents, world, exact[family].logits)
             run_step(model, plan, documents, world, optimizer, max_grad_norm=0.5)
             weights, named = weights_of(model), cast(Any, model.named_parameters(remove_duplicate=False))
             where = Path(folder) / f"{schedule}-{family}"
             save_model(model, where, world)
             results[schedule, vpp, family] = {
-                "logits": worst_logits,
+                "logits": logits,
                 "weights": weights,
                 "state": set(model.state_dict()),
                 "tied": [x.detach().to_local().cpu() for name, x in named if name == "lm_head.weight"],

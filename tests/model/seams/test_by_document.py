@@ -4,13 +4,12 @@ Frequencies of rope types that go by length; chunks and temperature of Llama 4.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Layout, Plan, World, plan_dynamic, plan_fixed, plan_padded, prepare, run_step
@@ -21,8 +20,8 @@ from longspan.model.execution import model_execution
 from longspan.model.seams.attention_calls import RecordedCall
 from longspan.model.seams.meta_pass import check_attention_calls
 from longspan.model.seams.rope import choose_frequencies_by_document
-from longspan.testing import run_ranks
-from tests.model.stock import SIZES, answer, at_random, error, gradients_of, prepare_untried, texts
+from tests import parity
+from tests.model.stock import SIZES, Answer, answer, at_random, texts
 from tests.versions import transformers_before
 
 LENGTHS = (61, 17, 16, 9)  # on both sides of the 16 positions of training, and on their edge
@@ -79,15 +78,13 @@ def _model(family: str) -> PreTrainedModel:
 
 
 @cache
-def _dense(family: str) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of stock transformers: a model for each document, for its frequencies stay as they grew."""
-    total, gradients, targets = 0.0, dict[str, Tensor](), sum(LENGTHS) - len(LENGTHS)
-    for document in texts(LENGTHS):
-        with compute_in_float64():
-            of_one = answer(_model(family), [document], targets=targets)
-        total += of_one.loss
-        gradients = {name: gradients.get(name, 0) + x for name, x in of_one.gradients.items()}
-    return total, gradients
+def _exact(family: str) -> Answer:
+    """Of stock transformers: a model for each document, for its frequencies stay as they grew."""
+    targets = sum(LENGTHS) - len(LENGTHS)
+    with compute_in_float64():
+        parts = [answer(_model(family), [document], targets=targets) for document in texts(LENGTHS)]
+    gradients = {name: torch.stack([part.gradients[name] for part in parts]).sum(0) for name in parts[0].gradients}
+    return Answer(sum(part.loss for part in parts), gradients, 0.0, [])
 
 
 PLANS: dict[str, Callable[[Layout], Plan]] = {
@@ -112,29 +109,16 @@ TABLES: dict[str, list[Row]] = {
 }
 
 
-def _sharded(rank: int, rows: list[Row]) -> list[dict[str, tuple[float, dict[str, Tensor]]]]:
-    steps: list[dict[str, tuple[float, dict[str, Tensor]]]] = []
-    for family, axes, more, names in rows:
-        with World(Layout(2, **axes)) as world, compute_in_float64():
-            model = (prepare if "moshi" in family else prepare_untried)(_model(family), world, **more)
-            steps.append({})
-            for name in names:
-                model.zero_grad()
-                loss = run_step(model, PLANS[name](world.home), texts(LENGTHS), world).loss
-                steps[-1][name] = loss, gradients_of(model)
-    return steps
-
-
 @pytest.mark.parametrize("table", ["few", pytest.param("others", marks=pytest.mark.whole)])
 def test_every_document_has_the_frequencies_and_chunks_of_its_own_length(table: str) -> None:
-    rows = [row for row in TABLES[table] if _is_here(row[0])]
-    for answers in run_ranks(_sharded, 2, rows):
-        for (family, *_), steps in zip(rows, answers, strict=True):
-            loss, gradients = _dense(family)
-            for name, (found_loss, found) in steps.items():
-                assert abs(found_loss - loss) <= 1e-12 * loss and found, (family, name)
-                for key, gradient in found.items():
-                    assert error(gradient, gradients[key]) <= 1e-12, (family, name, key)
+    cases = dict[str, parity.Case]()
+    for family, axes, options, names in filter(lambda row: _is_here(row[0]), TABLES[table]):
+        home = Layout(2, **axes)
+        plans = {name: PLANS[name](home) for name in names}
+        how: dict[str, Any] = {"options": options, "tried": "moshi" in family, "in_float64": True}
+        model = partial(_model, family)
+        cases[f"{family}, {axes}"] = parity.Case(model, home, plans, texts(LENGTHS), _exact(family), **how)
+    parity.check(cases)
 
 
 # ---- modules as they are

@@ -6,6 +6,8 @@ several modalities.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ from longspan.model.seams.attention_calls import IMPLEMENTATION, hook_layer_argu
 from longspan.model.seams.indexers import order_ties, shard_indexers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
+from tests import parity
 from tests.model.seams import wrappers
 from tests.model.seams.families import FAMILIES, LENGTHS, MANY_HEADS, gradient_error, here, tiny
-from tests.model.stock import dense_answer, gradients_of, prepare_untried, texts, weights_of
+from tests.model.stock import Answer, answer, prepare_untried, texts, weights_of
 
 Row = tuple[str, dict[str, int], str, dict[str, Any]]  # a family, the axes of its home, a type, options of prepare
 TP, PP = {"tp": 2}, {"pp": 2}
@@ -63,55 +66,56 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
 }
 
 
-def _model_and_texts(family: str) -> tuple[Any, Any]:
-    of_text = family.startswith(TEXT)
-    return (wrappers.tiny(family[len(TEXT) :]), wrappers.plain_texts()) if of_text else (tiny(family), texts(LENGTHS))
+def _model(family: str) -> Any:
+    return wrappers.tiny(family[len(TEXT) :]) if family.startswith(TEXT) else tiny(family)
 
 
-def stock_answer(family: str) -> tuple[float, dict[str, Tensor]]:
+@cache
+def _exact(family: str) -> Answer:
     """Few index heads tie, of which the lowest positions are chosen; of many the model's own choice is unique."""
-    model, documents = _model_and_texts(family)
-    if MANY_HEADS not in family:
-        order_ties(model)
-    return dense_answer(model, documents)
+    with compute_in_float64():
+        model = _model(family).train()
+        if MANY_HEADS not in family:
+            order_ties(model)
+        return answer(model, _documents(family))
 
 
-def errors_of_rows(
-    rank: int, ranks: int, rows: list[Row], stock: dict[str, Any]
-) -> dict[str, tuple[float, set[str], set[str]]]:
-    """The largest error of each row, the gradients that are here, and those of the stock model."""
-    errors: dict[str, tuple[float, set[str], set[str]]] = {}
-    for family, axes, kind, options in rows:
-        with World(Layout(ranks=ranks, **axes), backend=backend()) as world, compute_in_float64():
-            (ours, documents), (loss, exact) = _model_and_texts(family), stock[family]
-            model = (prepare_untried if errors else prepare)(ours, world, **options)
-            vars(model)["modes_of_row_trial"] = {False, True}  # trials of rows take as long as two steps
-            tokens = 40 if world.home.pp > 1 else None
-            if kind == "dynamic":
-                plan = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=40)
-            else:
-                more: dict[str, Any] = {"cp_comm_type": kind, "max_tokens_per_slot": tokens}
-                if kind == "a2a+p2p":
-                    more["hierarchical_context_parallel_sizes"] = (2, world.home.slots // 2)
-                plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, **more)
-            found = abs(run_step(model, plan, documents, world).loss / loss - 1)
-            gradients = gradients_of(model)
-            expected = {name: exact[name] for name in gradients} if world.home.pp > 1 else exact
-            error = max(found, gradient_error(gradients, expected))
-            errors[f"{family}, {axes}, {kind}"] = error, {*gradients}, {*exact}
-    return errors
+def _documents(family: str) -> Any:
+    return wrappers.plain_texts() if family.startswith(TEXT) else texts(LENGTHS)
+
+
+def cases_of(ranks: int, rows: Sequence[Row]) -> dict[str, parity.Case]:
+    return {
+        f"{family}, {axes}, {kind}": _case(ranks, family, axes, kind, options) for family, axes, kind, options in rows
+    }
+
+
+def _case(ranks: int, family: str, axes: dict[str, int], kind: str, options: dict[str, Any]) -> parity.Case:
+    home = Layout(ranks=ranks, **axes)
+    if kind == "dynamic":
+        plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=40)
+    else:
+        more: dict[str, Any] = {"cp_comm_type": kind, "max_tokens_per_slot": 40 if home.pp > 1 else None}
+        if kind == "a2a+p2p":
+            more["hierarchical_context_parallel_sizes"] = (2, home.slots // 2)
+        plan = plan_fixed(LENGTHS, home, cp=home.slots, **more)
+    return parity.Case(
+        partial(_model, family),
+        home,
+        {kind: plan},
+        _documents(family),
+        _exact(family),
+        options=options,
+        in_float64=True,
+        compare=gradient_error,
+    )
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n != "2 ranks")) for n in TABLES])
 def test_equals_the_stock_model(name: str) -> None:
-    ranks, rows = TABLES[name]
-    with compute_in_float64():
-        stock = {family: stock_answer(family) for family in {family for family, *_ in rows}}
-    answers = run_ranks(errors_of_rows, ranks, ranks, rows, stock, timeout=240)
-    assert len(answers[0]) == len(rows)
-    for row in answers[0]:
-        assert max(answer[row][0] for answer in answers) < 1e-12, (row, [answer[row][0] for answer in answers])
-        assert set[str]().union(*(answer[row][1] for answer in answers)) == answers[0][row][2], row
+    cases = cases_of(*TABLES[name])
+    first = next(iter(cases))
+    parity.check(cases | {first: replace(cases[first], tried=True)})
 
 
 REFUSED = {

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from longspan import Layout, World, bind, plan_fixed
-from longspan.doctor.stock import compute_in_float64
 from longspan.model.seams import latents
 from longspan.testing import backend, run_ranks
+from tests import parity
 from tests.model.seams.families import LENGTHS, here, tiny
-from tests.model.seams.test_families import FULL, PP, SELECTIVE, Row, errors_of_rows, stock_answer
+from tests.model.seams.test_families import FULL, PP, SELECTIVE, Row, cases_of
 from tests.mutation import mutated
 
 FAMILIES = here(["deepseek-v3.2", "a.x-k2", "glm-5", "hy-v4", "dots.3"])
@@ -40,7 +40,7 @@ CHANGES = {
 there = pytest.mark.skipif(not FAMILIES, reason="this transformers has no such class")
 
 
-def errors(rank: int, ranks: int, rows: list[Row], stock: dict[str, Any], changes: list[Any]) -> list[dict[str, float]]:
+def errors(rank: int, cases: dict[str, parity.Case], changes: list[Any]) -> list[dict[str, float]]:
     """Of each change of the source, the largest error of each row, where every layer takes latents."""
     found = list[dict[str, float]]()
     for change in changes:
@@ -50,15 +50,13 @@ def errors(rank: int, ranks: int, rows: list[Row], stock: dict[str, Any], change
             patch.object(latents, "GATHERED_COST", 0.0),
             patch.object(latents, "fold_queries", fold),
         ):
-            found.append({row: answer[0] for row, answer in errors_of_rows(rank, ranks, rows, stock).items()})
-        assert fold.call_count >= 2 * len(rows)
+            found.append({row: max(far) for (row, _), (far, _) in parity.run(rank, cases).items()})
+        assert fold.call_count >= 2 * len(cases)
     return found
 
 
 def largest_errors(ranks: int, rows: list[Row], changes: list[Any]) -> list[dict[str, float]]:
-    with compute_in_float64():
-        stock = {family: stock_answer(family) for family in {family for family, *_ in rows}}
-    of_ranks = run_ranks(errors, ranks, ranks, rows, stock, changes, timeout=300)
+    of_ranks = run_ranks(errors, ranks, cases_of(ranks, rows), changes, timeout=300)
     return [{row: max(x[i][row] for x in of_ranks) for row in of_ranks[0][i]} for i in range(len(changes))]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Group, Layout, LongspanError, MicroBatch, Plan, World, bind, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
@@ -18,8 +19,9 @@ from longspan.model.seams.call_rules import position_table
 from longspan.model.seams.rope import scale_rope, smallest_scaling_factor
 from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.testing import backend, run_ranks
+from tests import parity
 from tests.model.seams.test_mixers import here, small_config
-from tests.model.stock import SIZES, at_random, dense_answer, gradients_of, prepare_untried, texts, tiny, worst
+from tests.model.stock import SIZES, answer, at_random, texts, tiny
 from tests.versions import transformers_before
 
 LENGTHS = (61, 40, 17, 9)  # beyond the 16 positions of the model
@@ -31,32 +33,17 @@ def _config(**more: Any) -> PreTrainedConfig:
     return transformers.Qwen3Config(**SIZES | {"max_position_embeddings": 16, "tie_word_embeddings": True} | more)
 
 
-def _dense(parameters: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss and gradients of stock transformers, document by document, under these rope parameters."""
-    model = at_random(_config(rope_parameters=dict(parameters), max_position_embeddings=64))
-    return dense_answer(model, texts(LENGTHS))
-
-
-CASES: list[tuple[str, dict[str, int]]] = [("yarn", {}), ("linear", {"pp": 2})]  # a scaling, a home
-
-
-def _sharded(rank: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    answers: list[tuple[float, dict[str, torch.Tensor]]] = []
-    for kind, axes in CASES:
-        with World(Layout(ranks=2, **axes)) as world:
-            model = prepare_untried(at_random(scale_rope(_config(), kind, 4.0)), world)
-            loss = run_step(model, plan_fixed(LENGTHS, world.home, cp=world.home.slots), texts(LENGTHS), world).loss
-            answers.append((loss, gradients_of(model)))
-    return answers
+def _scaled(kind: str) -> PreTrainedModel:
+    return at_random(scale_rope(_config(), kind, 4.0))
 
 
 def test_scaled_positions_are_exact_over_slots_and_over_stages() -> None:
-    exact = {"yarn": _dense(YARN), "linear": _dense(LINEAR)}
-    for answers in run_ranks(_sharded, 2):
-        for case, (found_loss, found) in zip(CASES, answers, strict=True):
-            loss, gradients = exact[case[0]]
-            assert abs(found_loss - loss) <= 1e-12 * loss, case
-            assert found and worst(found, {name: gradients[name] for name in found}) <= 1e-12, case
+    cases, documents = dict[str, parity.Case](), texts(LENGTHS)
+    for kind, rope, home in (("yarn", YARN, Layout(2)), ("linear", LINEAR, Layout(2, pp=2))):
+        stock = at_random(_config(rope_parameters=dict(rope), max_position_embeddings=64))
+        plans = {"fixed": plan_fixed(LENGTHS, home, cp=home.slots)}
+        cases[kind] = parity.Case(partial(_scaled, kind), home, plans, documents, answer(stock.train(), documents))
+    parity.check(cases)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])

@@ -1,7 +1,8 @@
 """Models whose heads, widths, vocabulary and rows of experts are split over tp equal the stock model or are refused."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +25,16 @@ from longspan.model.tensor_parallel.plan import (
 )
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
+from tests import parity
 from tests.model.experts.moe_models import moe_answer, moe_model
-from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
+from tests.model.stock import error, prepare_untried, stock_answer, texts, tiny
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
+EXPERTS = ("qwen3-moe", "gpt-oss")
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
 EVEN = 62  # a vocabulary that tp 2 divides: the head is split; that of the mixture models is odd
 RECOMPUTED, COPIES = "recomputed, sequence parallel", "copies, sequence parallel"
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 Case = tuple[str, torch.dtype, str]
-Found = dict[tuple[object, ...], tuple[float, float, float]]
 
 
 def _idle(home: Layout, rows: int) -> Plan:
@@ -57,62 +58,48 @@ PLANS: dict[str, Callable[[Layout, int], Plan]] = {
 
 
 def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
-    if family in ("qwen3-moe", "gpt-oss"):
+    if family in EXPERTS:
         return moe_model(family, dtype)
     return tiny(family, dtype, attention="eager" if family == "gemma2" else "sdpa", vocabulary=EVEN)
 
 
-def _prepared(family: str, dtype: torch.dtype, kind: str, world: World, *, try_rows: bool = True) -> nn.Module:
-    return (prepare if try_rows else prepare_untried)(
-        _model(family, dtype),
-        world,
-        shard_parameters="copies" not in kind,
-        activation_checkpointing="recomputed" in kind,
-        sequence_parallel="sequence parallel" in kind,
+def _options(kind: str) -> dict[str, bool]:
+    return {
+        "shard_parameters": "copies" not in kind,
+        "activation_checkpointing": "recomputed" in kind,
+        "sequence_parallel": "sequence parallel" in kind,
+    }
+
+
+def _case(home: Layout, case: Case, plans: tuple[str, ...]) -> parity.Case:
+    family, dtype, kind = case
+    documents, rows = texts(LENGTHS), home.tp if "sequence" in kind else 1
+    step: dict[str, Any] = {"loss_chunk_rows": 7}
+    exact: Any
+    more = dict[str, float]()
+    if family in EXPERTS:
+        exact = moe_answer(_model(family, dtype), documents, ROUTER)
+        step["router"] = ROUTER
+        more = exact.more
+    else:
+        exact = stock_answer(family, dtype, documents, vocabulary=EVEN)
+    return parity.Case(
+        partial(_model, family, dtype),
+        home,
+        {name: PLANS[name](home, rows) for name in plans},
+        documents,
+        exact,
+        parity.WIDE if dtype == WIDE else parity.SINGLE,
+        _options(kind),
+        step,
+        more,
+        tried=len(home.ranks) == 2 and family in EXPERTS,
     )
-
-
-@cache
-def _wanted(family: str, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
-    documents = texts(LENGTHS)
-    if family in ("qwen3-moe", "gpt-oss"):
-        moe = moe_answer(_model(family, dtype), documents, ROUTER)
-        return moe.loss, moe.gradients
-    stock = stock_answer(family, dtype, documents, vocabulary=EVEN)
-    return stock.loss, stock.gradients
-
-
-Wanted = dict[tuple[str, torch.dtype], tuple[float, dict[str, torch.Tensor]]]
-Cases = dict[Case, tuple[str, ...]]  # and their plans
-
-
-def _compare(home: Layout, cases: Cases, wanted: Wanted) -> Found:
-    """Errors of the loss, of the gradients' norm, and the worst of all gradients, by case and plan."""
-    results: Found = {}
-    tried = set[str]()
-    with World(home, backend=backend()) as world:
-        for (family, dtype, kind), plans in cases.items():
-            loss, gradients = wanted[family, dtype]
-            norm = torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
-            model = _prepared(family, dtype, kind, world, try_rows=len(home.ranks) == 2 and not tried)
-            tried.add(family)
-            router = ROUTER if family in ("qwen3-moe", "gpt-oss") else None
-            for name in plans:
-                plan = PLANS[name](home, home.tp if "sequence" in kind else 1)
-                result = run_step(model, plan, texts(LENGTHS), world, router=router, loss_chunk_rows=7)
-                assert result.grad_norm is not None
-                of_stages = gradients_of(model)
-                expected = (
-                    gradients if home.pp == 1 else {key: gradients[key] for key in of_stages}
-                )  # of the stages here
-                far = abs(result.loss / loss - 1), abs(result.grad_norm / norm - 1), worst(of_stages, expected)
-                results[family, dtype, kind, name] = far
-                model.zero_grad()
-    return results
 
 
 WIDE, SINGLE = torch.float64, torch.float32
 TWO = ("dynamic", "idle slots")
+Cases = dict[Case, tuple[str, ...]]  # and their plans
 IN_CI: dict[Layout, Cases] = {  # the others run with make test-all
     Layout(ranks=4, tp=2): {
         ("qwen3", WIDE, "sharded"): ("free",),
@@ -136,41 +123,17 @@ OTHERS: dict[Layout, Cases] = {
 }
 
 
-def _compare_homes(rank: int, homes: dict[Layout, Cases], wanted: Wanted) -> dict[Layout, Found]:
-    """One crew of ranks goes through all its homes."""
-    return {home: _compare(home, cases, wanted) for home, cases in homes.items()}
-
-
-@cache
-def _results(ranks: int, in_ci: bool) -> list[dict[Layout, Found]]:
-    homes = {home: cases for home, cases in (IN_CI if in_ci else OTHERS).items() if len(home.ranks) == ranks}
-    wanted = {case[:2]: _wanted(*case[:2]) for cases in homes.values() for case in cases}
-    return run_ranks(_compare_homes, ranks, homes, wanted, timeout=240)
-
-
-ROWS = [
-    pytest.param(home, case, table is IN_CI, id=f"{home}-{case}", marks=[pytest.mark.whole] * (table is OTHERS))
-    for table in (IN_CI, OTHERS)
-    for home, cases in table.items()
-    for case in cases
-]
-
-
-@pytest.mark.parametrize(("home", "case", "in_ci"), ROWS)
-def test_equals_the_stock_model(home: Layout, case: Case, in_ci: bool) -> None:
+@pytest.mark.parametrize("homes", parity.by_ranks({"few": IN_CI, "others": OTHERS}))
+def test_equals_the_stock_model(homes: dict[Layout, Cases]) -> None:
     """Heads and widths over tp, with replicas, stages and dealt experts too."""
-    for answers in _results(len(home.ranks), in_ci):
-        of_case = {key: errors for key, errors in answers[home].items() if key[:3] == case}
-        assert len(of_case) == len((IN_CI if in_ci else OTHERS)[home][case])
-        for key, (loss, norm, gradients) in of_case.items():
-            assert gradients < TOLERANCE[case[1]] and norm < TOLERANCE[case[1]], (key, of_case[key])
-            assert loss < (1e-12 if case[1] == torch.float64 else 1e-6), (key, of_case[key])
+    rows = [(home, case, plans) for home, cases in homes.items() for case, plans in cases.items()]
+    parity.check({(home, case): _case(home, case, plans) for home, case, plans in rows})
 
 
 def _look(rank: int) -> tuple[float, list[tuple[object, ...]], set[str]]:
     """Logits of a tied, split head, whole on every rank; how parameters without FSDP2 lie on the tp mesh, and which."""
     with World(Layout(ranks=2, tp=2), backend=backend()) as world:
-        model = _prepared("qwen3", torch.float64, COPIES, world, try_rows=False)
+        model = prepare_untried(_model("qwen3", WIDE), world, **_options(COPIES))
         shard = bind(plan_fixed(LENGTHS[:1], world.home, cp=1).micro_batches[0], world).with_padding(multiple=2)
         ids = torch.from_numpy(texts(LENGTHS[:1])[0]).to(world.device)
         inputs = {"position_ids": shard.position_ids, "shard": shard}
@@ -232,7 +195,7 @@ def _refusals(rank: int) -> list[str]:
             )
             refusals.append(str(caught.value))
     with World(Layout(ranks=4, tp=2), backend=backend()) as world:
-        model = _prepared("llama", torch.float32, RECOMPUTED, world)
+        model = prepare(_model("llama", SINGLE), world, **_options(RECOMPUTED))
         plan = plan_fixed((9, 5), world.home, cp=2)
         shard = bind(plan.micro_batches[0], world)
         ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)

@@ -5,6 +5,7 @@ Labels of one's own and masks count alike in steps, plans and evaluations.
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice, run_step
 from longspan.train.loss import chunked_cross_entropy, rows_per_chunk, summed_cross_entropy, uses_softmax_kernels
 from longspan.train.read_rows import read_inputs_and_labels
+from tests import parity
 from tests.model.stock import VOCABULARY, error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 from tests.train.own_loss.dense import answer, rows_of, weighted
 
@@ -233,29 +235,29 @@ def test_rows_of_a_chunk_fit_its_bytes() -> None:
 
 
 FEW = (13, 1, 30, 7)
-FAMILIES = ("gemma2", "qwen3-moe", "gpt-oss")
-
-
-def _families(rank: int) -> dict[object, tuple[float, float]]:
-    found, documents = {}, texts(FEW)
-    with World(Layout(ranks=2), backend=backend()) as world:
-        plan = plan_fixed(FEW, world.home, cp=2)
-        cases = [(family, torch.float32, True) for family in FAMILIES]
-        for family, dtype, sharded in [*cases, ("qwen3", torch.float64, True), ("llama", torch.float64, False)]:
-            wanted = stock_answer(family, dtype, documents, world.device)
-            model = prepare_untried(tiny(family, dtype, attention="eager"), world, shard_parameters=sharded)
-            loss = run_step(model, plan, documents, world, loss_chunk_rows=3).loss
-            gradients = worst(gradients_of(model), wanted.gradients)
-            seen = run_step(model, plan, documents, world, backward=False, loss_chunk_rows=5).loss
-            found[family, dtype] = (max(abs(loss / wanted.loss - 1), abs(seen / wanted.loss - 1)), gradients)
-    return found
+FAMILIES = (
+    *((family, torch.float32, True) for family in ("gemma2", "qwen3-moe", "gpt-oss")),
+    ("qwen3", torch.float64, True),
+    ("llama", torch.float64, False),
+)
 
 
 def test_families_under_fsdp_equal_the_stock_model() -> None:
-    for found in run_ranks(_families, 2):
-        for (family, dtype), (loss, gradients) in found.items():
-            assert loss < (1e-12 if dtype == torch.float64 else 1e-6), (family, loss)
-            assert gradients < TOLERANCE[dtype], (family, gradients)
+    home, documents, cases = Layout(ranks=2), texts(FEW), dict[str, parity.Case]()
+    plan = plan_fixed(FEW, home, cp=2)
+    for family, dtype, sharded in FAMILIES:
+        cases[family] = parity.Case(
+            partial(tiny, family, dtype, attention="eager"),
+            home,
+            {"cp 2": plan},
+            documents,
+            stock_answer(family, dtype, documents),
+            parity.WIDE if dtype == torch.float64 else parity.SINGLE,
+            {"shard_parameters": sharded},
+            {"loss_chunk_rows": 3},
+            evaluation=plan,
+        )
+    parity.check(cases)
 
 
 PHI = PhiConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=61)

@@ -3,14 +3,12 @@
 Stages train, save and resume like one process; copies of a block and their moments stay equal bit by bit.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -31,14 +29,15 @@ from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.plan.memory.stage_bytes import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
+from tests import parity
 from tests.model.deep import Answer, answer
-from tests.model.stock import at_random, error, gradients_of, prepare_untried, texts, weights_of, worst
+from tests.model.stock import at_random, error, texts, weights_of, worst
 from tests.mutation import Change, mutated
 
 LENGTHS = (13, 1, 9, 2, 6)
 
 
-def zamba2(layers: int = 8) -> PreTrainedModel:
+def zamba2(layers: int) -> PreTrainedModel:
     """A layer of Mamba 2, and the others call two blocks in turn, each with adapters of its own.
 
     Of four stages the first has neither block.
@@ -49,142 +48,103 @@ def zamba2(layers: int = 8) -> PreTrainedModel:
     return at_random(config)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A pipeline of two or four ranks; `kind` is copies, sharded (FSDP2), or recomputed (both)."""
-
-    schedule: str
-    pp: int
-    kind: str = "sharded"
-    planner: str = "fixed"
-    tp: int = 1
-    sequence_parallel: bool = False
-    ranks: int = 4
-    layers: int = 8
-
-    @property
-    def home(self) -> Layout:
-        return Layout(ranks=self.ranks, pp=self.pp, tp=self.tp)
-
-    def prepared(self, world: World) -> PipelineModel:
-        model = prepare_untried(
-            zamba2(self.layers),
-            world,
-            shard_parameters=self.kind != "copies",
-            activation_checkpointing=self.kind == "recomputed",
-            pipeline_schedule=self.schedule,
-            sequence_parallel=self.sequence_parallel,
-        )
-        assert isinstance(model, PipelineModel)
-        return model
-
-    def plan(self) -> Plan:
-        rows = {"row_multiple": self.tp if self.sequence_parallel else 1}
-        rows["max_tokens_per_slot"] = 16 // self.home.slots
-        if self.planner == "dynamic":
-            return plan_dynamic(LENGTHS, self.home, **rows)
-        return plan_fixed(LENGTHS, self.home, cp=self.home.slots, **rows)
-
-    def evaluation_plan(self) -> Plan:
-        """At another degree, where there is more than one slot."""
-        return plan_fixed(LENGTHS, self.home, cp=1, row_multiple=self.plan().row_multiple, max_tokens_per_slot=20)
-
-
 @cache
-def wanted(layers: int = 8) -> Answer:
+def wanted(layers: int) -> Answer:
     with compute_in_float64():
         return answer(zamba2(layers), texts(LENGTHS))
 
 
-IN_CI = Case("zero_bubble", 2, "recomputed", "dynamic", ranks=2, layers=4)
-CASES = [
-    Case("1f1b", 2, "recomputed"),
-    Case("1f1b", 2, "copies", "dynamic"),
-    Case("1f1b", 2),
-    Case("zero_bubble", 2, "sharded", "dynamic"),
-    Case("zero_bubble", 2, "copies"),
-    Case("1f1b", 4),
-    Case("zero_bubble", 4, "copies", "dynamic"),
-    Case("1f1b", 2, tp=2),
-    Case("1f1b", 2, "copies", tp=2, sequence_parallel=True),
-    Case("zero_bubble", 2, "recomputed", tp=2, sequence_parallel=True),
+def case(
+    schedule: str,
+    pp: int,
+    kind: str = "sharded",
+    planner: str = "fixed",
+    tp: int = 1,
+    rows: int = 1,
+    ranks: int = 4,
+    layers: int = 8,
+) -> parity.Case:
+    """A pipeline of two or four ranks, with an evaluation at another degree; `kind` is copies, sharded (FSDP2), or
+    recomputed (both). With `rows` of tp norms and residuals hold parts of them.
+    """
+    home = Layout(ranks=ranks, pp=pp, tp=tp)
+    few: dict[str, Any] = {"max_tokens_per_slot": 16 // home.slots, "row_multiple": rows}
+    make = partial(plan_fixed, cp=home.slots) if planner == "fixed" else plan_dynamic
+    return parity.Case(
+        partial(zamba2, layers),
+        home,
+        {planner: make(LENGTHS, home, **few)},
+        texts(LENGTHS),
+        wanted(layers),
+        options={
+            "shard_parameters": kind != "copies",
+            "activation_checkpointing": kind == "recomputed",
+            "pipeline_schedule": schedule,
+            "sequence_parallel": rows > 1,
+        },
+        evaluation=plan_fixed(LENGTHS, home, cp=1, row_multiple=rows, max_tokens_per_slot=20),
+        in_float64=True,
+    )
+
+
+CASES: list[tuple[Any, ...]] = [
+    ("1f1b", 2, "recomputed"),
+    ("1f1b", 2, "copies", "dynamic"),
+    ("1f1b", 2),
+    ("zero_bubble", 2, "sharded", "dynamic"),
+    ("zero_bubble", 2, "copies"),
+    ("1f1b", 4),
+    ("zero_bubble", 4, "copies", "dynamic"),
+    ("1f1b", 2, "sharded", "fixed", 2),
+    ("1f1b", 2, "copies", "fixed", 2, 2),
+    ("zero_bubble", 2, "recomputed", "fixed", 2, 2),
 ]
 
 
-def _errors(model: PipelineModel, case: Case, expected: Answer, world: World) -> dict[str, float]:
-    result = run_step(model, case.plan(), texts(LENGTHS), world)
-    found, names = gradients_of(model), {name for name, _ in model.named_parameters()}
-    model.zero_grad()
-    evaluated = run_step(model, case.evaluation_plan(), texts(LENGTHS), world, backward=False)
-    assert result.grad_norm is not None
-    return {
-        "loss": abs(result.loss / expected.loss - 1),
-        "norm": abs(result.grad_norm / expected.norm - 1),
-        "evaluation": abs(evaluated.loss / expected.loss - 1),
-        "gradients": max(error(found[n], expected.gradients[n]) for n in found) if found.keys() == names else np.inf,
-    }
-
-
-def _compare(rank: int, cases: Sequence[Case], expected: Answer) -> list[dict[str, float]]:
-    found = []
-    with compute_in_float64():
-        for case in cases:
-            with World(case.home, backend=backend(), timeout=60) as world:
-                found.append(_errors(case.prepared(world), case, expected, world))
-    return found
-
-
-def _check(cases: Sequence[Case]) -> None:
-    for found in run_ranks(_compare, cases[0].ranks, cases, wanted(cases[0].layers), timeout=280):
-        for case, errors in zip(cases, found, strict=True):
-            assert max(errors.values()) < 1e-12, (case, errors)
-
-
 def test_equals_one_process() -> None:
-    _check([IN_CI])
+    parity.check({"daily": case("zero_bubble", 2, "recomputed", "dynamic", ranks=2, layers=4)})
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_schedule(tp: int) -> None:
-    _check([case for case in CASES if case.tp == tp])
+    parity.check({row: case(*row) for row in CASES if (len(row) > 4) == (tp == 2)}, timeout=280)
 
 
 # ---- what is dropped is noticed
 
 STAGES = "model.pipeline.stages"
-MUTANTS: dict[str, tuple[Change, Callable[[dict[str, float]], bool]]] = {
+MUTANTS: dict[str, tuple[Change, Callable[[parity.Errors], bool]]] = {
     "the sum over stages": (
         (STAGES, "local_slice.copy_(sum_parts([*parts.values()]))", "pass"),
-        lambda errors: errors["gradients"] > 1e-3,
+        lambda errors: errors.gradients > 1e-3,
     ),
     "the embedding on later stages": (
         (STAGES, "arguments[argument] = embedding", "pass"),
-        lambda errors: errors["loss"] > 1e-6,
+        lambda errors: errors.losses > 1e-6,
     ),
     "the embedding's gradient from later stages": (
         (STAGES, "torch.cat([hidden, rows], dim=1)", "torch.cat([hidden, rows.detach()], dim=1)"),
-        lambda errors: errors["gradients"] > 1e-3,
+        lambda errors: errors.gradients > 1e-3,
     ),
     "that a parameter is counted once": (
         ("train.step_end", "if parameter not in skipped", "if True"),
-        lambda errors: errors["norm"] > 1e-6,
+        lambda errors: errors.norm > 1e-6,
     ),
 }
 
 
-def _mutants(rank: int, expected: Answer) -> dict[str, dict[str, float]]:
-    found, case = {}, CASES[1]
-    with compute_in_float64(), World(case.home, backend=backend(), timeout=60) as world:
-        for name, (change, _) in MUTANTS.items():
-            with mutated(change):
-                found[name] = _errors(case.prepared(world), case, expected, world)
+def _mutants(rank: int, case: parity.Case) -> dict[str, parity.Errors]:
+    found = dict[str, parity.Errors]()
+    for name, (change, _) in MUTANTS.items():
+        with mutated(change):
+            found[name] = parity.run(rank, {name: case})[name, "dynamic"][0]
     return found
 
 
 @pytest.mark.whole
 def test_what_is_dropped_is_noticed() -> None:
-    of_ranks = run_ranks(_mutants, 4, wanted(), timeout=280)
+    of_ranks = run_ranks(_mutants, 4, case(*CASES[1]), timeout=280)
     for name, (_, noticed) in MUTANTS.items():
         assert any(noticed(found[name]) for found in of_ranks), (name, [found[name] for found in of_ranks])
 
@@ -192,7 +152,7 @@ def test_what_is_dropped_is_noticed() -> None:
 # ---- what stages send each other of the gradients that they share
 
 
-def _bytes_sent(rank: int, case: Case) -> int:
+def _bytes_sent(rank: int, case: parity.Case) -> int:
     exchange, sizes = Channel.exchange, list[int]()
 
     def counted(self: Channel, sent: Any, received: Any, what: str, *more: Any) -> Any:
@@ -206,25 +166,30 @@ def _bytes_sent(rank: int, case: Case) -> int:
         World(case.home, backend=backend(), timeout=60) as world,
     ):
         model = case.prepared(world)
-        run_step(model, case.plan(), texts(LENGTHS), world, build_optimizer(model, "adamw", 1e-3))
+        run_step(model, plan_of(case), texts(LENGTHS), world, build_optimizer(model, "adamw", 1e-3))
     return sum(sizes)
 
 
 @pytest.mark.whole
 def test_sums_of_copies_are_sent_once_to_each_other_stage() -> None:
     """Of each of k copies all stages together send twice what the others add of it."""
-    case = Case("1f1b", 4, kind="copies")
+    of_copies = case("1f1b", 4, "copies")
     with compute_in_float64():
-        model = zamba2()
-    stages = make_stage_models(model, find_parts(model), stage_layers(8, case.pp))
+        model = zamba2(8)
+    stages = make_stage_models(model, find_parts(model), stage_layers(8, 4))
     sizes = {name: p.nbytes for name, p in model.named_parameters(remove_duplicate=False)}
     expected = 0
     for entry in shared_parameters(model, stages):
         expected += 2 * (len(entry.stages) - 1) * sizes[entry.names[0]]
-    assert sum(run_ranks(_bytes_sent, 4, case, timeout=280)) == expected > 0
+    assert sum(run_ranks(_bytes_sent, 4, of_copies, timeout=280)) == expected > 0
 
 
 # ---- training
+
+
+def plan_of(case: parity.Case) -> Plan:
+    (plan,) = case.plans.values()
+    return plan
 
 
 def _train(model: Any, plan: Plan, optimizer: torch.optim.Optimizer, world: World, steps: range) -> None:
@@ -247,26 +212,26 @@ def _compare_copies(model: PipelineModel, optimizer: torch.optim.Optimizer, worl
     assert several
 
 
-def _save_and_resume(rank: int, saved: Case, resumed: Case, folder: Path) -> None:
+def _save_and_resume(rank: int, saved: parity.Case, resumed: parity.Case, folder: Path) -> None:
     """Two steps, a checkpoint and a folder, and two more; the same after the checkpoint in another home, and in one
     without stages."""
     with compute_in_float64():
         with World(saved.home, backend=backend(), timeout=60) as world:
             model = saved.prepared(world)
             optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
-            _train(model, saved.plan(), optimizer, world, range(2))
+            _train(model, plan_of(saved), optimizer, world, range(2))
             checkpoint = save_checkpoint(folder / "checkpoints", model, optimizer, world, step=2)
             save_model(model, folder / "saved", world)
             weights = weights_of(model)
-            _train(model, saved.plan(), optimizer, world, range(2, 4))
+            _train(model, plan_of(saved), optimizer, world, range(2, 4))
             _compare_copies(model, optimizer, world)
             final = {name: x for part in world.control.gather_objects(weights_of(model)) for name, x in part.items()}
         for home, case in ((resumed.home, resumed), (Layout(ranks=4), None)):
             with World(home, backend=backend(), timeout=60) as world:
-                model: Any = case.prepared(world) if case else prepare(zamba2(), world)
+                model: Any = case.prepared(world) if case else prepare(zamba2(8), world)
                 optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
                 load_checkpoint(checkpoint, model, optimizer, world)
-                plan = case.plan() if case else plan_fixed(LENGTHS, home, cp=2, max_tokens_per_slot=20)
+                plan = plan_of(case) if case else plan_fixed(LENGTHS, home, cp=2, max_tokens_per_slot=20)
                 _train(model, plan, optimizer, world, range(2, 4))
                 assert max(error(x, final[name]) for name, x in weights_of(model).items()) < 1e-11
         loaded = weights_of(load_model(folder / "saved", dtype="float64"))
@@ -277,9 +242,11 @@ def _save_and_resume(rank: int, saved: Case, resumed: Case, folder: Path) -> Non
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        (Case("zero_bubble", 2, "copies"), Case("1f1b", 2, "sharded", tp=2)),
-        (Case("1f1b", 4), Case("1f1b", 2)),
+        (CASES[4], CASES[7]),
+        (CASES[5], CASES[2]),
     ],
 )
-def test_what_is_saved_goes_on_in_another_home(saved: Case, resumed: Case, tmp_path: Path) -> None:
-    run_ranks(_save_and_resume, 4, saved, resumed, tmp_path, timeout=280)
+def test_what_is_saved_goes_on_in_another_home(
+    saved: tuple[Any, ...], resumed: tuple[Any, ...], tmp_path: Path
+) -> None:
+    run_ranks(_save_and_resume, 4, case(*saved), case(*resumed), tmp_path, timeout=280)
