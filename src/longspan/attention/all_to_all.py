@@ -45,10 +45,14 @@ class HeadSwap:
     """
 
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
-        self.split, self.slices, self._degree = split, slices, split.degree
+        self.split = split
+        self.slices = slices
+        self._degree = split.degree
         self._shared = split.slices_per_kv_head(slices)  # slices in a row that use the same key/value head
         self.heads_of_slice = split.member_heads // slices
-        self.members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
+        self.members = members
+        self._channel = members.inner_channel
+        self._counts = members.inner_counts
         self._local_counts = (self._counts[self._channel.index],) * self._degree
         self.own_heads = split.q_heads(self._channel.index)  # query heads that are computed here
 
@@ -90,7 +94,8 @@ class HeadSwap:
 
     def send_heads(self, tensors: Sequence[Tensor], slice_index: int, label: str) -> Handle:
         """Start sending a slice of the heads of tensors (T, N, size), to every member its own."""
-        rows, degree = tensors[0].shape[0], self._degree
+        rows = tensors[0].shape[0]
+        degree = self._degree
         places = self._slice_views(tensors, slice_index)
         widths = [x.shape[2] for x in places]
         packed = tensors[0].new_empty((degree * rows, sum(widths)))
@@ -113,7 +118,8 @@ class HeadSwap:
 
     def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Receive what `send_heads` sent: (R, n, size) of all rows in document order, for tensors like those sent."""
-        arrived, orders = handle.wait(), self.members.arrival_orders
+        arrived = handle.wait()
+        orders = self.members.arrival_orders
         in_order = arrived if orders is None else join_columns((arrived,), orders[0])
         return split_columns(
             in_order, [(x.shape[1] // (self._degree * self._slice_count(x)), x.shape[2]) for x in like]
@@ -146,10 +152,12 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
         return ring_forward(q, k, v, members, call)
     call = _with_indices_of_all_rows(call, members)
     split = head_split(q.shape[1], k.shape[1], members.inner)
-    swap, label = HeadSwap(members, split, _choose_slice_count(members, split, q)), "attention all-to-all forward"
+    swap = HeadSwap(members, split, _choose_slice_count(members, split, q))
+    label = "attention all-to-all forward"
     sent = swap.tensors_to_send(q, k, v)
     arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
-    leaving, saved = list[Handle](), list[Saved]()
+    leaving = list[Handle]()
+    saved = list[Saved]()
     _advance_rings_in_turn(
         [_forward_ring_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.kv_runs]
     )
@@ -163,10 +171,12 @@ def _with_indices_of_all_rows(call: AttendCall, members: Members) -> AttendCall:
     """Return the call with the indices of all neighbours' rows, in document order: they are the same for all heads."""
     if call.indices is None:
         return call
-    channel, counts = members.inner_channel, members.inner_counts
+    channel = members.inner_channel
+    counts = members.inner_counts
     gathered = channel.all_gather_rows(call.indices.contiguous(), counts, "attention all-to-all, indices").wait()
     parts = [gathered[start : start + count] for start, count in zip(channel.starts(counts), counts, strict=True)]
-    arrived, orders = torch.cat(parts), members.arrival_orders
+    arrived = torch.cat(parts)
+    orders = members.arrival_orders
     return replace(call, indices=arrived if orders is None else arrived[orders[0]])
 
 
@@ -191,7 +201,9 @@ def _forward_ring_turns(
     `messages` are the tensors of every slice, and the handles of those that still arrive. The handles of outputs on
     their way back, and what backward needs, are appended to `results`.
     """
-    (sent, arriving), (leaving, saved), members = messages, results, swap.members
+    sent, arriving = messages
+    leaving, saved = results
+    members = swap.members
     q, own_k, own_v = swap.receive_heads(arriving.pop(0), sent[run.start])
     blocks = key_blocks(own_k, own_v, members)
     slice_states = list[tuple[Tensor, Partial, AttendCall]]()  # of each slice: its queries, their sum, its call
@@ -262,7 +274,11 @@ class _Backward:
     ) -> None:
         self._leaving: list[tuple[int, slice, Handle]] = []
         self._received: tuple[Tensor, ...] = ()  # dq, dk and dv of the local rows, once the first slices have arrived
-        self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
+        self._dout = dout
+        self._saved = saved
+        self._swap = swap
+        self._call = call
+        self._kv_dtype = kv_dtype
         self._is_local = saved[0].q.shape[1] == swap.split.heads  # forward saved the own rows with all heads
         self._sent: list[tuple[Tensor, ...]] = [(dout,)] * swap.slices
         self._takes_deltas = call.kernel is not None and call.kernel.takes_deltas(call)
@@ -272,7 +288,8 @@ class _Backward:
                 numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice) if self._takes_deltas else out
             )
             self._sent = [(*tensors, dout, output_or_deltas) for tensors in swap.tensors_to_send(q, k, v)]
-        self._in_flight, self._arriving = in_flight, list[Handle]()
+        self._in_flight = in_flight
+        self._arriving = list[Handle]()
         for slice_index in range(min(in_flight, swap.slices)):
             self._send_output_gradients(slice_index)
         self._shared_kv: tuple[Tensor, ...] = ()  # they arrived with the first of the slices that share them
@@ -280,7 +297,8 @@ class _Backward:
         self._kv_addends: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
 
     def compute_slice(self, slice_index: int) -> None:
-        swap, queries = self._swap, self._receive_queries(slice_index)
+        swap = self._swap
+        queries = self._receive_queries(slice_index)
         slice_gradients = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
         self._dsinks[slice_index] = slice_gradients.sinks
         gradients = [slice_gradients.q.to(self._dout.dtype)]
@@ -300,7 +318,8 @@ class _Backward:
         Work on the own block waits for nobody, so it fills gaps: that of the first half of all slices is done before
         the first block arrives, that of the others while the last gradients travel.
         """
-        queries, own_pairs = list[Queries](), list[_Pair]()
+        queries = list[Queries]()
+        own_pairs = list[_Pair]()
         if self._is_local:  # keys and values arrive with the first queries; exchanged ones are at hand
             queries.append(self._receive_queries(run.start))
         first_saved = queries[0].saved if queries else self._swap.saved_of_slice(self._saved, run.start)
@@ -324,7 +343,9 @@ class _Backward:
     def receive_gradients(self) -> tuple[Tensor, ...]:
         """Return dq, dk and dv (T, heads, size), complete at the end, with every copy of a head."""
         if not self._received and self._leaving:
-            dout, saved, split = self._dout, self._saved[0], self._swap.split
+            dout = self._dout
+            saved = self._saved[0]
+            split = self._swap.split
             shapes = [(len(dout), split.kv_heads * split.kv_copies, x.shape[2]) for x in (saved.k, saved.v)]
             dk, dv = (dout.new_empty(shape, dtype=self._kv_dtype) for shape in shapes)
             self._received = dout.new_empty((len(dout), split.heads, saved.q.shape[2])), dk, dv
@@ -359,7 +380,8 @@ class _Backward:
             k, v = self._shared_kv = tuple(kv) or self._shared_kv
             saved = Saved(q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
         else:
-            (dout,), saved = arrived, swap.saved_of_slice(self._saved, slice_index)
+            (dout,) = arrived
+            saved = swap.saved_of_slice(self._saved, slice_index)
         return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
 
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:

@@ -117,7 +117,8 @@ class Members:
 
     def real_segments(self, member: int) -> Segments:
         """The rows of one member without those that pad documents out: padding takes no part in attention."""
-        segments, group = self.segments(member), self.part.group
+        segments = self.segments(member)
+        group = self.part.group
         if group.pad_to is None:
             return segments
         stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])
@@ -132,7 +133,8 @@ class Members:
         rank after rank, and `in_order[second]` is in order of arrival if `in_order` is in document order.
         """
         document, start, stop = self._list_runs(self.member)
-        order, sizes = np.lexsort((start, document)), stop - start
+        order = np.lexsort((start, document))
+        sizes = stop - start
         begins = np.empty_like(start)
         begins[order] = np.cumsum(sizes[order]) - sizes[order]  # where each run that arrives begins in document order
         places = expand_runs(begins, begins + sizes)  # the place of each row that arrives, in document order
@@ -183,7 +185,8 @@ class Members:
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
         """`positions` returns the position in its document of every row of the key tensor; only dropout and indices
         call it."""
-        document_ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
+        document_ids = np.asarray(self.part.group.documents, dtype=np.int64)
+        segments = self.segments(self.member)
 
         # `Members` holds the launches, and they hold this function. It must not refer to `Members`: in a reference
         # cycle the launches' tensors would stay on the device until Python's garbage collector runs.
@@ -207,11 +210,13 @@ class Members:
 
     @cached_property
     def window_rows(self) -> WindowRows:
-        keys, all_members = self.visible_rows(self.member), range(self.degree)
+        keys = self.visible_rows(self.member)
+        all_members = range(self.degree)
         seen = [self._find_rows_among_keys(keys, owner) for owner in all_members]
         to_send = [self._find_rows_among_keys(self.visible_rows(reader), self.member)[0] for reader in all_members]
         own_rows, own_places = seen[self.member]
-        to_send[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
+        to_send[self.member] = _NO_ROWS
+        seen[self.member] = (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
         return WindowRows(
             self._make_launches(keys, lambda: keys.positions),
             rows_to_send=tuple(to_device(rows, self.device) for rows in to_send),
@@ -235,7 +240,8 @@ class Members:
         start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
         if chunk is not None:
             start = np.maximum(start, runs.start - runs.start % chunk)
-        same_document, stop = runs.document[1:] == runs.document[:-1], self.spans.run_ends(runs)
+        same_document = runs.document[1:] == runs.document[:-1]
+        stop = self.spans.run_ends(runs)
         # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.
         start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
         return segments_from_runs(runs.document, start, stop)
@@ -300,7 +306,8 @@ def _to_signed_word(word: int) -> int:
 
 
 _GOLDEN = _to_signed_word(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _to_signed_word(0xBF58476D1CE4E5B9), _to_signed_word(0x94D049BB133111EB)
+_FIRST = _to_signed_word(0xBF58476D1CE4E5B9)
+_SECOND = _to_signed_word(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -344,7 +351,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-_CPU, _CAUSAL = torch.device("cpu"), Mask()
+_CPU = torch.device("cpu")
+_CAUSAL = Mask()
 
 
 class Saved(NamedTuple):
@@ -574,7 +582,8 @@ def block_gradients(
     The k and v of `saved` are the block's.
     """
     assert call.kernel is not None
-    addends, (q, k, v, out, lse) = list[Addend](), saved
+    addends = list[Addend]()
+    q, k, v, out, lse = saved
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
         launch_saved = Saved(

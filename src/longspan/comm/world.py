@@ -152,10 +152,8 @@ class World:
                 self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch", place.store_server
             )
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
-        self.watch.open_watches, self.watch.step = (
-            _watches_of_open_worlds,
-            max((watch.step for watch in _watches_of_open_worlds()), default=0),
-        )
+        self.watch.open_watches = _watches_of_open_worlds
+        self.watch.step = max((watch.step for watch in _watches_of_open_worlds()), default=0)
         self.process_groups: ProcessGroups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
         self.meshes: Meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key: int = next(_keys)

@@ -23,7 +23,9 @@ from longspan.errors import DataError
 from longspan.layout import Integers
 
 # The code of a token decides its label: its own id, none, or the id code − 2.
-OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
+OWN_TOKEN = 0
+NOTHING = 1
+OTHER_TOKEN = 2
 _BLOCK = 1 << 20  # documents that are compared at a time
 _TAIL = 64  # tokens that are read at a time, until one is not padding
 
@@ -71,7 +73,8 @@ class Corpus:
         paths = (folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
         arrays = (map_array(path) if path.is_file() else None for path in paths)
         source_of, self.targets, self.texts, self.hashes = arrays
-        labels, columns = folder / "labels.npy", self.manifest.labels
+        labels = folder / "labels.npy"
+        columns = self.manifest.labels
         self.labels: npt.NDArray[Any] | None = map_array(labels).reshape(-1, columns) if columns else None
         self.unit = 2 if PAIRS in self.manifest.kinds else 1
         self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
@@ -81,7 +84,8 @@ class Corpus:
         if not (dtype := self.manifest.dtype):  # as data.cache = "none" wrote it
             raise DataError(f"{folder} has no tokens; remove it, and it is built again")
         self._offsets = map_array(folder / "offsets.npy")
-        self._tokens, codes = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), self.manifest.codes
+        self._tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
+        codes = self.manifest.codes
         self._codes = np.memmap(folder / "codes.bin", dtype=codes, mode="r") if codes else None
         for name, array in (("tokens.bin", self._tokens), ("codes.bin", self._codes)):
             if array is not None and len(array) != self.manifest.tokens:
@@ -111,7 +115,8 @@ class Corpus:
         """
         if self.hashes is None or documents.corpus.hashes is None:
             return None
-        wanted, left_out = documents.corpus.hashes[[*documents.ids]], np.array(leave_out, np.int64)
+        wanted = documents.corpus.hashes[[*documents.ids]]
+        left_out = np.array(leave_out, np.int64)
         found = np.zeros(0, wanted.dtype)
         for start in range(0, len(self), _BLOCK):
             block = self.hashes[start : start + _BLOCK]

@@ -20,7 +20,8 @@ _COLUMNS = {
     **dict.fromkeys(("among", "frame"), "<i4"),
     "seconds": "<f8",
 }
-_PATHS, _ENDS = "image_paths.jsonl", "image_paths.npy"
+_PATHS = "image_paths.jsonl"
+_ENDS = "image_paths.npy"
 _BETWEEN = "\0"  # between the paths of frames, which cannot contain it
 
 Stamp = tuple[int, int]  # bytes of a file, and its time of change in ns
@@ -61,7 +62,8 @@ class ImageWriter:
 
     def __init__(self, folder: Path) -> None:
         self._columns = {name: GrowingArray(_column_file(folder, name), dtype) for name, dtype in _COLUMNS.items()}
-        self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
+        self._paths = (folder / _PATHS).open("wb")
+        self._ends = GrowingArray(folder / _ENDS, "<i8")
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
         """Write the images of further documents, which have numbers from 0; the folder has `documents` earlier ones."""
@@ -109,7 +111,8 @@ class ImageTable:
 
     def __getitem__(self, number: int) -> PlacedImage:
         values: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
-        document, position = values.pop("document"), values.pop("position")
+        document = values.pop("document")
+        position = values.pop("position")
         grid = values.pop("time"), values.pop("height"), values.pop("width")
         return PlacedImage(document, SampleImage(grid=grid, path=self.path_of_image(number), **values), position)
 

@@ -56,7 +56,8 @@ class GrowingArray:
     """A .npy file of one dimension, written from its beginning to its end. It is complete once it is closed."""
 
     def __init__(self, path: Path, dtype: str) -> None:
-        self._dtype, self.count = np.dtype(dtype), 0
+        self._dtype = np.dtype(dtype)
+        self.count = 0
         self._file: BinaryIO = path.open("wb")
         self._write_header()
 
@@ -81,7 +82,10 @@ class GrowingCodes:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._dtype, self._tokens = path, None, np.dtype(np.uint8), 0
+        self._path = path
+        self._file = None
+        self._dtype = np.dtype(np.uint8)
+        self._tokens = 0
 
     @property
     def dtype(self) -> str:
@@ -104,7 +108,8 @@ class GrowingCodes:
             self._file.close()
 
     def _widen_codes(self) -> None:
-        narrow, self._dtype = self._path.with_suffix(".narrow"), np.dtype(np.int32)
+        narrow = self._path.with_suffix(".narrow")
+        self._dtype = np.dtype(np.int32)
         if self._file is None:
             return
         self._file.close()
@@ -229,7 +234,8 @@ class SourceFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lines, self._ends = np.memmap(folder / "sources.jsonl", mode="r"), map_array(folder / "sources.npy")
+        self._lines = np.memmap(folder / "sources.jsonl", mode="r")
+        self._ends = map_array(folder / "sources.npy")
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -251,7 +257,8 @@ class SourceFiles:
 
     @staticmethod
     def write(folder: Path, sources: Iterable[SourceFile]) -> None:
-        ends, end = GrowingArray(folder / "sources.npy", "<i8"), 0
+        ends = GrowingArray(folder / "sources.npy", "<i8")
+        end = 0
         with (folder / "sources.jsonl").open("wb") as file:
             for source in sources:
                 end += file.write(json.dumps(asdict(source)).encode() + b"\n")

@@ -48,7 +48,8 @@ class ScoredDocument(Document):
                 "a ScoredDocument has more than one of rows, pad and labels, or label and labels; each says which rows "
                 "count or what their scores are to be: give one of them"
             )
-        columns, is_scored = dict[str, Any](), np.zeros(len(self._ids), dtype=bool)
+        columns = dict[str, Any]()
+        is_scored = np.zeros(len(self._ids), dtype=bool)
         if labels is not None:
             table = host_array("labels", labels)
             if table.ndim not in (1, 2) or len(table) != len(self._ids):

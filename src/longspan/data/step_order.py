@@ -38,7 +38,8 @@ class StepBegins:
     """
 
     def __init__(self, end_of_step: Callable[[int], int]) -> None:
-        self._end_of_step, self._begins = end_of_step, array("q", [0])
+        self._end_of_step = end_of_step
+        self._begins = array("q", [0])
         self._block = lru_cache(maxsize=2)(self._bounds_of_block)
 
     def begin_and_end(self, step: int) -> tuple[int, int]:
@@ -56,7 +57,8 @@ class StepBegins:
         return block * _STRIDE + bisect_left(self._block(block), place, key=lambda bounds: bounds[0])
 
     def _bounds_of_block(self, block: int) -> list[tuple[int, int]]:
-        begin, steps = self._begins[block], list[tuple[int, int]]()
+        begin = self._begins[block]
+        steps = list[tuple[int, int]]()
         for _ in range(_STRIDE):
             steps.append((begin, self._end_of_step(begin)))
             begin = steps[-1][1]
@@ -93,10 +95,13 @@ class StepOrder:
         epochs: float = 0.0,
         unit: int = 1,
     ) -> None:
-        self.lengths, self.targets, self.unit = np.asarray(lengths), targets, unit
+        self.lengths = np.asarray(lengths)
+        self.targets = targets
+        self.unit = unit
         unit_lengths = self.lengths
         if unit > 1:  # the stream is one of units, each of which is a text
-            unit_lengths, texts = self.lengths.reshape(-1, unit).sum(1), None
+            unit_lengths = self.lengths.reshape(-1, unit).sum(1)
+            texts = None
             mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[::unit])
         all_texts = count_texts(unit_lengths, texts)
         if eval_documents >= all_texts:
@@ -114,7 +119,8 @@ class StepOrder:
             firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
             held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
         self.evaluation: tuple[int, ...] = documents_of_units(held_out.tolist(), unit)
-        self.training_texts, self.held_out_texts = all_texts - text_count, text_count
+        self.training_texts = all_texts - text_count
+        self.held_out_texts = text_count
         self.stream: DocumentStream = DocumentStream(
             unit_lengths, shuffled_sources(unit_lengths, mixture, held_out, seed)
         )
@@ -180,7 +186,8 @@ class StepOrder:
 
     def _end_of_step(self, start: int) -> int:
         """A step that reaches the end of a part goes on in the next with the tokens that are left."""
-        stream_part, tokens_left = self.stream.part_at(start), self._budget
+        stream_part = self.stream.part_at(start)
+        tokens_left = self._budget
         index, last_end = start - stream_part.first, self.ends.next_end(start)
         while True:
             end_index = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
@@ -188,7 +195,8 @@ class StepOrder:
             if end_index < len(stream_part.ids) or end >= last_end:
                 return self._end_without_repeats(start, min(max(end, start + 1), last_end))
             tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
-            stream_part, index = self.stream.next_part(stream_part), 0
+            stream_part = self.stream.next_part(stream_part)
+            index = 0
 
     def _end_without_repeats(self, start: int, end: int) -> int:
         """Before the first document of the next epoch that the step has already."""

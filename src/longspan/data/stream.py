@@ -112,7 +112,8 @@ def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> In
 HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
 # Of documents, which checkpoints hold; in order 3 steps reached over the ends of epochs with all documents, and in
 # order 4 held-out texts of several sources were drawn over all rows.
-ORDER, ORDER_OF_SOURCES = 4, 5
+ORDER = 4
+ORDER_OF_SOURCES = 5
 
 
 class Mixture(NamedTuple):
@@ -149,7 +150,8 @@ def shuffled_sources(
     lengths: npt.NDArray[Any], mixture: Mixture | None, held_out: Integers, seed: int
 ) -> tuple[ShuffledSource, ...]:
     """Return the sources of a corpus, without its held-out documents (sorted); without a mixture there is one."""
-    bounds, weights = np.array([0, len(lengths)]), (1.0,)
+    bounds = np.array([0, len(lengths)])
+    weights = (1.0,)
     if mixture is not None:
         weights = mixture.weights
         numbers = np.arange(len(weights) + 1, dtype=mixture.source_of.dtype)  # another type would copy the array
@@ -216,7 +218,8 @@ class DocumentStream:
         rates = [source.weight * source.documents / source.tokens for source in sources]
         self._candidates = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # documents for a part
         # Where each part begins, as far as known: by documents and tokens of each source, and by place.
-        self._marks, self._places = [((0,) * len(sources), (0,) * len(sources))], [0]
+        self._marks = [((0,) * len(sources), (0,) * len(sources))]
+        self._places = [0]
         self._part = lru_cache(maxsize=2)(self._merge_part)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -276,7 +279,8 @@ class DocumentStream:
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
         order = np.argsort(_join_beginnings(shares, counts), kind="stable")
         ids = _join_beginnings(candidates, counts)[order]
-        source_of, ends = np.repeat(np.arange(len(counts)), counts)[order], self._document_ends(ids)
+        source_of = np.repeat(np.arange(len(counts)), counts)[order]
+        ends = self._document_ends(ids)
         if number == len(self._marks) - 1:  # else it was computed before, and dropped from the cache
             documents = tuple(start + count for start, count in zip(used, counts, strict=True))
             tokens = tuple(int(tokens[count]) for tokens, count in zip(before, counts, strict=True))

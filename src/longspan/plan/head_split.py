@@ -52,7 +52,8 @@ class HeadSplit:
 
         A slice is one or more whole runs, or a part of one: its key/value head is then that of other slices as well.
         """
-        heads, runs = self.member_heads, self.member_kv_heads
+        heads = self.member_heads
+        runs = self.member_kv_heads
         counts = range(min(at_most, heads), 0, -1)
         return next(n for n in counts if runs % n == 0 or (n % runs == 0 and heads % n == 0))
 

@@ -92,7 +92,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     q, k, v, dout = (contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     tensors = (q, k, v, dout, saved.lse.contiguous(), saved.deltas(dout).contiguous())
-    bits, strides = _pack_bits(launch, call), strides_of(q, k, v, dout)
+    bits = _pack_bits(launch, call)
+    strides = strides_of(q, k, v, dout)
     shared = (*launch.cu_seqlens, *bits, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
     constants = _call_constants(q, v, launch, call)
 
@@ -127,7 +128,8 @@ def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor 
     places, place_starts, bit_starts, words = launch.chosen_keys
     bits = torch.zeros(words, dtype=torch.int64, device=places.device)
     rows, columns = _PACKED
-    block_list, indices = launch.blocks(rows, of_keys=False), call.indices.contiguous()
+    block_list = launch.blocks(rows, of_keys=False)
+    indices = call.indices.contiguous()
     _flash_kernels().pack_bits[(len(block_list),)](
         *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts),
         *(indices.shape[1], rows, columns),

@@ -48,7 +48,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this block: dq (Tq, N, H), dk (Tk, 1, H − Hv) and dv (Tk, 1, Hv), these in float32."""
-    (q, k, v, _, lse), delta = saved, saved.deltas(dout)
+    q, k, v, _, lse = saved
+    delta = saved.deltas(dout)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
     results = (lse.contiguous(), delta.contiguous(), dq, dk, dv)
@@ -70,9 +71,11 @@ def _launch_on_runs(
     """
     assert call.indices is not None and call.softcap is None and call.dropout is None
     kernels = import_module("longspan.attention.kernels.triton_gathered_kernels")
-    indices, (places, place_starts, *_) = call.indices.contiguous(), launch.chosen_keys
+    indices = call.indices.contiguous()
+    places, place_starts, *_ = launch.chosen_keys
     q, k, v, *dout = (contiguous_heads(x) for x in tensors)
-    heads, columns = q.shape[1], indices.shape[1]
+    heads = q.shape[1]
+    columns = indices.shape[1]
     strides = (*strides_of(q), k.stride(0), v.stride(0), *strides_of(*dout))
     sizes = {"SIZE": k.shape[2], "V_SIZE": v.shape[2], "WIDTH": padded_size(k), "V_WIDTH": padded_size(v)}
     sizes |= {"PIECE": min(max(_PIECE, padded_size(v) // 4), padded_size(v))} if dout else {}

@@ -70,7 +70,8 @@ class StateCost:
         passes take 3 times a forward scan. In either pass states with transitions (float32) are one message, and the
         rows before runs another; each costs a `step_latency`.
         """
-        mixer, layers = shape.mixer, shape.mixer_layers
+        mixer = shape.mixer
+        layers = shape.mixer_layers
         if mixer is None:
             return None
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
@@ -271,7 +272,8 @@ class Cost:
         shared = {name: value * self.forward_shares.get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shared
         source = self.source and f"{self.source}; forward passes alone"
-        states, forward_states = self.states and self.states.forward_only(), self.forward and self.forward.states
+        states = self.states and self.states.forward_only()
+        forward_states = self.forward and self.forward.states
         if self.states and forward_states:  # measured, or priced before recomputation was added
             states = forward_states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
@@ -363,14 +365,16 @@ class Cost:
         host gets the same.
         """
         turns = self.turn_seconds(slowest)
-        longest, bubble = max(turns, default=0.0), (self.stages - 1) / self.chunks
+        longest = max(turns, default=0.0)
+        bubble = (self.stages - 1) / self.chunks
         return max((math.fsum(turns) + bubble * longest) / self.stages, longest)
 
     def turn_seconds(self, slowest: Sequence[float]) -> list[float]:
         """Return the seconds in lockstep of each micro-batch, in the whole model: no less than the messages of sharded
         parameters, which run meanwhile, and than the host's launches.
         """
-        shards, launch = self.sharding_seconds, self.micro_batch_seconds
+        shards = self.sharding_seconds
+        launch = self.micro_batch_seconds
         return [max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest]
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
@@ -394,7 +398,9 @@ class Cost:
         of the weights, `gather_bytes` each, and of gradients, `reduce_bytes` each; a ring over the r replicas then sums
         a slot's 1 / w of the gradients, of which 2 (r − 1) / r arrive. A host has `node_size` slots.
         """
-        copies, width, share_host = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
+        copies = home.dp_replicate
+        width = home.slots // home.dp_replicate
+        share_host = home.slots <= node_size
         inside, across = self.inside_bytes_per_second, self.across_bytes_per_second
         speed = inside if share_host or node_size % width == 0 else across  # of a replica
         gathered = weights * gather_bytes * (width - 1) / width / speed
@@ -563,7 +569,8 @@ def _shown_seconds_on_ideal_links(cost: Cost, rows: Rows, around: Floats, comput
     shows, of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between
     hosts.
     """
-    degree, kind = rows.degree, cost.cp_comm_type
+    degree = rows.degree
+    kind = cost.cp_comm_type
     speed = np.where(rows.together >= degree, cost.inside_bytes_per_second, cost.across_bytes_per_second)
     turn = cost.ring_bytes * rows.tokens * (around - 1) / degree / speed
     exposed = turn if kind == "all_gather" else np.maximum(turn - computed, 0.0)
@@ -586,10 +593,15 @@ def _shown_seconds_on_network(cost: Cost, rows: Rows, around: Floats, computed: 
     Members of a narrow ring fetch before the kernels, and send after them. Of large exchanges and gathers, which go in
     two slices of heads, half shows, and what is longer than the kernels of a slice.
     """
-    network, kind = cost.network, cost.cp_comm_type
+    network = cost.network
+    kind = cost.cp_comm_type
     assert network is not None
-    inside, across, degree, together = network.inside, network.across, rows.degree, rows.together
-    exchanging, is_inside = degree / around, together >= degree
+    inside = network.inside
+    across = network.across
+    degree = rows.degree
+    together = rows.together
+    exchanging = degree / around
+    is_inside = together >= degree
     copies = kv_copies(network.heads, network.kv_heads, exchanging)
     both = cost.passes != "forward"
     member_rows = rows.tokens / degree / network.layers  # bytes of a cost are of all layers

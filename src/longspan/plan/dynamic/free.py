@@ -52,7 +52,8 @@ class _Lanes:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, cost = problem, problem.request.cost
+        self.problem = problem
+        cost = problem.request.cost
         self.parts = [part for block in problem.blocks for part in problem.split_into_runs(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
         self.usable = np.array([width in problem.degrees for _, width in self.parts])  # others only work in gangs
@@ -121,7 +122,8 @@ class _Lanes:
         return self.problem.widest_degree(int(self.width[lanes].sum()))
 
     def _gang_seconds(self, item: int, lanes: Ints) -> float:
-        tokens, degree = int(self.problem.tokens[item]), self._gang_degree(lanes)
+        tokens = int(self.problem.tokens[item])
+        degree = self._gang_degree(lanes)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)
 
@@ -129,12 +131,14 @@ class _Lanes:
         """A gang begins when the last of its lanes has ended its earlier gangs; each lane works on its own items after
         all its gangs. The last lane gives only as many slots as the degree needs.
         """
-        seconds, local = self._gang_seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
+        seconds = self._gang_seconds(item, lanes)
+        local = self.end[lanes] - self.gang_end[lanes]
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
         self.end[lanes] = self.gang_end[lanes] + local
         members: list[int] = lanes.tolist()
         micro_batch = max(self.next_micro_batch[lane] for lane in members)
-        degree, parts = self._gang_degree(lanes), Parts()
+        degree = self._gang_degree(lanes)
+        parts = Parts()
         for lane in members:
             self.next_micro_batch[lane] = micro_batch + 1
             start, width = self.parts[lane]
@@ -157,9 +161,11 @@ class _Lanes:
         """A lane's micro-batches take as many items, longest first, as its slots have rows for. The candidate's
         durations are 0: in free mode no lane waits for the end of a micro-batch.
         """
-        bins, lane_of_bin = Bins(), list[int]()
+        bins = Bins()
+        lane_of_bin = list[int]()
         for lane, part in enumerate(self.parts):
-            items, first = sorted(self.items[lane]), len(bins.seconds)
+            items = sorted(self.items[lane])
+            first = len(bins.seconds)
             places = pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap) if items else []
             for m in range(max(places, default=-1) + 1):
                 bins.add_bin(self.next_micro_batch[lane] + m, part, long=-1, seconds=0.0, rows=self.problem.cap)

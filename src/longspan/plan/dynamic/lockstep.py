@@ -117,7 +117,9 @@ def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
 
 def search_candidate(problem: Problem, steps: int) -> Candidate:
     """Try first settings, then change the best ones `steps` times; steps are counted so that all hosts agree."""
-    table, random, known = DegreeTable.for_problem(problem), Random(0), Known()
+    table = DegreeTable.for_problem(problem)
+    random = Random(0)
+    known = Known()
     best, settings = _best_first_candidate(problem, table, known)
     for _ in range(steps):
         changed = _change_settings(best, settings, random)
@@ -132,7 +134,8 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
     is tried with two steepnesses of every number and slack, then with the others of the best number and slack, then
     with other limits.
     """
-    multiple, few = problem.request.micro_batch_multiple, problem.has_few_items
+    multiple = problem.request.micro_batch_multiple
+    few = problem.has_few_items
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
     counts = sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
     slacks, limits = (SLACK_OF_FEW, LIMITS_OF_FEW) if few else (SLACK, LIMITS)
@@ -184,8 +187,10 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
     degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower with three kinds.
     """
     durations, share, reach = settings
-    durations, mean = durations.copy(), best.problem.mean_slot_seconds
-    change, micro_batch = int(5 * random.random()), int(len(durations) * random.random())
+    durations = durations.copy()
+    mean = best.problem.mean_slot_seconds
+    change = int(5 * random.random())
+    micro_batch = int(len(durations) * random.random())
     if change == 0:
         durations = best.durations / mean * (0.985 + 0.02 * random.random())
     elif change == 1:
@@ -254,7 +259,8 @@ class DegreeTable:
         """Seconds of each item in a group of its own (across blocks or within one, items, degrees); NaN if never long.
         Priced once, as hundreds of candidates of a step look them up.
         """
-        problem, may_be_long = self.problem, self.item_class >= 0
+        problem = self.problem
+        may_be_long = self.item_class >= 0
         tokens = problem.tokens[may_be_long][:, None]
         inside = np.array([False, True])[:, None, None] & (self.degrees <= problem.widest_in_node)
         seconds = np.full((2, len(may_be_long), len(self.degrees)), np.nan)
@@ -329,7 +335,8 @@ def place_items(problem: Problem, table: DegreeTable, settings: Settings, known:
 
 class _Placing:
     def __init__(self, problem: Problem, table: DegreeTable, durations: Floats) -> None:
-        self.problem, self.table = problem, table
+        self.problem = problem
+        self.table = table
         self.durations: list[float] = durations.tolist()
         self.free: list[FreeSlots] = [FreeSlots(problem.blocks, problem.degrees) for _ in self.durations]
         self.long: list[LongDocument] = []
@@ -343,12 +350,14 @@ class _Placing:
         width, waste = self.table.choose_degrees(np.array(self.durations), reach)  # (classes, micro-batches)
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
-        widths, classes = width.tolist(), self.table.item_class[items]
+        widths = width.tolist()
+        classes = self.table.item_class[items]
         across, in_block = (self._seconds_at_widths(items, width[classes], inside).tolist() for inside in (0, 1))
         for row, (item, item_class) in enumerate(zip(items, classes.tolist(), strict=True)):
             best_first: list[int] = order[item_class][: possible[item_class]]
             for m in best_first:
-                free, degree = self.free[m], widths[item_class][m]
+                free = self.free[m]
+                degree = widths[item_class][m]
                 if degree > free.total:
                     continue
                 if (in_block if free.has_block(degree) else across)[row][m] <= self.durations[m]:
@@ -365,7 +374,8 @@ class _Placing:
         """`prices` are the item's seconds across nodes and within one; a last block that has taken in a smaller last
         node has slots of both, which are across nodes.
         """
-        parts, problem = self.free[micro_batch].take_slots(width), self.problem
+        parts = self.free[micro_batch].take_slots(width)
+        problem = self.problem
         seconds = prices[len(parts) == 1 and problem.shares_node(*parts[0])]
         rows = -(-int(problem.tokens[item]) // width)
         for part in parts:
@@ -398,7 +408,8 @@ class _Placing:
     def place_short(self, items: list[int]) -> None:
         """Give each item to the bin that ends earliest with it; one that fits none starts another micro-batch."""
         work, tokens = self.problem.work.tolist(), self.problem.tokens.tolist()
-        position, ready = 0, 0  # items placed, micro-batches whose free slots are bins
+        position = 0  # items placed
+        ready = 0  # micro-batches whose free slots are bins
         while True:
             for m in range(ready, len(self.durations)):
                 for part in self.free[m].remaining_runs():
@@ -442,13 +453,21 @@ class LeastLoaded:
         """Give items, from position `first` on, to bins; returns the position of the first that fits none, or their
         number.
         """
-        room, late, busy, short = self.bins.room, self.late, self.bins.seconds, self.bins.short
-        waiting, changed = 0, self.heaps  # rows of the roomiest bin that waits; heaps whose first may be too full
+        room = self.bins.room
+        late = self.late
+        busy = self.bins.seconds
+        short = self.bins.short
+        waiting = 0  # rows of the roomiest bin that waits
+        changed = self.heaps  # whose first may be too full
         for position in range(first, len(items)):
             item = items[position]
-            rows, seconds, earliest, chosen = tokens[item], work[item], np.inf, None
+            rows = tokens[item]
+            seconds = work[item]
+            earliest = np.inf
+            chosen = None
             if rows <= waiting:
-                waiting, changed = 0, self.heaps
+                waiting = 0
+                changed = self.heaps
             for _, idle, full in changed:
                 while full and -full[0][0] >= rows:
                     b = heappop(full)[1]
@@ -463,7 +482,8 @@ class LeastLoaded:
                     earliest, chosen = end, heap
             if chosen is None:
                 return position
-            b, changed = chosen[1][0][1], (chosen,)
+            b = chosen[1][0][1]
+            changed = (chosen,)
             heapreplace(chosen[1], (earliest, b))
             late[b] = earliest
             busy[b] += seconds / chosen[0]
@@ -480,12 +500,15 @@ def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list
     as the slowest of its micro-batch, and shares the fewest with which it does; otherwise it shares what makes it
     fastest. All are shared if a group must have more than one slot.
     """
-    problem, bins = candidate.problem, candidate.bins
+    problem = candidate.problem
+    bins = candidate.bins
     tokens, work = problem.tokens.tolist(), problem.work.tolist()
     ways = defaultdict[int, list[tuple[float, list[int]]]](list)  # of each bin: when it ends, and slots
     for b, shared, seconds, rows in _price_sharing(candidate):
-        width, places = bins.width[b], [-1] * shared
-        slots, rows_of_slots = [(seconds, slot) for slot in range(width)], [rows] * width
+        width = bins.width[b]
+        places = [-1] * shared
+        slots = [(seconds, slot) for slot in range(width)]
+        rows_of_slots = [rows] * width
         for item in bins.short[b][shared:]:
             end, slot = slots[0]
             heapreplace(slots, (end + work[item], slot))
@@ -511,17 +534,22 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
     A long document of one part takes all slots of its bin, as the shared group does, and so joins that. One of several
     parts runs before the short ones.
     """
-    problem, bins = candidate.problem, candidate.bins
-    choices, groups = list[tuple[int, int, float, int]](), list[tuple[int, int, int]]()
+    problem = candidate.problem
+    bins = candidate.bins
+    choices = list[tuple[int, int, float, int]]()
+    groups = list[tuple[int, int, int]]()
     for b, short in enumerate(bins.short):
         if not short:
             continue
-        first, base_seconds, base_rows = (0, 0, 0), 0.0, 0
+        first = (0, 0, 0)
+        base_seconds = 0.0
+        base_rows = 0
         if (long := bins.long[b]) >= 0 and len(candidate.long[long].parts) == 1:
             rows = int(problem.tokens[candidate.long[long].item])
             first = rows, rows * rows, 1
         elif long >= 0:
-            base_seconds, base_rows = candidate.long[long].seconds, candidate.long[long].rows
+            base_seconds = candidate.long[long].seconds
+            base_rows = candidate.long[long].rows
         columns = (problem.tokens[short], problem.squares[short], problem.document_counts[short])
         sums = [list(accumulate(column.tolist(), initial=start)) for column, start in zip(columns, first, strict=True)]
         counts = [count for count in SHARE_COUNTS if count < len(short)] if problem.min_cp == 1 else []
@@ -537,7 +565,8 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
     shares_node = start // node == (start + width - 1) // node
     cost = problem.request.cost
     seconds = cost.group_seconds(tokens, squares, width, shares_node, np.maximum(documents, 1))
-    seconds, rows = np.where(tokens > 0, seconds, 0.0).tolist(), (-(-tokens // width)).tolist()
+    seconds = np.where(tokens > 0, seconds, 0.0).tolist()
+    rows = (-(-tokens // width)).tolist()
     for (b, count, base_seconds, base_rows), of_group, group_rows in zip(choices, seconds, rows, strict=True):
         yield b, count, base_seconds + of_group, base_rows + group_rows
 

@@ -57,7 +57,8 @@ class EncoderShape:
         Raises PlanError for one without images, or with a tower that is not priced.
         """
         model = ConfigReader.read_whole_model(config)
-        vision, text = model.section("vision_config"), ConfigReader.read_language_model(config)
+        vision = model.section("vision_config")
+        text = ConfigReader.read_language_model(config)
         if not model.family.images or not vision.count("depth", "num_hidden_layers"):
             raise PlanError(
                 f"{model.where} ({model.model_type or 'no model_type'}) has no tower that its configuration prices; "
@@ -75,7 +76,8 @@ class EncoderShape:
         pair of patches that see each other takes 12 x width; windows that an edge cuts count as whole ones. Of parts
         that are not `trained` only forward counts.
         """
-        pair, flops = (12 if trained == "all" else 4) * self.width, 0
+        pair = (12 if trained == "all" else 4) * self.width
+        flops = 0
         for rows in images:
             patches = self.patch_count(rows)
             pairs = self.full_layers * (patches + self.class_rows) ** 2 + self.window_layers * patches * self.window**2
@@ -87,7 +89,9 @@ class EncoderShape:
         weight's own gradient. Frozen parts run forward only. The first layer that is trained (the patch embedding, or
         the projector's entry) needs no gradient of its input.
         """
-        patches, tower, projector = self.patch_count(rows), trained == "all", trained != "none"
+        patches = self.patch_count(rows)
+        tower = trained == "all"
+        projector = trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
         flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
         flops -= 2 * self.entry_weights * rows if trained == "projector" else 0
@@ -135,7 +139,9 @@ def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> Encod
     takes merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it; there
     is one, and another for each layer that DeepStack reads. A patch has the pixels of one frame or several.
     """
-    width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _read_size(vision, "merge")
+    width = vision.count("embed_dim", "hidden_size")
+    layers = vision.count("depth")
+    merge = _read_size(vision, "merge")
     mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     windows, window = read_window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
@@ -158,12 +164,15 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
     projects each patch; others (LLaVA) project the features of one layer or several by two linears, without the class
     row unless it is kept.
     """
-    width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
+    width = vision.count("hidden_size")
+    layers = vision.count("num_hidden_layers")
     patches = (vision.count("image_size") // _read_size(vision, "patch")) ** 2
     class_rows = int("clip" in vision.model_type)
-    layers_read, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
+    layers_read = [layers]
+    rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family.images == "pooled":
-        projector, entry = width * hidden, 0
+        projector = width * hidden
+        entry = 0
     elif model.family.images == "patches":
         projector = entry = width * hidden
         rows = patches
@@ -172,7 +181,8 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
         features = [-2 if features is None else features] if isinstance(features, int | None) else features
         layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]  # 0 is the embedding
         entry = hidden * len(layers_read) * width
-        projector, rows = entry + hidden**2, patches + class_rows
+        projector = entry + hidden**2
+        rows = patches + class_rows
         # Unless all rows are kept, the first one is dropped, whether it is a class row or not.
         rows -= model.value("vision_feature_select_strategy") != "full"
     return EncoderShape(

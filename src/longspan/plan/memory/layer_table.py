@@ -25,7 +25,8 @@ from longspan.plan.shape.layers import (
     read_mixer_shape,
 )
 
-WIDE, INDEX = 4, 8  # bytes of a number of float32, and of int64
+WIDE = 4  # bytes of a number of float32
+INDEX = 8  # of int64
 # Float32 tensors of values that torch's operations hold in a scan, without a delta rule and with one (counted on a CPU,
 # and of peaks in bench/records/measured.json).
 TORCH_SCANS = {False: 18, True: 26}
@@ -69,10 +70,12 @@ def slot_loads(
     def exchange(group: Group, node_size: int) -> tuple[str, int]:
         """The type of most layers of a group, and how many members exchange heads under it (1: it does not)."""
         types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-        kind, sizes = max(types, key=types.count), group.hierarchical_context_parallel_sizes
+        kind = max(types, key=types.count)
+        sizes = group.hierarchical_context_parallel_sizes
         if kind == "auto":
             price = machine.fastest_type(group, call, node_size=node_size)
-            kind, sizes = price.cp_comm_type, price.sizes
+            kind = price.cp_comm_type
+            sizes = price.sizes
         return kind, {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
 
     def load(plan: Plan, batch: MicroBatch, slot: int, *, later: bool) -> SlotLoad:
@@ -124,7 +127,8 @@ class Part:
 
     def __add__(self, other: "Part") -> "Part":
         """Parts run one after another, so that the larger work counts."""
-        attention, exchanged = self.attention + other.attention, self.exchanged + other.exchanged
+        attention = self.attention + other.attention
+        exchanged = self.exchanged + other.exchanged
         work = max(self.work, other.work)
         return Part(self.saved + other.saved, work, attention, exchanged, self.lasting + other.lasting)
 
@@ -163,7 +167,9 @@ class LayerTable:
 
     def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[Part, Part]:
         """Return the part of a layer that mixes rows, and its MLP or experts, each with its norms and its input."""
-        post_norms, mixing, feed = self.read.family.post_norms, Part(), Part()
+        post_norms = self.read.family.post_norms
+        mixing = Part()
+        feed = Part()
         post_norm = self.norm_part(self.hidden_size) if post_norms else Part()
         if kind.mixes and (mixer := read_mixer_shape(self.read)):
             mixing += self.mixer_part(mixer)
@@ -188,7 +194,8 @@ class LayerTable:
         Kernels and graphs save the input. torch's operations save rows in float32, and those divided by their root mean
         square for the gradient of a trained weight.
         """
-        roots, wide = self.bytes_of_rows(groups, WIDE), self.bytes_of_rows(width, WIDE)
+        roots = self.bytes_of_rows(groups, WIDE)
+        wide = self.bytes_of_rows(width, WIDE)
         if self._norms_by_kernels:
             return Part(roots + self.bytes_of_rows(width) * saves_input)
         return Part(roots + wide * (1 + self.settings.trains_all), 3 * wide)
@@ -204,7 +211,9 @@ class LayerTable:
         With more tensor-parallel ranks than key/value heads each rank has a copy of one head. A configuration does not
         name the gate: its width follows from the weights counted beyond the four projections.
         """
-        read, tp, widths = self.read, self.tp, attention_widths(self.read)
+        read = self.read
+        tp = self.tp
+        widths = attention_widths(self.read)
         query, key = widths.query / tp, widths.key / min(tp, key_value_heads(read))
         heads, kv_heads = read.count("num_attention_heads") / tp, max(1.0, key_value_heads(read) / tp)
         gate = max(0.0, attention_weights(read).all / self.hidden_size / tp - 2 * query - 2 * widths.key / tp)
@@ -223,7 +232,8 @@ class LayerTable:
 
     def head_exchange_slices(self) -> tuple[int, int, int]:
         """In how many slices queries are exchanged, and keys and values, and how often each key/value head is."""
-        heads, members = self.read.count("num_attention_heads") // self.tp, self.load.members
+        heads = self.read.count("num_attention_heads") // self.tp
+        members = self.load.members
         kv_heads = max(1, key_value_heads(self.read) // self.tp)
         if members == 1 or heads % members or heads % kv_heads:
             return 1, 1, 1  # members cannot share the heads out
@@ -239,8 +249,12 @@ class LayerTable:
         one group. Of exchanged heads a message is held as it is sent and as it is received: of the output's gradient,
         of a `lean` layer's queries, keys and values too, and of their gradients, three slices at a time.
         """
-        load, number, (slices, key_slices, copies) = self.load, self.settings.compute_bytes, self.head_exchange_slices()
-        out, keys, lse = self.bytes_of_rows(query), self.bytes_of_rows(2 * key), self.bytes_of_rows(heads, WIDE)
+        load = self.load
+        number = self.settings.compute_bytes
+        slices, key_slices, copies = self.head_exchange_slices()
+        out = self.bytes_of_rows(query)
+        keys = self.bytes_of_rows(2 * key)
+        lse = self.bytes_of_rows(heads, WIDE)
         blocks = (4 * load.ring_rows + 2 * load.gathered_rows) * key * number
         blocks += 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows) + self.bytes_of_rows(query, WIDE)
         groups = count_head_groups(
@@ -265,7 +279,8 @@ class LayerTable:
 
     def mlp_part(self, width: float) -> Part:
         """An MLP with its input, whose `width` tensor-parallel ranks split."""
-        gate, inside = self._mlp_has_gate, width / self.tp
+        gate = self._mlp_has_gate
+        inside = width / self.tp
         part = self.linears_part(self.hidden_size, *(("gate_proj", "up_proj") if gate else ("up_proj",)))
         part += self.linears_part(inside, "down_proj")
         activated = self.compiled_parts == "none"  # compiled, the gate's activation is made again
@@ -289,8 +304,11 @@ class LayerTable:
         experts. The order of visits by expert, with its inverse, is kept even where the layer is recomputed; a tile
         makes its own again. A row is copied for each visit; with `ep` copies travel to other ranks and back.
         """
-        read, trained, own_gate = self.read, self.settings.trains_all, self.read.family.own_expert_gate
-        weights, latent = feed_forward_weights(read, "experts"), read.count("moe_latent_size")
+        read = self.read
+        trained = self.settings.trains_all
+        own_gate = self.read.family.own_expert_gate
+        weights = feed_forward_weights(read, "experts")
+        latent = read.count("moe_latent_size")
         visits = read.count("num_experts_per_tok", "num_experts_per_token")
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
         probabilities = self.bytes_of_rows(0 if own_gate else read.experts_attribute_and_count()[1], WIDE)
@@ -300,7 +318,8 @@ class LayerTable:
             + self.bytes_of_rows(visits, INDEX)
             + probabilities
         )
-        copies, product = self.bytes_of_rows(visits * (latent or self.hidden_size)), self.bytes_of_rows(visits * width)
+        copies = self.bytes_of_rows(visits * (latent or self.hidden_size))
+        product = self.bytes_of_rows(visits * width)
         # results, what the first product made, and its gate; for trained weights the copies and the product too
         gates = (4 if own_gate else int(not self.settings.gpu)) * self._mlp_has_gate
         order = self.bytes_of_rows(2 * visits, INDEX)
@@ -329,14 +348,19 @@ class LayerTable:
         chunk's pairs of rows; torch keeps the float32 input of unit vectors. In backward kernels hold the states before
         all chunks, and some tensors of rows.
         """
-        settings, tp = self.settings, self.tp
-        inner, channels, heads = mixer.last / self.hidden_size / tp, mixer.channels / tp, mixer.heads / tp
+        settings = self.settings
+        tp = self.tp
+        inner = mixer.last / self.hidden_size / tp
+        channels = mixer.channels / tp
+        heads = mixer.heads / tp
         part = self.linears_part(self.hidden_size, *(("in_proj_qkvz", "in_proj_ba") if mixer.delta else ("in_proj",)))
         part += self.linears_part(inner, "out_proj")
         if not heads:
             return part + Part(self.bytes_of_rows(5 * inner), self.bytes_of_rows(4 * inner))
-        kernels, norm_kernel = settings.gpu and settings.scan_kernels, settings.gpu and settings.fused_norms
-        number, wide = settings.compute_bytes if kernels else WIDE, self.bytes_of_rows(inner, WIDE)
+        kernels = settings.gpu and settings.scan_kernels
+        norm_kernel = settings.gpu and settings.fused_norms
+        number = settings.compute_bytes if kernels else WIDE
+        wide = self.bytes_of_rows(inner, WIDE)
         chunks = self.bytes_of_rows(mixer.state / tp / CHUNK)  # states before all chunks
         saved = (
             self.bytes_of_rows(channels + heads)

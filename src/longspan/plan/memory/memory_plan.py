@@ -149,7 +149,8 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        plans, read = [plan] if isinstance(plan, Plan) else list(plan), ConfigReader.read_language_model(config)
+        plans = [plan] if isinstance(plan, Plan) else list(plan)
+        read = ConfigReader.read_language_model(config)
         loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
         numbers = ModelNumbers.from_configuration(config, home, settings)
@@ -215,7 +216,8 @@ def _count_waiting_micro_batches(
     """
     if home.pp == 1:
         return 1.0
-    chunks, ranks_behind = settings.vpp, home.pp - pipeline_rank - 1
+    chunks = settings.vpp
+    ranks_behind = home.pp - pipeline_rank - 1
     warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
     return min(warm_up + 1, micro_batches * chunks) / chunks
 
@@ -289,10 +291,14 @@ class MemoryPrices:
         hides SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer that keeps all counts as one that
         recomputes.
         """
-        place, load, settings = self.place, self.load, self.place.settings
+        place = self.place
+        load = self.load
+        settings = self.place.settings
         moves = load.exchanged_rows or load.ring_rows or load.gathered_rows
-        degree, layers = place.home.slots if moves else 1, len(place.numbers.kinds)
-        rows, documents = load.rows * degree, max(1, load.runs // 2)
+        degree = place.home.slots if moves else 1
+        layers = len(place.numbers.kinds)
+        rows = load.rows * degree
+        documents = max(1, load.runs // 2)
         costs = CostSettings(
             depths=settings.depths,
             frozen=not settings.trains_all,
@@ -329,11 +335,13 @@ class MemoryPrices:
         work; what comes once a step counts in equal parts for its micro-batches. 0 where they are unsharded, or always
         whole.
         """
-        place, once = self.place, 1 / self.place.micro_batches
+        place = self.place
+        once = 1 / self.place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:
             return 0.0
         gathers, sums = once if kept.gathered_once else 2.0, once if kept.summed_once else 1.0
-        layers, settings = place.numbers.layers, place.settings
+        layers = place.numbers.layers
+        settings = place.settings
         gathered, summed = sum(numbers.whole for numbers in layers), sum(numbers.trained for numbers in layers)
         sent = gathers * gathered * settings.compute_bytes + sums * summed * settings.reduce_bytes
         wire_seconds = sent * (place.shards - 1) / place.shards / self.machine.sharding_bytes_per_second
@@ -363,7 +371,8 @@ def choose_memory(
     ones the first choice wins. Segments, groups of layers that run forward once more in backward, are tried only where
     no plan without them fits. Raises PlanError, with the bytes, where no choice fits.
     """
-    machine, fixed = machine or Machine(), fixed or FixedMemory()
+    machine = machine or Machine()
+    fixed = fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     # An eighth more: with few layers another choice may need about 1 % less than the leanest.
@@ -374,13 +383,15 @@ def choose_memory(
             continue
         choices = list(memory_choices(needs, segmented))
         bounds = sorted((prices.least_seconds(choice, pair), i) for i, (choice, *pair) in enumerate(choices))
-        fastest, best = None, (math.inf, len(choices))  # seconds, and the number of the choice
+        fastest = None
+        best = (math.inf, len(choices))  # seconds, and the number of the choice
         for bound in bounds:
             if bound > best:
                 break
             memory = fit_with_fewest_slow_layers(*choices[bound[1]], budget)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
-                fastest, best = memory, candidate
+                fastest = memory
+                best = candidate
         if fastest is not None:
             return fastest
     leanest = min(
@@ -409,7 +420,8 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
     Settings that are not fixed come the fastest first, and only where they change anything. "exchanged" equals
     "selective" where no load exchanges heads, and is left out.
     """
-    place, settings = needs.places[0], needs.places[0].settings
+    place = needs.places[0]
+    settings = needs.places[0].settings
     can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface
     can_offload = settings.gpu and settings.state_numbers > 0
     sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is

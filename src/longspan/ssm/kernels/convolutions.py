@@ -102,7 +102,8 @@ def _torch_write_first_outputs(
 def _torch_arrived_gradients(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> Tensor:
-    rows, arrived = x.index_select(0, first.rows), arrived.detach().requires_grad_()
+    rows = x.index_select(0, first.rows)
+    arrived = arrived.detach().requires_grad_()
     with torch.enable_grad():
         out = _convolve_runs(rows, arrived, convolution, first.before)
     return torch.autograd.grad(out, arrived, dout.index_select(0, first.rows))[0]
@@ -144,7 +145,8 @@ def _launch_arguments(
     y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     weight, bias, silu = convolution
-    (runs, width), channels = first.arrived.shape, x.shape[1]
+    runs, width = first.arrived.shape
+    channels = x.shape[1]
     tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)  # without bias it is not read
     places = (first.starts, first.counts, first.arrived, *y.stride(), *x.stride())
     sizes = {"CHANNELS": channels, "BEFORE": width, "BIAS": bias is not None, "SILU": silu, "BLOCK": _BLOCK}

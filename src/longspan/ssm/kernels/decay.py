@@ -86,7 +86,9 @@ class DecayForward:
     """A forward pass; see `Forward`. What each chunk adds to the state does not depend on the entering states."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        self._inputs, self._runs, self._scale = inputs, runs, scale
+        self._inputs = inputs
+        self._runs = runs
+        self._scale = scale
         self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
         self._additions = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
         self.activations: tuple[Tensor] = (self._decays.g,)
@@ -112,7 +114,10 @@ class DecayBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
+        self._inputs = inputs
+        self._runs = runs
+        self._scale = scale
+        self._saved = saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
         self._added_gradients = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)

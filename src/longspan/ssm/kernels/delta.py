@@ -61,7 +61,8 @@ class Pieces:
     @cached_property
     def pieces_with_maps(self) -> tuple[LocalRuns, slice]:
         """The pieces from `first` to before `stop` as runs of their own, and which of all rows are theirs."""
-        lengths, begin = self.runs.lengths, int(self.runs.lengths[: self.first].sum())
+        lengths = self.runs.lengths
+        begin = int(self.runs.lengths[: self.first].sum())
         runs = LocalRuns(lengths[self.first : self.stop], self.runs.device)
         return runs, slice(begin, begin + runs.rows)
 
@@ -228,7 +229,8 @@ class DeltaStates:
     """Forward: maps of pieces, and the states that enter chunks. `transitions`: M of the pieces that have maps."""
 
     def __init__(self, rows: NamedRows, pieces: Pieces) -> None:
-        self._rows, self._pieces = rows, pieces
+        self._rows = rows
+        self._pieces = pieces
         map_runs, map_rows = pieces.pieces_with_maps
         self.transitions: Tensor
         self._states, self.transitions = compute_run_maps({name: x[:, map_rows] for name, x in rows.items()}, map_runs)
@@ -259,7 +261,10 @@ class DeltaGradients:
     """Backward: gradients of the outputs by the states that enter pieces, and gradients at the states of chunks."""
 
     def __init__(self, rows: NamedRows, pieces: Pieces, transitions: Tensor, scale: float) -> None:
-        self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
+        self._rows = rows
+        self._pieces = pieces
+        self._transitions = transitions
+        self._scale = scale
         self._entry_gradients: Tensor | None = None
 
     def entry_gradients(self, runs: Integers) -> Tensor:
@@ -275,7 +280,8 @@ class DeltaGradients:
 
         `states` are those that enter pieces, `leaving` the gradients at their final states.
         """
-        scan_gradients, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
+        scan_gradients = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu")
+        runs = self._pieces.runs
         chunk_arguments = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_index_arguments(runs)}
         dh, _, dv = scan_gradients(**self._rows, h0=states, dht=leaving, scale=self._scale, **chunk_arguments)
         return dh, dv
@@ -300,7 +306,8 @@ class KimiForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
-        self._runs, self._scale = pieces.runs, scale
+        self._runs = pieces.runs
+        self._scale = scale
         self._q, k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g, self._runs)
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
@@ -327,7 +334,9 @@ class KimiBackward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
-        self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
+        self._inputs = inputs
+        self._runs = pieces.runs
+        self._scale = scale
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         q, k, v, _, beta = add_batch_dim(inputs)
@@ -381,7 +390,8 @@ class DeltaForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
-        self._runs, self._scale = pieces.runs, scale
+        self._runs = pieces.runs
+        self._scale = scale
         self._q, self._k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
         chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
@@ -407,7 +417,9 @@ class DeltaBackward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
-        self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
+        self._inputs = inputs
+        self._runs = pieces.runs
+        self._scale = scale
         self._g, self._a, transitions, self._entering = saved.activations
         self._q, self._k, self._v, _, self._beta = add_batch_dim(inputs)
         indices = run_index_arguments(self._runs)

@@ -46,7 +46,8 @@ NEEDED = (0, 6)  # version of fla-core
 _HALF = (torch.bfloat16, torch.float16)
 _LARGEST_KEY = 256  # numbers of a key in fla's kernels, at most
 # On GPUs of compute capability 9 these versions of Triton, from the first to before the second, give wrong gradients.
-_HOPPER, _WRONG_TRITON = 9, ((3, 4, 0), (3, 7, 1))
+_HOPPER = 9
+_WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
 
 
 @cache
