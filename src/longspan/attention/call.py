@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.rows import Partial, RowIndex, RowSum, deltas, take_rows
-from longspan.attention.tiles import Launch, Mask, Tile, Tokens, span_tiles, tiles_between
+from longspan.attention.tiles import Launch, Mask, RowIdentities, Tile, span_tiles, tiles_between
 from longspan.comm import Addend, Channel, SequenceShard, ShardPart, to_device, world_of
 from longspan.comm.replays import Replay
 from longspan.layout import Segments
@@ -190,13 +190,13 @@ class Members:
 
         # `Members` holds the launches, and they hold this function. It must not refer to `Members`: in a reference
         # cycle the launches' tensors would stay on the device until Python's garbage collector runs.
-        def tokens() -> Tokens:
+        def identities() -> RowIdentities:
             document = np.repeat(document_ids[segments.document], segments.stop - segments.start)
-            return Tokens(document, segments.positions, positions())
+            return RowIdentities(document, segments.positions, positions())
 
         queries = self.real_segments(self.member)
         tilings = tiles_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
-        return tuple(Launch(tiling, self.device, tokens) for tiling in tilings)
+        return tuple(Launch(tiling, self.device, identities) for tiling in tilings)
 
     @property
     def turns(self) -> int:
@@ -320,7 +320,7 @@ class Dropout:
 
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
         """Return what each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate)."""
-        document, q_position, k_position = launch.tokens
+        document, q_position, k_position = launch.row_identities
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
         row = _absorb_word(
@@ -479,7 +479,7 @@ class HeadSizes:
 class Kernel:
     """A row of the support table: what a kernel can do, and its two functions.
 
-    `needs` is what it depends on; `device_lack` returns what this installation or device lacks of that ("" where
+    `needs` is what it depends on; `unsupported_reason` returns what this installation or device lacks of that ("" where
     nothing). `required` are features that a call must have. `one_document_only`: by name it runs every launch, but
     without a name it is chosen only for calls with one document in each group. `takes_deltas` tells of a call whether
     backward takes dout · out of each row and head in place of the output.
@@ -496,10 +496,10 @@ class Kernel:
     deterministic: bool = True
     one_document_only: bool = False
     needs: str = ""
-    device_lack: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
+    unsupported_reason: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
     takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
 
-    def lack_for(self, call: AttendCall) -> str:
+    def unsupported_call_reason(self, call: AttendCall) -> str:
         """Return why this kernel cannot compute the call, as "needs …, got …"; "" where it can."""
         if call.device.type not in self.devices:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
@@ -519,11 +519,11 @@ class Kernel:
             )
         if call.deterministic and not self.deterministic:
             return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
-        return self.device_lack(call.device)
+        return self.unsupported_reason(call.device)
 
     def suits(self, call: AttendCall) -> bool:
         """The kernel can compute the call and may be chosen without being named."""
-        return (call.one_document or not self.one_document_only) and not self.lack_for(call)
+        return (call.one_document or not self.one_document_only) and not self.unsupported_call_reason(call)
 
 
 def dtype_name(value: Any) -> str:

@@ -136,7 +136,7 @@ def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
     return expand_runs(starts, stops)
 
 
-class Tokens(NamedTuple):
+class RowIdentities(NamedTuple):
     """Who the rows of a block are: document id and position of every query row, position of every key row."""
 
     document: Integers
@@ -164,14 +164,16 @@ class Launch:
     each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`).
     """
 
-    def __init__(self, tiling: Tiling, device: torch.device, tokens: Callable[[], Tokens] | None = None) -> None:
+    def __init__(
+        self, tiling: Tiling, device: torch.device, identities: Callable[[], RowIdentities] | None = None
+    ) -> None:
         self.tiling: Tiling = tiling
         self.device: torch.device = device
         self.left: int | None = tiling.left
         self.right: int | None = tiling.right
         self.q_rows: slice | Tensor = _index_on_device(tiling.q_rows(), device)
         self.k_rows: slice | Tensor = _index_on_device(tiling.k_rows(), device)
-        self._tokens = tokens
+        self._identities = identities
         self._blocks: dict[tuple[int, bool], Tensor] = {}
 
     @cached_property
@@ -203,10 +205,10 @@ class Launch:
         return self._blocks[rows, of_keys]
 
     @cached_property
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+    def row_identities(self) -> tuple[Tensor, Tensor, Tensor]:
         """Documents and positions of the query rows that a kernel receives, and positions of its key rows."""
-        assert self._tokens is not None, "this launch was made without tokens"
-        document, q_position, k_position = self._tokens()
+        assert self._identities is not None, "this launch was made without identities of rows"
+        document, q_position, k_position = self._identities()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
         picked = (document[q_rows], q_position[q_rows], k_position[k_rows])
         # Copied: positions are read-only, which torch warns of.
@@ -215,9 +217,9 @@ class Launch:
 
     @cached_property
     def chosen_keys(self) -> ChosenKeys:
-        assert self._tokens is not None, "this launch was made without tokens"
+        assert self._identities is not None, "this launch was made without identities of rows"
         bounds = self.tiling.packed_tiling().bounds
-        positions = self._tokens().k_position[self.tiling.k_rows()]
+        positions = self._identities().k_position[self.tiling.k_rows()]
         starts = bounds[:, 2]
         rows, keys = (bounds[:, 1::2] - bounds[:, ::2]).T
         ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)

@@ -75,7 +75,7 @@ class StagedTensors:
         self.sources.clear()
 
 
-class Stage:
+class HostCopies:
     """The memory for copies of a model's and an optimizer's local tensors on the host, kept from save to save.
 
     >>> stage = Stage(world.device)
@@ -315,7 +315,7 @@ class CheckpointSaver:
         self._world, self._log = world, log if is_first_rank(world) else lambda _: None
         self._background = background
         self._running: RunningSave | None = None
-        self._stage, self._planner = Stage(world.device), make_save_planner()
+        self._stage, self._planner = HostCopies(world.device), make_save_planner()
         self._preparing: threading.Thread | None = None
         if background:
             groups = world.process_groups

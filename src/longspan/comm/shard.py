@@ -395,7 +395,7 @@ class SequenceShard(Immutable):
         """
         if x_local.shape[0] != self.local_rows:
             raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
-        return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
+        return _GatherPackedRows.apply(x_local, self)  # pyright: ignore[reportReturnType]
 
     def __repr__(self) -> str:
         return f"SequenceShard(slot {self.slot}, {self.local_rows} of {self.tokens} rows, {len(self.parts)} parts)"
@@ -417,7 +417,7 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
     return SequenceShard(micro_batch, world.slot, world.key, world.device, seed=(world.seed, world.step))
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPackedRows(torch.autograd.Function):
     """All slots' rows in packed order; backward takes the own rows of an identical gradient."""
 
     @staticmethod

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.row_files import SUFFIXES, Chunk, check_readers_installed, chunk_rows, row_file, slice_chunks
+from longspan.corpus.row_files import SUFFIXES, RowChunk, check_readers_installed, chunk_rows, row_file, slice_chunks
 from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_columns, row_kind
 from longspan.corpus.splits import SAVED_SPLITS, SplitPart, check_one_configuration, find_splits, read_split_parts
 from longspan.data.manifest import SourceFile
@@ -45,7 +45,7 @@ class CorpusFile:
     path: Path
     rows: tuple[int, int] | None = None  # the first, and the one after the last
 
-    def read_chunks(self, most_bytes: int) -> Iterator[Chunk]:
+    def read_chunks(self, most_bytes: int) -> Iterator[RowChunk]:
         chunks = row_file(self.name, self.path, most_bytes).read_chunks()
         return chunks if self.rows is None else slice_chunks(chunks, *self.rows)
 

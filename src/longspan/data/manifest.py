@@ -29,12 +29,12 @@ class FileArray(NamedTuple):
     shape: tuple[int, ...]
 
 
-def to_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
+def pickle_form(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
     """Return what to pickle of an array of integers ≥ 0: the place of its file if it maps all of one, else its values.
 
     Values are in the smallest type that holds them all.
 
-    >>> from_pickled(as_pickled(np.load("lengths.npy", mmap_mode="r")))       # nothing is copied
+    >>> restored_array(pickle_form(np.load("lengths.npy", mmap_mode="r")))       # nothing is copied
     """
     file = array if isinstance(array, np.memmap) else array.base  # np.asarray of a memmap has that as its base
     if isinstance(file, np.memmap) and file.filename is not None:
@@ -45,7 +45,7 @@ def to_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
     return array.astype(np.min_scalar_type(int(array.max(initial=0))))
 
 
-def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
+def restored_array(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
     if not isinstance(pickled, FileArray):
         return pickled
     path, dtype, offset, shape = pickled

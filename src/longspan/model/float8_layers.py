@@ -28,7 +28,7 @@ from longspan.model.float8.products import (
 from longspan.model.layers import decoder_layers, expert_modules
 from longspan.model.mtp import PREFIX, model_depths
 from longspan.model.seams.call_rules import has_forward_of_others
-from longspan.model.sharding import Placement
+from longspan.model.sharding import ParameterPlacement
 from longspan.model.tensor_parallel import plan as styles
 from longspan.model.tensor_parallel.plan import list_styles
 
@@ -62,7 +62,7 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return linears
 
 
-def device_lack(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     """Return what a device lacks to multiply in float8; "" if nothing."""
     need = f"needs a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY))} or more"
     if device.type != "cuda":
@@ -73,7 +73,7 @@ def device_lack(device: torch.device) -> str:
     return f"{need}, and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
 
 
-def float8_error(model: PreTrainedModel, float8: str, placement: Placement, world: World) -> ModelError | None:
+def float8_error(model: PreTrainedModel, float8: str, placement: ParameterPlacement, world: World) -> ModelError | None:
     """Make the error of a model that cannot have float8 here, else None; ranks' devices differ: the caller raises."""
     if float8 not in ("", "rows"):
         return ModelError(f'float8 is {float8!r}; use "rows" (one scale a row), or "" for none')
@@ -86,10 +86,10 @@ def float8_error(model: PreTrainedModel, float8: str, placement: Placement, worl
 
 def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
     """Parameters of experts with three dims are stacked matrices, one for each expert."""
-    if lack := device_lack(device):
-        yield lack
-    if lack := dtype_lack(dtype):
-        yield lack
+    if reason := unsupported_reason(device):
+        yield reason
+    if reason := unsupported_dtype_reason(dtype):
+        yield reason
     linears, experts = float8_linears(model), expert_modules(model)
     if not linears and not experts:
         yield f"no linear of its decoder layers has {_LEAST_WIDTH} inputs and outputs or more"
@@ -108,7 +108,7 @@ def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype:
         yield f"products in float8 need widths that {MULTIPLE} divides: those of {name}{of_rank} are {pair}{others}"
 
 
-def dtype_lack(dtype: torch.dtype) -> str:
+def unsupported_dtype_reason(dtype: torch.dtype) -> str:
     """Return why a model that computes in this dtype cannot have float8; "" if it can."""
     if dtype == torch.bfloat16:
         return ""

@@ -59,7 +59,7 @@ from longspan.model.seams.mixers import find_mixers, shard_mixers
 from longspan.model.seams.norms import fuse_norms, split_long_norms
 from longspan.model.seams.rope import choose_frequencies_by_document
 from longspan.model.seams.row_loss import add_row_loss
-from longspan.model.sharding import Placement, Sharding
+from longspan.model.sharding import ParameterPlacement, Sharding
 from longspan.model.weights.fill import find_deferred_weights, pop_deferred_weights
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class PrepareOptions:
     pipeline_schedule: str = "1f1b"
     sequence_parallel: bool = False
 
-    def placement(self, world: World) -> Placement:
+    def placement(self, world: World) -> ParameterPlacement:
         """Decide what becomes of every layer under the world's home; ModelError for options that exclude each other."""
         if self.measures is None:
             recomputation = Recomputation.from_options(
@@ -104,7 +104,7 @@ class PrepareOptions:
             recomputation = Recomputation.from_measures(self.measures, self.host_bytes)
         # Passes of a stage's micro-batches alternate: layers that free parameters would gather them again for each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
-        return Placement(
+        return ParameterPlacement(
             world,
             Sharding(
                 parameters=self.shard_parameters,
@@ -324,7 +324,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
 
 
 def _place_stages(
-    model: PreTrainedModel, placement: Placement, pipeline: PipelineSettings, offload: HostOffload | None
+    model: PreTrainedModel, placement: ParameterPlacement, pipeline: PipelineSettings, offload: HostOffload | None
 ) -> PipelineModel:
     """A stage is a copy without the forward that takes `row_loss`, which is set anew where the head is."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))

@@ -464,7 +464,7 @@ def _parameter_ids(module: nn.Module) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterPlacement:
     """What becomes of every layer under the world's home; `mlp_tile_rows` 0: MLPs run on all rows at once.
 
     Options are checked on the whole model, on every rank, before the first layer is changed.

@@ -197,10 +197,10 @@ class _CausalConv(torch.autograd.Function):
         arrived = saved[ctx.parameter_count :]
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
         width = convolution.weight.shape[1] - 1
-        parts = list[_Part]()
+        parts = list[_ConvPart]()
         for part_chains, arrived_rows in reversed(list(zip(ctx.chains, arrived, strict=True))):
             rows = slice(part_chains.part.start, part_chains.part.stop)
-            parts.append(_Part(gradients[0][rows], x[rows], arrived_rows, convolution, part_chains))
+            parts.append(_ConvPart(gradients[0][rows], x[rows], arrived_rows, convolution, part_chains))
         handles = [_send_halo(part.arrived_gradients(ctx.kernel), part.chains, width, back=True) for part in parts]
         part_gradients = [part.gradients(ctx.kernel) for part in parts]
         for part, gradients_of_part, handle in zip(parts, part_gradients, handles, strict=True):
@@ -214,7 +214,7 @@ class _CausalConv(torch.autograd.Function):
         return None, None, None, dx, *parameter_gradients
 
 
-class _Part(NamedTuple):
+class _ConvPart(NamedTuple):
     """The backward pass over one part of a shard: x (T, C), arrived rows, and the output's gradient `dout` (T, C)."""
 
     dout: Tensor

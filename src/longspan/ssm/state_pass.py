@@ -31,7 +31,7 @@ from longspan.ssm.kernels.call import (
     put_rows,
     state_dtype,
 )
-from longspan.ssm.kernels.packages import fla_function, fla_lack
+from longspan.ssm.kernels.packages import fla_function, fla_unsupported_call_reason
 
 
 class ForwardFold:
@@ -84,13 +84,13 @@ class BackwardFold:
     """Sends gradients at the states that enter runs, and folds those at the final states of this member's runs."""
 
     def __init__(
-        self, chains: Chains, states: Tensor, transitions: Tensor, entry_gradients: Callable[[Integers], Tensor]
+        self, chains: Chains, states: Tensor, transitions: Tensor, initial_state_gradients: Callable[[Integers], Tensor]
     ) -> None:
         self._chains = chains
         self._states = states
         if chains.backward.any:
             runs = chains.backward.leaving
-            local = entry_gradients(runs) if len(runs) else states[:0]
+            local = initial_state_gradients(runs) if len(runs) else states[:0]
             label = "gradients of states of runs"
             self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
 
@@ -179,7 +179,7 @@ def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
 
     fla's kernel, where it can be used, leaves half precision as it is; torch's operations make it float32.
     """
-    if not fla_lack(x.dtype, x.device):
+    if not fla_unsupported_call_reason(x.dtype, x.device):
         return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
     x = x if x.dtype == torch.float64 else x.float()
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
@@ -301,7 +301,7 @@ class _StatePass(torch.autograd.Function):
             local = _kernel_unless_empty(ctx.kernel, chains).backward(
                 inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
             )
-            fold = BackwardFold(chains, states, transitions, local.entry_gradients)
+            fold = BackwardFold(chains, states, transitions, local.initial_state_gradients)
             local.prepare_chunks()  # while gradients of states travel
             parts.insert(0, local.gradients(fold.leaving_gradients()))
         present = [x for x in inputs if x is not None]

@@ -27,7 +27,7 @@ from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.exactness.check_model import check_unconnected
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.float8_layers import device_lack
+from longspan.model.float8_layers import unsupported_reason
 from longspan.model.layers import SCORE_HEADS
 from longspan.model.mtp import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -257,7 +257,7 @@ def prepare_run_model(
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
     encoder: Any = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     float8 = config.train.float8
-    if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
+    if float8 and not training and world.control.any_rank(bool(unsupported_reason(world.device))):
         float8 = ""  # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
     return prepare(
         adapted_model,

@@ -25,7 +25,7 @@ _HEAD_SIZE_MULTIPLE = 8
 
 
 @cache
-def device_lack(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     version = torch.backends.cudnn.version()
     if version is None or version < _VERSION:
         return f"needs cuDNN {_version_text(_VERSION)}, got {'none' if version is None else _version_text(version)}"

@@ -23,7 +23,7 @@ _HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 
 
 @cache
-def device_lack(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "needs the extra fa4, which is not installed: pip install 'longspan[fa4]'"
     major, minor = torch.cuda.get_device_capability(device)

@@ -115,7 +115,7 @@ def _chosen_keys(tile: Tile, launch: Launch, indices: Tensor | None) -> Tensor |
     if indices is None:
         return None
     rows = indices[tile.q_start : tile.q_stop].long()
-    _, _, positions = launch.tokens
+    _, _, positions = launch.row_identities
     keys = positions[tile.k_start : tile.k_stop]
     size = int(torch.maximum(keys.amax(), rows.amax() if rows.numel() else keys.amax())) + 2
     chosen = torch.zeros((len(rows), size), dtype=torch.bool, device=rows.device).scatter_(1, rows + 1, True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.kernels.triton_flash import (
-    Blocks,
+    BlockSizes,
     contiguous_heads,
     launch_fitting_blocks,
     padded_size,
@@ -23,15 +23,15 @@ from longspan.attention.tiles import Launch
 
 # By the value's width, from 128: heads (`rows`) and keys of a block, warps, stages of loads in flight. Those of 128 and
 # 512 are the fastest of four to six on an H200.
-FORWARD: dict[int, tuple[Blocks, ...]] = {
-    128: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
-    256: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
-    512: (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(16, 32, 4, 1)),
+FORWARD: dict[int, tuple[BlockSizes, ...]] = {
+    128: (BlockSizes(32, 64, 4, 2), BlockSizes(16, 32, 4, 1)),
+    256: (BlockSizes(32, 64, 4, 2), BlockSizes(16, 32, 4, 1)),
+    512: (BlockSizes(64, 64, 8, 2), BlockSizes(64, 32, 8, 2), BlockSizes(16, 32, 4, 1)),
 }
-GRADIENTS: dict[int, tuple[Blocks, ...]] = {
-    128: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
-    256: (Blocks(32, 64, 8, 2), Blocks(32, 32, 4, 2), Blocks(16, 32, 4, 1)),
-    512: (Blocks(32, 32, 8, 2), Blocks(16, 32, 4, 1)),
+GRADIENTS: dict[int, tuple[BlockSizes, ...]] = {
+    128: (BlockSizes(32, 64, 4, 2), BlockSizes(16, 32, 4, 1)),
+    256: (BlockSizes(32, 64, 8, 2), BlockSizes(32, 32, 4, 2), BlockSizes(16, 32, 4, 1)),
+    512: (BlockSizes(32, 32, 8, 2), BlockSizes(16, 32, 4, 1)),
 }
 LARGEST = 576  # of a key: 512 numbers of its value, and 64
 _LISTED_BYTES = 256 << 20  # of the lists of keys of a run of rows
@@ -59,7 +59,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 def _launch_on_runs(
     name: str,
-    table: dict[int, tuple[Blocks, ...]],
+    table: dict[int, tuple[BlockSizes, ...]],
     tensors: tuple[Tensor, ...],
     contiguous: tuple[Tensor, ...],
     launch: Launch,
@@ -89,7 +89,7 @@ def _launch_on_runs(
         )
         of_run = (*contiguous, lists, counts, rows, launch.cu_seqlens[0], columns, heads, call.scale, *strides)
 
-        def launch_blocks(blocks: Blocks, of_run: tuple[Any, ...] = of_run, programs: int = len(rows)) -> None:
+        def launch_blocks(blocks: BlockSizes, of_run: tuple[Any, ...] = of_run, programs: int = len(rows)) -> None:
             at_once = min(blocks.rows, max(16, 1 << (heads - 1).bit_length()))
             launched = {"HEADS": at_once, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
             getattr(kernels, name)[programs, -(-heads // at_once)](q, k, v, *dout, *of_run, **sizes, **launched)

@@ -38,7 +38,7 @@ from longspan.plan.memory.settings import MEASURES, Measure
 Run = Callable[..., Any]
 
 
-class Segments:
+class LayerSegments:
     """The segments of a model's layers, of at most `size` each: `run_layer` runs one layer of a pass."""
 
     def __init__(self, size: int) -> None:
@@ -292,7 +292,7 @@ class Recomputation:
         A layer that keeps nothing on the host, behind one that does, only tells the offload that it runs.
         """
         first = True  # no layer so far keeps tensors on the host
-        segments = Segments(self.segment_layers) if self.segment_layers > 1 else None
+        segments = LayerSegments(self.segment_layers) if self.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":

@@ -69,7 +69,7 @@ from longspan.model.seams.indexers import shard_indexers
 from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
 from longspan.model.seams.mixers import ROWS_ALONE, ROWWISE_LAYER_TYPES, find_mixers, is_mixer, set_mixer_ops
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
-from longspan.model.sharding import Placement
+from longspan.model.sharding import ParameterPlacement
 from longspan.model.weights.hf_folder import DEQUANTIZE
 from longspan.plan.shape.layers import INDEXED
 
@@ -544,7 +544,7 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 def check_model(
     model: nn.Module,
-    placement: Placement,
+    placement: ParameterPlacement,
     connect: Callable[[PreTrainedModel], None],
     *,
     stages: int,
@@ -572,7 +572,9 @@ def check_model(
     return adapter, calls, record
 
 
-def check_unconnected(model: nn.Module, placement: Placement, *, stages: int) -> tuple[Adapter | None, tuple[str, ...]]:
+def check_unconnected(
+    model: nn.Module, placement: ParameterPlacement, *, stages: int
+) -> tuple[Adapter | None, tuple[str, ...]]:
     """Raise ModelError as `check_model` for what a rank tells alone; returns the adapter, and draws of the class."""
     refuse_unsupported_model(model)
     assert isinstance(model, PreTrainedModel)  # others were refused

@@ -299,7 +299,7 @@ def video_tokens(config: PreTrainedConfig) -> VideoTokens:
     return tokens
 
 
-class _Pass(NamedTuple):
+class _ImagePass(NamedTuple):
     logits: list[Tensor]
     gradients: dict[str, Tensor | None]
 
@@ -339,11 +339,11 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
 
 def _run_documents(
     parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
-) -> _Pass:
+) -> _ImagePass:
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
-    return _Pass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items()))
+    return _ImagePass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items()))
 
 
 def _logits_from_parts(parts: VisionParts, document: TrialDocument) -> Tensor:

@@ -347,7 +347,7 @@ class Cost:
                 seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
                 least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
             return _float_array(least)
-        rows = Rows(tokens, squares, degree, _float_array(together))
+        rows = PricedRows(tokens, squares, degree, _float_array(together))
         if self.states:
             around = degree / head_exchange_size(self.cp_comm_type, self.a2a_size, degree)
             rows = rows._replace(busiest=attention_imbalance(self.states.partition, tokens, squares, around))
@@ -488,7 +488,7 @@ def constants_of_shape(
     }
 
 
-class Rows(NamedTuple):
+class PricedRows(NamedTuple):
     """Groups to price, as arrays that broadcast: `tokens` and `squares` sum the documents' rows and their squares;
     `together` is the fewest members that share a host, `busiest` what the busiest member of a ring computes over the
     mean, `typical` the length of a typical row's document (None: squares / tokens). A row sees `window` rows at most;
@@ -524,7 +524,7 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
     return np.maximum(1.0, np.asarray(members * runs / kv_heads, dtype=np.float64))
 
 
-def attention_and_message_seconds(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
+def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats, Floats]:
     """Return seconds of each slot of groups: of kernels, and of the messages that these do not hide. Kernels take
     attention_seconds · squares / degree, times `busiest`, on measured links 1 + h / piece times that, h being
     half_speed_rows. A ring of r members cuts the typical document into pieces of 1 / r of its rows; in a gather such
@@ -564,7 +564,7 @@ def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
     return cost.network.layers * cost.network.step_seconds * messages
 
 
-def _shown_seconds_on_ideal_links(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
+def _shown_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
     """A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed)
     shows, of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between
     hosts.
@@ -584,7 +584,7 @@ def _shown_seconds_on_ideal_links(cost: Cost, rows: Rows, around: Floats, comput
     return exposed
 
 
-def _shown_seconds_on_network(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
+def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
     """Return the seconds of bytes that show on measured links, of all layers.
 
     `block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients, `queries`

@@ -18,7 +18,7 @@ from longspan.files import read_json
 from longspan.plan.check import check_choice, check_count, check_number
 from longspan.plan.cost.cost import (
     Cost,
-    Rows,
+    PricedRows,
     StateCost,
     attention_and_message_seconds,
     attention_imbalance,
@@ -116,7 +116,7 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     counts = np.array([tokens, call.squares(laid_out), degree, together, squares, sizes[1]], dtype=np.float64)
     rows, pairs, members, neighbours, causal, ring = counts
     even = call.window or call.chunk or not call.causal  # members of a ring see about as much as each other
-    price = Rows(
+    price = PricedRows(
         tokens=rows,
         squares=pairs,
         degree=members,

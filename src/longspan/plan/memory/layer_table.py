@@ -113,7 +113,7 @@ def slot_loads(
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Bytes of a part of a layer for all rows of a slot. Backward needs what is `saved`, of which `attention` (output
     and log-sum-exp) stays under "selective", `exchanged` too under "exchanged", and `lasting` wherever the layer runs
     again. The backward pass holds `work` besides.
@@ -125,12 +125,12 @@ class Part:
     exchanged: float = 0.0
     lasting: float = 0.0
 
-    def __add__(self, other: "Part") -> "Part":
+    def __add__(self, other: "LayerPart") -> "LayerPart":
         """Parts run one after another, so that the larger work counts."""
         attention = self.attention + other.attention
         exchanged = self.exchanged + other.exchanged
         work = max(self.work, other.work)
-        return Part(self.saved + other.saved, work, attention, exchanged, self.lasting + other.lasting)
+        return LayerPart(self.saved + other.saved, work, attention, exchanged, self.lasting + other.lasting)
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ class LayerTable:
         """Bytes of a layer's input, of which a rank has 1 / tp under sequence parallelism."""
         return self.bytes_of_rows(self.hidden_size // self.tp if self.settings.sequence_parallel else self.hidden_size)
 
-    def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[Part, Part]:
+    def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[LayerPart, LayerPart]:
         """Return the part of a layer that mixes rows, and its MLP or experts, each with its norms and its input."""
         post_norms = self.read.family.post_norms
-        mixing = Part()
-        feed = Part()
-        post_norm = self.norm_part(self.hidden_size) if post_norms else Part()
+        mixing = LayerPart()
+        feed = LayerPart()
+        post_norm = self.norm_part(self.hidden_size) if post_norms else LayerPart()
         if kind.mixes and (mixer := read_mixer_shape(self.read)):
             mixing += self.mixer_part(mixer)
         if kind.attention:
@@ -189,7 +189,7 @@ class LayerTable:
     def _norms_by_kernels(self) -> bool:
         return self.compiled_parts == "layers" or (self.settings.gpu and self.settings.fused_norms)
 
-    def norm_part(self, width: float, groups: float = 1, *, saves_input: bool = True) -> Part:
+    def norm_part(self, width: float, groups: float = 1, *, saves_input: bool = True) -> LayerPart:
         """An RMS norm of rows of `width` numbers, with a root for each of its `groups`; its output is not counted.
         Kernels and graphs save the input. torch's operations save rows in float32, and those divided by their root mean
         square for the gradient of a trained weight.
@@ -197,16 +197,16 @@ class LayerTable:
         roots = self.bytes_of_rows(groups, WIDE)
         wide = self.bytes_of_rows(width, WIDE)
         if self._norms_by_kernels:
-            return Part(roots + self.bytes_of_rows(width) * saves_input)
-        return Part(roots + wide * (1 + self.settings.trains_all), 3 * wide)
+            return LayerPart(roots + self.bytes_of_rows(width) * saves_input)
+        return LayerPart(roots + wide * (1 + self.settings.trains_all), 3 * wide)
 
-    def linears_part(self, width: float, *targets: str) -> Part:
+    def linears_part(self, width: float, *targets: str) -> LayerPart:
         """Linears of one input of this width: it is saved if one is trained or has an adapter (its rows too)."""
         adapters = sum(map(self.settings.has_adapter, targets))
         saves = bool(self.settings.trains_all or adapters)
-        return Part(self.bytes_of_rows(width) * saves + self.bytes_of_rows(self.settings.lora_rank * adapters))
+        return LayerPart(self.bytes_of_rows(width) * saves + self.bytes_of_rows(self.settings.lora_rank * adapters))
 
-    def attention_part(self) -> Part:
+    def attention_part(self) -> LayerPart:
         """Projections, norms of heads, rotary angles, attention, and for some families a gate as wide as the queries.
         With more tensor-parallel ranks than key/value heads each rank has a copy of one head. A configuration does not
         name the gate: its width follows from the weights counted beyond the four projections.
@@ -222,7 +222,7 @@ class LayerTable:
         if read.family.head_norms:
             part += self.norm_part(query + key, heads + kv_heads)
         if gate:  # as projected beside the queries, and as attention's output is multiplied
-            part += Part(self.bytes_of_rows(2 * gate if self._norms_by_kernels else gate))
+            part += LayerPart(self.bytes_of_rows(2 * gate if self._norms_by_kernels else gate))
         call = self.attention_call_part(query, key, heads, kv_heads)
         # The projection saves attention's output, which attention saves too unless it was exchanged.
         is_shared = (
@@ -242,7 +242,7 @@ class LayerTable:
         slices = count_exchange_slices(split, numbers, self.settings.compute_bytes)
         return slices, slices // split.slices_per_kv_head(slices), split.kv_copies
 
-    def attention_call_part(self, query: float, key: float, heads: float, kv_heads: float) -> Part:
+    def attention_call_part(self, query: float, key: float, heads: float, kv_heads: float) -> LayerPart:
         """Attention of local rows: queries, keys, values, output and log-sum-exp, exchanged where types exchange heads.
         A ring holds four blocks of keys and values (two that travel and two that are read), a gather two; their
         gradients are summed in float32. Backward computes groups of heads one after another, and holds the buffers of
@@ -261,8 +261,8 @@ class LayerTable:
             self.bytes_of_rows(query, WIDE), slices if load.exchanged_rows else max(1, int(kv_heads))
         )
         if not load.exchanged_rows:
-            return Part(2 * out + keys + lse, 2 * out + keys + blocks / groups, out + lse)
-        local = Part(2 * out + keys + lse, 0.0, out + lse)
+            return LayerPart(2 * out + keys + lse, 2 * out + keys + blocks / groups, out + lse)
+        local = LayerPart(2 * out + keys + lse, 0.0, out + lse)
         keys += 2 * (copies - 1) * load.exchanged_rows * key * number
         key_gradients = keys * (WIDE / number if copies > 1 else 1)  # of copies of heads they are summed in float32
         in_flight = 3 / (slices + 2) * out * (4 if self.lean else 3)
@@ -271,13 +271,15 @@ class LayerTable:
         sums_of_keys = keys * WIDE / number * slices / key_slices**2
         work = out * (1 + self.lean) + key_gradients + in_flight + sums_of_keys
         work += blocks / (slices if groups > 1 else 1)
-        return replace(local, work=work) if self.lean else Part(2 * out + keys + lse, work, out + lse, 2 * out + keys)
+        return (
+            replace(local, work=work) if self.lean else LayerPart(2 * out + keys + lse, work, out + lse, 2 * out + keys)
+        )
 
     @property
     def _mlp_has_gate(self) -> bool:
         return self.read.value("mlp_hidden_act") is None
 
-    def mlp_part(self, width: float) -> Part:
+    def mlp_part(self, width: float) -> LayerPart:
         """An MLP with its input, whose `width` tensor-parallel ranks split."""
         gate = self._mlp_has_gate
         inside = width / self.tp
@@ -285,10 +287,10 @@ class LayerTable:
         part += self.linears_part(inside, "down_proj")
         activated = self.compiled_parts == "none"  # compiled, the gate's activation is made again
         tensors = 2 + activated if gate else 1
-        part += Part(tensors * self.bytes_of_rows(inside), (1 + gate) * self.bytes_of_rows(inside))
+        part += LayerPart(tensors * self.bytes_of_rows(inside), (1 + gate) * self.bytes_of_rows(inside))
         return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), (2 + gate) * self.hidden_size * inside)
 
-    def _tiled_part(self, part: Part, saved: float, weights: float) -> Part:
+    def _tiled_part(self, part: LayerPart, saved: float, weights: float) -> LayerPart:
         """A part that may run on one tile of rows after another: so much is saved, the rest is of one tile. A pass also
         holds its result or its gradient, and sums the gradients of `weights` over tiles, in float32 at least.
         """
@@ -296,9 +298,9 @@ class LayerTable:
         if not 0 < tile_rows < self.load.rows:
             return part
         work = (part.saved + part.work) * tile_rows / self.load.rows + self.bytes_of_rows(self.hidden_size)
-        return Part(saved, work + weights * max(WIDE, self.settings.compute_bytes) * self.settings.trains_all)
+        return LayerPart(saved, work + weights * max(WIDE, self.settings.compute_bytes) * self.settings.trains_all)
 
-    def experts_part(self) -> Part:
+    def experts_part(self) -> LayerPart:
         """A router, the experts that rows visit with their weighted sums, and the experts that every row visits. A
         router makes the weights and the number of each visited expert, and in most families the probabilities of all
         experts. The order of visits by expert, with its inverse, is kept even where the layer is recomputed; a tile
@@ -312,7 +314,7 @@ class LayerTable:
         visits = read.count("num_experts_per_tok", "num_experts_per_token")
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
         probabilities = self.bytes_of_rows(0 if own_gate else read.experts_attribute_and_count()[1], WIDE)
-        router = Part(
+        router = LayerPart(
             self.bytes_of_rows(self.hidden_size) * trained
             + self.bytes_of_rows(visits)
             + self.bytes_of_rows(visits, INDEX)
@@ -325,7 +327,7 @@ class LayerTable:
         order = self.bytes_of_rows(2 * visits, INDEX)
         saved = copies + (1 + self._mlp_has_gate + gates) * product + (copies + product) * trained + order
         work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
-        experts = Part(saved, work, lasting=order)
+        experts = LayerPart(saved, work, lasting=order)
         part = router + self._tiled_part(experts, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
         # size that is left then makes a weight for each row. Their input is the router's.
@@ -335,12 +337,12 @@ class LayerTable:
         width, is_weighted = divmod(left, 2 + self._mlp_has_gate)
         weighted = self.bytes_of_rows(1 + self.hidden_size) * bool(is_weighted)
         return (
-            part + (self.mlp_part(width) + Part(weighted - self.bytes_of_rows(self.hidden_size) * trained))
+            part + (self.mlp_part(width) + LayerPart(weighted - self.bytes_of_rows(self.hidden_size) * trained))
             if width
             else part
         )
 
-    def mixer_part(self, mixer: MixerShape) -> Part:
+    def mixer_part(self, mixer: MixerShape) -> LayerPart:
         """A state-space layer, whose heads are divided over tensor-parallel ranks. A short convolution saves what the
         projection made, gated, convolved, gated again. Mamba 2 saves convolved rows, values, keys, queries, steps and
         states; a gated delta net unit keys and queries, values, rates and decays. Both have a gated norm, and four
@@ -356,7 +358,7 @@ class LayerTable:
         part = self.linears_part(self.hidden_size, *(("in_proj_qkvz", "in_proj_ba") if mixer.delta else ("in_proj",)))
         part += self.linears_part(inner, "out_proj")
         if not heads:
-            return part + Part(self.bytes_of_rows(5 * inner), self.bytes_of_rows(4 * inner))
+            return part + LayerPart(self.bytes_of_rows(5 * inner), self.bytes_of_rows(4 * inner))
         kernels = settings.gpu and settings.scan_kernels
         norm_kernel = settings.gpu and settings.fused_norms
         number = settings.compute_bytes if kernels else WIDE
@@ -376,4 +378,4 @@ class LayerTable:
             saved += self.bytes_of_rows(channels)
             saved += self.bytes_of_rows(2 * inner) if norm_kernel else 4 * wide + 2 * self.bytes_of_rows(inner)
             work = 3 * chunks + 3 * wide
-        return part + Part(saved, work if kernels else TORCH_SCANS[mixer.delta] * wide)
+        return part + LayerPart(saved, work if kernels else TORCH_SCANS[mixer.delta] * wide)

@@ -50,7 +50,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageLayers:
     """What the ranks of one pipeline position hold: layers by index (depths behind the last), and parts of the root."""
 
     layers: tuple[int, ...]
@@ -122,7 +122,7 @@ class ModelNumbers:
             tower_shape=shape,
         )
 
-    def root_numbers(self, stage: Stage) -> Numbers:
+    def root_numbers(self, stage: StageLayers) -> Numbers:
         """Count the parameters of embedding and head on a stage; a stage with both has tied ones once."""
         count = stage.embeds + stage.predicts
         return sum([self.head] * (min(1, count) if self.tied else count), Numbers())
@@ -201,18 +201,18 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -> tuple[Stage, ...]:
+def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -> tuple[StageLayers, ...]:
     """Return what each pipeline rank holds of a model; layers of depths are on the last stage. With virtual stages rank
     r has stages r, r + pp and so on.
     """
     count = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: list[Sequence[int]] = [*stage_layers(numbers.decoder_layers, count)]
     parts[-1] = range(parts[-1][0], len(numbers.layers))
-    stages = list[Stage]()
+    stages = list[StageLayers]()
     for rank in range(home.pp):
         chunks = range(rank, count, home.pp)
         layers = tuple(layer for chunk in chunks for layer in parts[chunk])
-        stages.append(Stage(layers, embeds=0 in chunks, predicts=count - 1 in chunks))
+        stages.append(StageLayers(layers, embeds=0 in chunks, predicts=count - 1 in chunks))
     return tuple(stages)
 
 
@@ -253,7 +253,7 @@ class StageBytes:
     home: Layout
     settings: MemorySettings
     numbers: ModelNumbers
-    stage: Stage
+    stage: StageLayers
     in_flight: float = 1.0
     groups: int = 0
     micro_batches: int = 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan.ssm.kernels.call import LocalRuns
-from longspan.ssm.kernels.packages import fla_function, fla_lack, triton_kernel
+from longspan.ssm.kernels.packages import fla_function, fla_unsupported_call_reason, triton_kernel
 
 
 class RowsBefore(NamedTuple):
@@ -195,4 +195,4 @@ FLA_CONVOLUTION = ConvolutionKernel("fla", _fla_forward, _fla_backward, write_fi
 
 
 def choose_convolution(x: Tensor) -> ConvolutionKernel:
-    return TORCH_CONVOLUTION if fla_lack(x.dtype, x.device) else FLA_CONVOLUTION
+    return TORCH_CONVOLUTION if fla_unsupported_call_reason(x.dtype, x.device) else FLA_CONVOLUTION

@@ -198,13 +198,11 @@ class TorchBackward:
             full_inputs = _repeat_heads(Inputs(*self._leaves), scale)  # pyright: ignore[reportArgumentType]
             self._out, self._final = scan(*full_inputs, self._entering, runs.lengths)
 
-    def entry_gradients(self, runs: Integers) -> Tensor:
+    def initial_state_gradients(self, runs: Integers) -> Tensor:
         """They are zero where no output depends on a state, as without rows. The graph is kept for `gradients`."""
-        (entry_gradients,) = torch.autograd.grad(
-            self._out, self._entering, self._dout, retain_graph=True, allow_unused=True
-        )
-        entry_gradients = torch.zeros_like(self._entering) if entry_gradients is None else entry_gradients
-        return pick_rows(entry_gradients, runs)
+        (gradients,) = torch.autograd.grad(self._out, self._entering, self._dout, retain_graph=True, allow_unused=True)
+        gradients = torch.zeros_like(self._entering) if gradients is None else gradients
+        return pick_rows(gradients, runs)
 
     def prepare_chunks(self) -> None:
         """Do nothing: the scan has run."""

@@ -126,14 +126,14 @@ def maps_kernel(
 
 
 @triton.jit
-def entry_gradients_kernel(
+def initial_state_gradients_kernel(
     q,
     k,
     w,
     g,
     do,
     dv,
-    entry_gradients,
+    initial_state_gradients,
     ends,
     scale,
     HEADS: tl.constexpr,
@@ -206,7 +206,7 @@ def entry_gradients_kernel(
         weights -= CHUNK * HEADS * SIZE
 
     tl.store(
-        entry_gradients + ((run * HEADS + head) * SIZE + key[None, :]) * WIDTH + value[:, None],
+        initial_state_gradients + ((run * HEADS + head) * SIZE + key[None, :]) * WIDTH + value[:, None],
         state,
         mask=inside & key_mask,
     )
