@@ -22,7 +22,7 @@ from longspan.attention.kernels import reference
 from longspan.attention.saved_outputs import Recording as OutputRecording
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.comm import Channel, RingBlocks, SequenceShard
-from longspan.plan import head_split
+from longspan.plan import messages
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
 from tests.attention.test_attend import TYPES, needs
@@ -164,7 +164,7 @@ def in_slices(query_bytes, slices=all_to_all.SLICES):
     """Exchanges go in slices of heads; gradients of queries take so many bytes at a time."""
     changes = ((all_to_all, "SLICE_BYTES", 0), (all_to_all, "SLICES", slices))
     stack = ExitStack()
-    for module, name, value in (*changes, (head_split, "QUERY_GRADIENT_BYTES", query_bytes)):
+    for module, name, value in (*changes, (messages, "QUERY_GRADIENT_BYTES", query_bytes)):
         stack.enter_context(patch.object(module, name, value))
     return stack
 

@@ -48,8 +48,8 @@ def test_a_feature_names_the_kernels_that_have_it() -> None:
 CUDA = torch.device("cuda")
 
 
-def needing(dtype: torch.dtype, head_size: int, value_size: int | None = None, **options: Any) -> AttendCall:
-    return AttendCall(1, 1, head_size, value_size or head_size, dtype, CUDA, **options)
+def needing(dtype: torch.dtype, head_dim: int, value_dim: int | None = None, **options: Any) -> AttendCall:
+    return AttendCall(1, 1, head_dim, value_dim or head_dim, dtype, CUDA, **options)
 
 
 HALF = torch.bfloat16

@@ -24,11 +24,10 @@ from longspan.attention.call import (
 )
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
 from longspan.comm import Addend, Handle, split_columns
-from longspan.plan.cost.cost import GATHER_SLICE_BYTES, GATHER_SLICES
+from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES
+from longspan.plan.messages import GATHER_SLICES as SLICES
 
 _Pair = tuple[Tensor, Tensor]
-
-SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # those that the cost model prices
 
 
 def cut_large_heads(q: Tensor, k: Tensor, v: Tensor, rows: int) -> list[HeadSlice]:

@@ -33,8 +33,9 @@ from longspan.attention.rows import (
     views_by_member,
 )
 from longspan.comm import Addend, Handle, split_columns
-from longspan.plan.cost.cost import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
-from longspan.plan.head_split import HeadSplit, count_exchange_slices, count_head_groups, head_split
+from longspan.plan.messages import EXCHANGE_SLICE_BYTES as SLICE_BYTES
+from longspan.plan.messages import EXCHANGE_SLICES as SLICES
+from longspan.plan.messages import HeadSplit, count_exchange_slices, count_head_groups, head_split
 
 
 class HeadSwap:
@@ -139,8 +140,8 @@ class HeadSwap:
 
 
 _Pair = tuple[Tensor, Tensor]
+_FORWARD = "attention all-to-all forward"
 _BACKWARD = "attention all-to-all backward"
-SLICES, SLICE_BYTES = EXCHANGE_SLICES, EXCHANGE_SLICE_BYTES  # as they are priced
 
 
 def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
@@ -153,18 +154,11 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     call = _with_indices_of_all_rows(call, members)
     split = head_split(q.shape[1], k.shape[1], members.inner)
     swap = HeadSwap(members, split, _choose_slice_count(members, split, q))
-    label = "attention all-to-all forward"
-    sent = swap.tensors_to_send(q, k, v)
-    arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
-    leaving = list[Handle]()
-    saved = list[Saved]()
-    _advance_rings_in_turn(
-        [_forward_ring_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.kv_runs]
-    )
+    work = _Forward(q, k, v, swap, call)
+    _advance_rings_in_turn([work.ring_turns(run) for run in swap.kv_runs])
     out = q.new_empty((*q.shape[:2], v.shape[2]))
-    for slice_index in range(swap.slices):
-        swap.write_rows(leaving.pop(0), (out,), slice_index)
-    return out, saved
+    work.write_output(out)
+    return out, work.saved
 
 
 def _with_indices_of_all_rows(call: AttendCall, members: Members) -> AttendCall:
@@ -189,42 +183,56 @@ def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
         pass
 
 
-def _forward_ring_turns(
-    run: range,
-    swap: HeadSwap,
-    call: AttendCall,
-    messages: tuple[Sequence[Sequence[Tensor]], list[Handle]],
-    results: tuple[list[Handle], list[Saved]],
-) -> Iterator[None]:
-    """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
+class _Forward:
+    """Forward of one call, a slice of heads at a time: receives a slice, computes it and sends its output back.
 
-    `messages` are the tensors of every slice, and the handles of those that still arrive. The handles of outputs on
-    their way back, and what backward needs, are appended to `results`.
+    `saved` is what backward needs of each slice. `_arriving` are the slices on their way here, `_leaving` the outputs
+    on their way back.
     """
-    sent, arriving = messages
-    leaving, saved = results
-    members = swap.members
-    q, own_k, own_v = swap.receive_heads(arriving.pop(0), sent[run.start])
-    blocks = key_blocks(own_k, own_v, members)
-    slice_states = list[tuple[Tensor, Partial, AttendCall]]()  # of each slice: its queries, their sum, its call
-    for turn in range(members.turns):
-        launches, k, v = next(blocks)
-        for slice_index in run:
-            if turn == 0:  # a slice is received right before its first block, and the first one was above
-                if slice_index > run.start:
-                    (q,) = swap.receive_heads(arriving.pop(0), sent[slice_index])
-                total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
-                slice_states.append((q, total, swap.slice_call(call, slice_index)))
-            q, total, slice_call = slice_states[slice_index - run.start]
-            add_block(total, q, k, v, launches, slice_call)
-            if turn + 1 == members.turns:
-                out, lse = total.result_with_sinks(slice_call.sinks)
-                out = out.to(q.dtype)
-                leaving.append(swap.send_rows((out,), "attention all-to-all forward, back"))
-                saved.append(Saved(q, own_k, own_v, out, lse))
-                own_k = own_v = q.new_empty(0)  # slices that share keys and values save them with the first
-        if turn + 1 < members.turns:
-            yield
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, swap: HeadSwap, call: AttendCall) -> None:
+        self.saved: list[Saved] = []
+        self._swap = swap
+        self._call = call
+        self._sent = swap.tensors_to_send(q, k, v)
+        self._arriving = [swap.send_heads(tensors, i, _FORWARD) for i, tensors in enumerate(self._sent)]
+        self._leaving = list[Handle]()
+
+    def ring_turns(self, run: range) -> Iterator[None]:
+        """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
+
+        A slice is received right before its first block; only the first of the run brings keys and values.
+        """
+        members = self._swap.members
+        q, own_k, own_v = self._receive_slice(run.start)
+        blocks = key_blocks(own_k, own_v, members)
+        totals = list[tuple[Tensor, Partial, AttendCall]]()  # of each slice: its queries, their sum, its call
+        for turn in range(members.turns):
+            launches, k, v = next(blocks)
+            for slice_index in run:
+                if turn == 0:
+                    if slice_index > run.start:
+                        (q,) = self._receive_slice(slice_index)
+                    total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
+                    totals.append((q, total, self._swap.slice_call(self._call, slice_index)))
+                q, total, slice_call = totals[slice_index - run.start]
+                add_block(total, q, k, v, launches, slice_call)
+                if turn + 1 == members.turns:
+                    out, lse = total.result_with_sinks(slice_call.sinks)
+                    out = out.to(q.dtype)
+                    self._leaving.append(self._swap.send_rows((out,), f"{_FORWARD}, back"))
+                    self.saved.append(Saved(q, own_k, own_v, out, lse))
+                    own_k = own_v = q.new_empty(0)  # the other slices of the run save no keys and values
+            if turn + 1 < members.turns:
+                yield
+
+    def write_output(self, out: Tensor) -> None:
+        """Write what comes back to out (T, N, Hv), slice after slice."""
+        for slice_index in range(self._swap.slices):
+            self._swap.write_rows(self._leaving.pop(0), (out,), slice_index)
+
+    def _receive_slice(self, slice_index: int) -> tuple[Tensor, ...]:
+        return self._swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
 
 
 def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:

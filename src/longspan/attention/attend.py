@@ -42,7 +42,7 @@ from longspan.comm.shard import break_graphs_around
 from longspan.errors import AttentionError, import_object
 from longspan.plan import Group
 from longspan.plan.check import COMM_TYPES
-from longspan.plan.cost.cost import REPLAYED_NUMBERS
+from longspan.plan.messages import REPLAYED_NUMBERS
 
 REPLAYED_KERNELS = ("fa4", "torch_flash")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -448,7 +448,9 @@ def attend(
                 f"dropout is {dropout!r} while a CUDA graph is captured: it holds the seed, so that every replay would "
                 "drop the same weights; capture with dropout=0.0, or call attend outside the graph"
             )
-        words = (*shard.seed, -1 if layer is None else layer) if dropout_seed is None else (dropout_seed,)
+        words = (dropout_seed,)
+        if dropout_seed is None:
+            words = (*shard.seed, -1 if layer is None else layer)
         call = replace(call, dropout=Dropout(dropout, mix_seed(*words), first_head))
     q = q if call.sign == 1 else q * call.sign
     if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host

@@ -26,8 +26,7 @@ from longspan.comm.replays import Replay
 from longspan.layout import Segments
 from longspan.layout.segments import NO_SPANS, Integers, Spans, expand_runs, segments_from_runs
 from longspan.plan import AttentionCall
-from longspan.plan.cost.machine import fetched_share
-from longspan.plan.head_split import count_head_groups
+from longspan.plan.messages import count_head_groups, fetched_share
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -385,7 +384,7 @@ class CallPart(NamedTuple):
 class AttendCall:
     """What `attend` does for q (T, N, H), k (T, K, H) and v (T, K, Hv) over a shard.
 
-    N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0, as kernels
+    N, K, H and Hv are `heads`, `kv_heads`, `head_dim` and `value_dim`. `scale` is above 0, as kernels
     find the largest score before they scale; the sign of a negative one is in `sign`, by which q is multiplied (0 for a
     scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
     document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/segments.py`),
@@ -400,8 +399,8 @@ class AttendCall:
 
     heads: int
     kv_heads: int
-    head_size: int
-    value_size: int
+    head_dim: int
+    value_dim: int
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = _CPU
     mask: Mask = _CAUSAL
@@ -426,8 +425,8 @@ class AttendCall:
         return AttentionCall(
             heads=self.heads,
             kv_heads=self.kv_heads,
-            head_dim=self.head_size,
-            value_dim=self.value_size,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
             bytes_per_number=self.dtype.itemsize,
             causal=self.mask.causal,
             window=self.mask.window,
@@ -505,9 +504,9 @@ class Kernel:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
         if call.dtype not in self.dtypes:
             return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
-        if not self.head_sizes.accepts(call.head_size, call.value_size):
-            got = str(call.head_size)
-            got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
+        if not self.head_sizes.accepts(call.head_dim, call.value_dim):
+            got = str(call.head_dim)
+            got += "" if call.value_dim == call.head_dim else f" with values of {call.value_dim}"
             return f"needs a head size of {self.head_sizes}, got {got}"
         if unsupported := call.features - self.features:
             only_spans = call.spans and call.mask.window is None  # kernels compute spans as windows

@@ -48,7 +48,9 @@ class PairRounds:
         in_pair = index < 2 * self._pairs
         self._place = index // 2 if in_pair else index - self._pairs
         self._is_second = in_pair and index % 2 == 1
-        self._partner = index + (-1 if self._is_second else 1) if in_pair else None
+        self._partner = None
+        if in_pair:
+            self._partner = index - 1 if self._is_second else index + 1
         self._calls = 0
         self._tag = 0  # of the messages of the last call
 

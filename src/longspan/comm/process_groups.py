@@ -86,7 +86,9 @@ class ProcessGroups:
         """
         backend = backend or self._backend
         timeout = timeout or self._timeout
-        purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"
+        purpose = kind if kind in ("control", "pipeline", "saves") else "meshes"
+        if kind in AHEAD:
+            purpose = "messages"
         candidates = self.shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
         shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
         if shareable is None:

@@ -138,7 +138,8 @@ class World:
         self.plane: tuple[int, ...] = self.home.plane(pp=self.coordinates.pp, tp=self.coordinates.tp)
         self.device: torch.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
-        self.max_groups: int = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
+        usual_groups = 4 if self.device.type == "cuda" else 0
+        self.max_groups: int = usual_groups if max_groups is None else max_groups
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:

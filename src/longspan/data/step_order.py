@@ -128,7 +128,8 @@ class StepOrder:
         self.epoch_documents: int = self.stream.documents
         self.may_repeat: bool = len(self.stream.sources) > 1 or tokens_per_step > self.stream.tokens
         self.ends: EpochEnds = ENDLESS
-        self._last = self.stream.place_after(epochs, mixture.counted if mixture else 0) if epochs else 0
+        counted = mixture.counted if mixture else 0
+        self._last = self.stream.place_after(epochs, counted) if epochs else 0
         if epochs and len(self.stream.sources) == 1:
             self.ends = EpochEnds(self.stream.documents, self._last)
         self._steps = StepBegins(self._end_of_step)

@@ -137,7 +137,9 @@ class Plan:
         names = ("micro-batch", "groups", "tokens", "fullest slot", "seconds", "idle")
         others = max(0, len(self.micro_batches) - limit)
         lines = [*_header_lines(self, cost or self.cost, times), "", text_table(names, rows, left=2)]
-        return "\n".join([*lines, *[plural(others, "more micro-batch", "es")] * bool(others)])
+        if others:
+            lines.append(plural(others, "more micro-batch", "es"))
+        return "\n".join(lines)
 
     def check(self) -> "Plan":
         """Return this plan if it is sound: every document once, slots in range, caps met, types that exist. Raises
@@ -291,7 +293,9 @@ def _degrees_text(batch: MicroBatch) -> str:
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     others = sum(count for _, count in counts[4:])
     texts = [f"{count} x cp {degree}" for degree, count in counts[:4]]
-    return ", ".join([*texts, *[f"{others} more"] * bool(others)]) or "dummy"
+    if others:
+        texts.append(f"{others} more")
+    return ", ".join(texts) or "dummy"
 
 
 def _group_from_json(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:

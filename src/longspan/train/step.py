@@ -30,7 +30,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.prepared import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head
-from longspan.train.passes import Measure, Passes, Term, default_divisor, launch_passes, read_batches, run_passes
+from longspan.train.passes import LossFn, Passes, Term, default_divisor, launch_passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_end import StepEnd
 from longspan.train.step_inputs import StepInputs, check_step_arguments, check_update_arguments
@@ -135,12 +135,12 @@ def run_step(
     if step is not None:
         world.step = step
     terms = step_terms(inputs, loss=loss, divisor=divisor, router=router, mtp=mtp, chunk_rows=loss_chunk_rows)
-    terms = (*terms, SlotPaceTerm(world)) if times_slots else terms  # last: it times the measure of all others
+    terms = (*terms, SlotPaceTerm(world)) if times_slots else terms  # last: it times the loss of all others
     batches = read_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    measure = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
-    passes = Passes.with_terms(inputs, terms, measure, divisor=default_divisor(plan), temperature=temperature)
+    loss_fn = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
+    passes = Passes.with_terms(inputs, terms, loss_fn, divisor=default_divisor(plan), temperature=temperature)
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()
@@ -227,24 +227,24 @@ class SlotPaceTerm(Term):
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, measure=partial(self._measure_and_time, passes.measure))
+        return replace(passes, loss_fn=partial(self._measure_and_time, passes.loss_fn))
 
     def _measure_and_time(
-        self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
+        self, loss_fn: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
-            return measure(batch, hidden, head, *deeper)
+            return loss_fn(batch, hidden, head, *deeper)
         self._rows += rows
         if hidden.is_cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            loss = measure(batch, hidden, head, *deeper)
+            loss = loss_fn(batch, hidden, head, *deeper)
             end.record()
             self._spans.append((start, end))
             return loss
         started = time.perf_counter()
-        loss = measure(batch, hidden, head, *deeper)
+        loss = loss_fn(batch, hidden, head, *deeper)
         self._seconds += time.perf_counter() - started
         return loss
 
@@ -339,5 +339,5 @@ def step_terms(
     if hasattr(getattr(model, "config", None), "router_aux_loss_coef") or router not in (None, _CONFIGURED):
         statistics = make_router_statistics(model, inputs.world, inputs.plan.tokens, router)
         terms += [] if statistics is None else [RoutersTerm(statistics)]
-    terms += [] if depths is None else [depths]  # after the loss, to whose measure they add theirs
+    terms += [] if depths is None else [depths]  # after the loss, to which they add theirs
     return (*encoder_terms(inputs, 0 if depths is None else depths.depths), *terms)

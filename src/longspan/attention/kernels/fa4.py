@@ -78,7 +78,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 def takes_deltas(call: AttendCall) -> bool:
     """The kernels for heads of 256 on Blackwell do not."""
-    return max(call.head_size, call.value_size) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
+    return max(call.head_dim, call.value_dim) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
 
 
 def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:

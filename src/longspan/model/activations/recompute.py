@@ -33,7 +33,7 @@ from longspan.model.activations.tiles import (
 )
 from longspan.model.layers import Absent, named_layer_list
 from longspan.model.mtp import MtpBlocks, model_depths
-from longspan.plan.memory.settings import MEASURES, Measure
+from longspan.plan.memory.settings import MEASURES, CheckpointPolicy
 
 Run = Callable[..., Any]
 
@@ -216,8 +216,8 @@ class Recomputation:
     layers in a row that recompute, only the first one's input waits for backward; 0: no segments.
     """
 
-    measure: Measure = "none"
-    measures: tuple[Measure, ...] | None = None
+    measure: CheckpointPolicy = "none"
+    measures: tuple[CheckpointPolicy, ...] | None = None
     host_bytes: int = 0
     segment_layers: int = 0
 
@@ -232,7 +232,7 @@ class Recomputation:
                 "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
                 "'full' or 'selective'"
             )
-        return cls(measure=cast(Measure, f"{kind}+host" if offload else kind), host_bytes=host_bytes)
+        return cls(measure=cast(CheckpointPolicy, f"{kind}+host" if offload else kind), host_bytes=host_bytes)
 
     @classmethod
     def from_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
@@ -241,8 +241,8 @@ class Recomputation:
         if wrong := [word for word in words if word not in MEASURES]:
             raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
         if isinstance(measures, str):
-            return cls(measure=cast(Measure, measures), host_bytes=host_bytes)
-        return cls(measures=cast("tuple[Measure, ...]", words), host_bytes=host_bytes)
+            return cls(measure=cast(CheckpointPolicy, measures), host_bytes=host_bytes)
+        return cls(measures=cast("tuple[CheckpointPolicy, ...]", words), host_bytes=host_bytes)
 
     @property
     def repeats_exchanges(self) -> bool:
@@ -304,7 +304,7 @@ class Recomputation:
             elif offload is not None and not first:
                 module.register_forward_pre_hook(lambda *_: offload.count_empty_layer())
 
-    def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
+    def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, CheckpointPolicy]]:
         name, layers = named_layer_list(model)
         local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
         for number, depth in enumerate(model_depths(model)):
@@ -319,7 +319,11 @@ class Recomputation:
 
 
 def run_checkpointed(
-    run: Callable[..., Any], *args: Any, measure: Measure, offload: HostOffload | None = None, first: bool = False
+    run: Callable[..., Any],
+    *args: Any,
+    measure: CheckpointPolicy,
+    offload: HostOffload | None = None,
+    first: bool = False,
 ) -> Any:
     """Call a layer under a checkpoint of its own; `first`: it is the first layer of a pass that parks on the host."""
     park = offload.open_layer(first=first) if offload is not None and measure.endswith("+host") else None

@@ -17,6 +17,7 @@ from longspan.errors import PlanError
 from longspan.layout import Floats, Layout
 from longspan.plan.check import check_choice, check_comm_type, check_count, check_number
 from longspan.plan.cost.links import Network
+from longspan.plan.messages import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES, GATHER_SLICE_BYTES
 from longspan.plan.micro_batch import PARTITIONS
 from longspan.plan.shape.model_shape import ModelShape
 
@@ -151,11 +152,6 @@ _DIVIDED_BY_TP = (
     *("merge_seconds", "copy_seconds"),
 )
 
-# Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
-EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer
-EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
-REPLAYED_NUMBERS = 1 << 24  # of queries at most, whose attention is replayed: launches of more hide behind the device
-GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
 _GATHERED = 3.0  # times as long as in dense attention products of gathered keys take, and of a choice (H200)
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
@@ -292,7 +288,9 @@ class Cost:
         if not self.has_choice:
             return (self,)
         heads = self.heads or (self.network.heads if self.network else 0)
-        types = ["a2a"] * bool(heads) + ["p2p", "all_gather"] if self.cp_comm_type == "auto" else ["a2a+p2p"]
+        types = ["a2a+p2p"]
+        if self.cp_comm_type == "auto":
+            types = ["a2a", "p2p", "all_gather"] if heads else ["p2p", "all_gather"]
         sizes = [i for i in range(2, min(self.node_size, heads) + 1) if heads % i == 0 and self.node_size % i == 0]
         return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in sizes))
 
@@ -625,7 +623,9 @@ def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, comp
 
     seconds = 0.0 * computed
     for forward in (True, False) if both else (True,):
-        share = (FORWARD_OF_ATTENTION if forward else 1 - FORWARD_OF_ATTENTION) if both else 1.0
+        share = 1.0
+        if both:
+            share = FORWARD_OF_ATTENTION if forward else 1 - FORWARD_OF_ATTENTION
         kernels = share * computed / network.layers
         if kind == "all_gather":  # between hosts a gather's bytes come through all slots of a host together
             received = block * (degree - 1)

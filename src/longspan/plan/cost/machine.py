@@ -25,6 +25,7 @@ from longspan.plan.cost.cost import (
     constants_of_shape,
 )
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
+from longspan.plan.messages import fetched_share
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
 
@@ -129,28 +130,6 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     computed, shown = attention_and_message_seconds(dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price)
     exposed = float(shown) if degree > 1 else 0.0
     return TypePrice(kind, sizes, float(computed) + exposed, exposed)
-
-
-def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> float:
-    """Return the share of a ring's rows that members send if they send only what others see; 1.0 where a ring is used.
-    It depends on lengths only. Members send what is seen where that is at most half of a ring's rows, and at most twice
-    the rows of the members: a ring holds that many rows of others. A document has at most 2 · degree runs, which here
-    count as equally long. Under a window each sees window − 1 rows before it, and under chunks the rows from the start
-    of its first row's chunk on.
-    """
-    if degree == 1 or (window is None and chunk is None):
-        return 1.0
-    rows = np.asarray(lengths, dtype=np.int64)
-    foreign = (degree - 1) * rows
-    if window is not None:
-        before_run = min(window - 1, int(rows.max()))  # a huge window must not overflow
-        foreign = np.minimum(foreign, 2 * degree * before_run)
-    if chunk is not None:
-        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
-        foreign = np.minimum(foreign, (starts % chunk).sum(1))
-    seen_rows = int(foreign.sum())
-    member_rows = int(rows.sum())
-    return seen_rows / ((degree - 1) * member_rows) if seen_rows <= min((degree - 1) / 2, 2) * member_rows else 1.0
 
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
@@ -420,7 +399,15 @@ class Machine:
         )
 
     def _add_sharding_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
-        """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts. Each of w slots
+        """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts.
+
+        seconds(g, s) = copies · (g + s) + wire(g, s), where g gathers and s sums of n weights over w slots take
+        wire(g, s)    = n (w − 1) / w · (g · number + s · max(4, number)) / speed, of which SHARDING_SHARE shows;
+        a micro-batch takes seconds(2, 1), forward alone (1, 0); the end of a step what is done once in it;
+        update        = UPDATE_BYTES · n / w / memory + 4 bytes · 2 (c − 1) / c · n / w / link, over c copies;
+        rows          = exchanges · bytes of routed rows · (ep − 1) / ep, at the slower of both links.
+
+        Each of w slots
         gets (w − 1) / w of the weights in each gather (forward and backward), and of their gradients in the sum, in
         float32 at least; a share of these always shows. What comes once a step is its `closing_seconds`. The optimizer
         updates a slot's shard, and a ring over c copies brings it 2 (c − 1) / c of its gradients. Rows go to the ep

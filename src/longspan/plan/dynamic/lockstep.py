@@ -4,7 +4,7 @@ Top down: `search_candidate` tries durations, and `place_items` fills micro-batc
 first, each on slots of its own at the degree that wastes least (`DegreeTable`), then short ones in the *bins* that are
 left: runs of equally busy slots in a block. `divide_bins` decides how the slots of a bin share its short documents, and
 `make_micro_batches` makes the groups. Constants without a reason beside them were the best of a few for the step over
-its bound in the cases of bench/plans/planner.py.
+its bound: bench/records/planner-sweep.md has the others, by `bench/plans/planner.py --sweep NAME`.
 """
 
 from collections import defaultdict
@@ -29,10 +29,20 @@ SLACK = (1.005, 1.03)
 SLACK_OF_FEW = (*SLACK, 1.07, 1.15, 1.3, 1.6)
 Limits = tuple[tuple[float, float], ...]
 Known = set[tuple[bytes, bytes, float]]  # what was placed: durations, which items are long, reach
-LIMITS, LIMITS_OF_FEW = ((0.15, 0.8), (0.5, 0.4)), ((0.0, 0.0), (0.15, 0.4))  # share and reach: see `Settings`
+LIMITS = ((0.15, 0.8), (0.5, 0.4))  # share and reach: see `Settings`
+LIMITS_OF_FEW = ((0.0, 0.0), (0.15, 0.4))
 # What random changes choose from.
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
 REACHES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+# What random changes multiply durations by: the least factor, and how far it goes above that.
+AS_THEY_CAME = (0.985, 0.02)  # durations as bins ended: mostly a little less, so that the next search packs tighter
+ONE_DURATION = (0.9, 0.2)
+MOVED_SHARE = (-0.05, 0.1)  # of a duration, to another micro-batch
+ALL_DURATIONS = (0.98, 0.04)  # where other documents become long ones
+JUST_FITS = 1.0005  # times a document's seconds: its micro-batch must hold it although sums are rounded
+LEAST_DURATION = 1e-6  # of the mean work of a slot
+SHOWN_LATENCY = 0.5  # share of a short group's latency in a gap: some gaps have groups, and others single slots
+SHORT_FROM = (3, 4)  # from this share of the items on, longest first, documents are as dense as those that fill gaps
 
 LARGE = 2500  # items and bins, from which on fewer settings are tried first
 CLASSES = 192  # different lengths, above which nearly equal ones share their degrees
@@ -139,7 +149,7 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
     counts = sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
     slacks, limits = (SLACK_OF_FEW, LIMITS_OF_FEW) if few else (SLACK, LIMITS)
-    tried = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
+    trials = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
 
     def try_settings(
         counts: Sequence[int], steepnesses: Sequence[float], slacks: Sequence[float], limits: Limits
@@ -149,18 +159,18 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
             for slack, limit in product(slacks, limits):
                 settings = Settings(slack * durations, *limit)
                 if (candidate := place_items(problem, table, settings, known)) is not None:
-                    tried.append((candidate, settings, (count, steepness, slack)))
-        tried.sort(key=lambda of: of[0].seconds)  # stable: of equal ones the first stays the first
+                    trials.append((candidate, settings, (count, steepness, slack)))
+        trials.sort(key=lambda trial: trial[0].seconds)  # stable: of equal ones the first stays the first
 
     if len(problem.tokens) + problem.least_micro_batches * len(problem.blocks) < LARGE:
         try_settings(counts, STEEPNESS, slacks, limits)
     else:
         try_settings(counts, STEEPNESS[1::2], slacks, limits[-1:])
-        count, _, slack = tried[0][2]
+        count, _, slack = trials[0][2]
         try_settings([count], STEEPNESS[::2], [slack], limits[-1:])
-        count, steepness, slack = tried[0][2]
+        count, steepness, slack = trials[0][2]
         try_settings([count], [steepness], [slack], limits[:-1])
-    return tried[0][:2]
+    return trials[0][:2]
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
@@ -186,27 +196,31 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
     shorter; up to a twentieth of one moved to another; one as long as one of its long documents takes at another
     degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower with three kinds.
     """
+
+    def draw(bounds: tuple[float, float]) -> float:
+        return bounds[0] + bounds[1] * random.random()
+
     durations, share, reach = settings
     durations = durations.copy()
     mean = best.problem.mean_slot_seconds
     change = int(5 * random.random())
     micro_batch = int(len(durations) * random.random())
     if change == 0:
-        durations = best.durations / mean * (0.985 + 0.02 * random.random())
+        durations = best.durations / mean * draw(AS_THEY_CAME)
     elif change == 1:
-        durations[micro_batch] *= 0.9 + 0.2 * random.random()
+        durations[micro_batch] *= draw(ONE_DURATION)
     elif change == 2:
-        moved = (0.1 * random.random() - 0.05) * durations[micro_batch]
+        moved = draw(MOVED_SHARE) * durations[micro_batch]
         durations[micro_batch] -= moved
         durations[int(len(durations) * random.random())] += moved
     elif change == 3:
         long = [document for document in best.long if document.micro_batch == micro_batch]
         if long:
-            durations[micro_batch] = 1.0005 * _seconds_at_other_degree(best.problem, long, random) / mean
+            durations[micro_batch] = JUST_FITS * _seconds_at_other_degree(best.problem, long, random) / mean
     else:
         share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
-        durations *= 0.98 + 0.04 * random.random()
-    return Settings(np.maximum(durations, 1e-6), share, reach)
+        durations *= draw(ALL_DURATIONS)
+    return Settings(np.maximum(durations, LEAST_DURATION), share, reach)
 
 
 def _seconds_at_other_degree(problem: Problem, long: list[LongDocument], random: Random) -> float:
@@ -248,7 +262,7 @@ class DegreeTable:
         inside = degrees <= problem.widest_in_node
         seconds = problem.request.cost.group_seconds(column, column * column, degrees, inside)
         rows = -(-column // degrees)
-        short = len(problem.tokens) * 3 // 4
+        short = len(problem.tokens) * SHORT_FROM[0] // SHORT_FROM[1]
         density = float(problem.work[short] / problem.tokens[short])
         work = problem.request.cost.work_seconds(longest, longest**2)
         latency = problem.request.cost.latency_seconds(np.arange(1, problem.widest_block + 1))
@@ -279,7 +293,7 @@ class DegreeTable:
         problem = self.problem
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
         latency = self.latency[np.minimum(self.degrees, problem.widest_block) - 1]
-        gap = np.maximum(room - 0.5 * latency, 0.0)
+        gap = np.maximum(room - SHOWN_LATENCY * latency, 0.0)
         fillable = np.minimum(gap, (self.short_density * (problem.cap - self.rows))[:, None, :])
         waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - self.work[:, None, None]
         idle_of_short = np.maximum(durations - problem.short_row_seconds * problem.cap, 0.0)
@@ -567,8 +581,8 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
     seconds = cost.group_seconds(tokens, squares, width, shares_node, np.maximum(documents, 1))
     seconds = np.where(tokens > 0, seconds, 0.0).tolist()
     rows = (-(-tokens // width)).tolist()
-    for (b, count, base_seconds, base_rows), of_group, group_rows in zip(choices, seconds, rows, strict=True):
-        yield b, count, base_seconds + of_group, base_rows + group_rows
+    for (b, count, base_seconds, base_rows), group_seconds, group_rows in zip(choices, seconds, rows, strict=True):
+        yield b, count, base_seconds + group_seconds, base_rows + group_rows
 
 
 def make_micro_batches(candidate: Candidate, division: list[list[int]]) -> list[MicroBatch]:

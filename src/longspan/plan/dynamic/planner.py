@@ -271,7 +271,9 @@ def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
         remaining = [other for other in slowest if other != item]
         for receiver in range(len(groups)):
             changed = [group + [item] * (place == receiver) for place, group in enumerate(groups)]
-            yield changed + [remaining] * bool(remaining)
+            if remaining:
+                changed.append(remaining)
+            yield changed
 
 
 def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | None:

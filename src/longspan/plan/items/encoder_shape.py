@@ -38,7 +38,7 @@ class EncoderShape:
     """
 
     width: int
-    head_size: int = _HEAD_MULTIPLE
+    head_dim: int = _HEAD_MULTIPLE
     full_layers: int
     block_weights: int
     embed_weights: int = 0
@@ -104,9 +104,9 @@ class EncoderShape:
         of an output row, which stands for several patches. Layers that attend to all patches of an image grow with
         their square; those with windows have as many pairs a patch as a window has.
         """
-        padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        padded = -(-self.head_dim // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()
-        attention = machine.attention_flops_per_second * (self.head_size / padded if gpu else 1)
+        attention = machine.attention_flops_per_second * (self.head_dim / padded if gpu else 1)
         again = again if trained != "none" else 0  # nothing is trained: there is no backward pass
         pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention
         rows = self.rows or 1
@@ -148,7 +148,7 @@ def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> Encod
     pixels = (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch") ** 2
     return EncoderShape(
         width=width,
-        head_size=width // vision.count("num_heads"),
+        head_dim=width // vision.count("num_heads"),
         full_layers=layers - windows,
         window_layers=windows,
         window=window,
@@ -178,7 +178,10 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
         rows = patches
     else:
         features: Any = model.value("vision_feature_layer")
-        features = [-2 if features is None else features] if isinstance(features, int | None) else features
+        if features is None:
+            features = -2
+        if isinstance(features, int):
+            features = [features]
         layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]  # 0 is the embedding
         entry = hidden * len(layers_read) * width
         projector = entry + hidden**2
@@ -187,7 +190,7 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
         rows -= model.value("vision_feature_select_strategy") != "full"
     return EncoderShape(
         width=width,
-        head_size=width // vision.count("num_attention_heads"),
+        head_dim=width // vision.count("num_attention_heads"),
         full_layers=max(layers_read),
         block_weights=max(layers_read) * width * (4 * width + 2 * vision.count("intermediate_size")),
         embed_weights=width * (vision.count("num_channels") or 3) * _read_size(vision, "patch") ** 2,

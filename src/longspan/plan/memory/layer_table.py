@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 from longspan.plan.cost.machine import AttentionCall, Machine, resolve_compiled_parts
-from longspan.plan.head_split import count_exchange_slices, count_head_groups, head_split
 from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.messages import count_exchange_slices, count_head_groups, head_split
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import (
@@ -335,7 +335,7 @@ class LayerTable:
             (weights.all - weights.of_experts) // self.hidden_size - read.experts_attribute_and_count()[1] - 2 * latent
         )
         width, is_weighted = divmod(left, 2 + self._mlp_has_gate)
-        weighted = self.bytes_of_rows(1 + self.hidden_size) * bool(is_weighted)
+        weighted = self.bytes_of_rows(1 + self.hidden_size) if is_weighted else 0.0
         return (
             part + (self.mlp_part(width) + LayerPart(weighted - self.bytes_of_rows(self.hidden_size) * trained))
             if width

@@ -18,7 +18,15 @@ from longspan.layout import Layout
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
-from longspan.plan.memory.settings import MEASURES, Bytes, FixedMemory, Measure, MemoryBudget, MemorySettings, gib_text
+from longspan.plan.memory.settings import (
+    MEASURES,
+    Bytes,
+    CheckpointPolicy,
+    FixedMemory,
+    MemoryBudget,
+    MemorySettings,
+    gib_text,
+)
 from longspan.plan.memory.stage_bytes import ModelNumbers, StageBytes, make_stages
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import ConfigReader
@@ -49,7 +57,7 @@ class MemoryPlan:
 
     device: Bytes
     host: Bytes
-    measures: tuple[Measure, ...]
+    measures: tuple[CheckpointPolicy, ...]
     rows: int
     gathered_once: bool = False
     summed_once: bool = False
@@ -71,7 +79,7 @@ class MemoryPlan:
         """Count the memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
 
         Words are "none", "exchanged", "selective", "full", "selective+host" and "full+host": what a layer keeps, as at
-        `Measure`, and whether that waits on the host.
+        `CheckpointPolicy`, and whether that waits on the host.
         `config` is a transformers configuration, object or dict, a config.json or its folder. `machine` decides which
         communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
         """
@@ -98,14 +106,17 @@ class MemoryPlan:
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
-        limit = f" of {gib_text(budget.device)}" if budget else ""
-        extras = [once_a_step_text(self.gathered_once, self.summed_once)] + [
-            ", states on the host"
-        ] * self.offload_states
-        extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
+        extras = [once_a_step_text(self.gathered_once, self.summed_once)]
+        if self.offload_states:
+            extras.append(", states on the host")
+        if self.mlp_tile_rows:
+            extras.append(f", MLPs in tiles of {self.mlp_tile_rows:,} rows")
         layers = min(self.segment_layers, len(self.measures))
-        extras += [f", segments of {plural(layers, 'layer')}"] * bool(layers)
-        used = gib_text(self.device.total).removesuffix(" GiB" * bool(budget)) + limit
+        if layers:
+            extras.append(f", segments of {plural(layers, 'layer')}")
+        used = gib_text(self.device.total)
+        if budget:
+            used = used.removesuffix(" GiB") + f" of {gib_text(budget.device)}"
         host = f"{gib_text(self.host.total)} of host memory"
         return f"memory: {measures_text(self.measures)}{''.join(extras)}; {used} used, and {host}"
 
@@ -121,7 +132,7 @@ def once_a_step_text(gathered: bool, summed: bool) -> str:
 
 def measures_text(measures: Sequence[object]) -> str:
     """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"; `measures` has a word of
-    `Measure` for each layer.
+    `CheckpointPolicy` for each layer.
     """
     words = [str(word) for word in measures]
     counts = Counter(words)
@@ -184,13 +195,13 @@ class MemoryNeeds:
         Raises PlanError for a word that is no measure, and for another number of words than layers.
         """
         settings = self.places[0].settings
-        known: dict[str, Measure] = {str(word): word for word in MEASURES}
+        known: dict[str, CheckpointPolicy] = {str(word): word for word in MEASURES}
         layer_words = (measures,) * self.layers if isinstance(measures, str) else tuple(measures)
         if unknown := [word for word in layer_words if word not in known]:
             raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(MEASURES)}")
         if (count := len(layer_words)) != self.layers:
             raise PlanError(f"{count} measures were given for {self.layers} layers, depths included; give one a layer")
-        words: tuple[Measure, ...] = tuple(known[word] for word in layer_words)
+        words: tuple[CheckpointPolicy, ...] = tuple(known[word] for word in layer_words)
         moments = (moment for place in self.places for moment in place.bytes_at_moments(self.loads, words))
         hosts = (place.host_bytes(self.loads, words) for place in self.places)
         return MemoryPlan(
@@ -247,7 +258,7 @@ def seconds_beyond_settings(
     included, or less (negative); and of a step those for states on the host.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    word: Measure = memory.recomputation
+    word: CheckpointPolicy = memory.recomputation
     one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
     layer_seconds = prices.seconds(replace(memory, offload_states=False))
     priced_seconds = prices.seconds(replace(memory, offload_states=False, measures=one_measure))
@@ -274,7 +285,7 @@ class MemoryPrices:
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
         return layers + self._sharding_seconds(memory) + state_copies
 
-    def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
+    def least_seconds(self, needs: MemoryNeeds, words: Sequence[CheckpointPolicy]) -> float:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
         settings = needs.places[0].settings
         prices = self._layer_seconds[bool(settings.mlp_tile_rows)]
@@ -415,7 +426,9 @@ def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
     return [0, SEGMENT_LAYERS] if fixed.measure != "none" else [0]
 
 
-def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure, Measure]]:
+def memory_choices(
+    needs: MemoryNeeds, fixed: FixedMemory
+) -> Iterator[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
     """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster.
     Settings that are not fixed come the fastest first, and only where they change anything. "exchanged" equals
     "selective" where no load exchanges heads, and is left out.
@@ -430,7 +443,7 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
     by_hand = fixed.gathered_once, fixed.summed_once
     sharding = [tuple(a if b is None else b for a, b in zip(once, by_hand, strict=True)) for once in sharding]
     exchanges = any(load.exchanged_rows for load in needs.loads)
-    words: list[Measure] = [word for word in fixed.measures if exchanges or word != "exchanged"]
+    words: list[CheckpointPolicy] = [word for word in fixed.measures if exchanges or word != "exchanged"]
     for segments, tile_rows, offload_states, (gathered_once, summed_once) in product(
         _segment_sizes_to_try(fixed),
         [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_rows is None else [fixed.mlp_tile_rows],
@@ -451,7 +464,9 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
                 yield changed, slow, fast
 
 
-def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[MemoryNeeds, Measure, Measure]]:
+def _leanest_choices(
+    needs: MemoryNeeds, fixed: FixedMemory
+) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
     # Any other choice needs more memory, but in a model of few layers, where another one may need about 1 % less.
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}  # on the host, or not
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
@@ -476,7 +491,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
 
 
 def fit_with_fewest_slow_layers(
-    needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget
+    needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, budget: MemoryBudget
 ) -> MemoryPlan | None:
     """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
     More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.cost.cost import REPLAYED_NUMBERS
 from longspan.plan.memory.layer_table import LayerTable, SlotLoad
-from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Bytes, Measure, MemorySettings, places_in_layer_segments
+from longspan.plan.memory.settings import (
+    STATE_BUCKET_BYTES,
+    Bytes,
+    CheckpointPolicy,
+    MemorySettings,
+    places_in_layer_segments,
+)
+from longspan.plan.messages import REPLAYED_NUMBERS
 from longspan.plan.shape.layers import (
     ConfigReader,
     LayerKind,
@@ -230,7 +236,7 @@ OF_WIDE_NORM = 2  # so many rows more where no fused kernel runs the last norm, 
 BLOCK_ROWS = 8
 BLOCK_GRADIENTS = 3
 BLOCK_ROTARY = 8
-_Key = tuple[LayerKind, SlotLoad, Measure, bool, int]  # the rows of a tile last
+_Key = tuple[LayerKind, SlotLoad, CheckpointPolicy, bool, int]  # the rows of a tile last
 
 
 @dataclass(frozen=True)
@@ -327,7 +333,7 @@ class StageBytes:
             return gradients
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
-    def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
+    def layer_bytes(self, layer: int, load: SlotLoad, measure: CheckpointPolicy) -> LayerBytes:
         """Return what one layer keeps of a load and holds while it runs, counted once for all layers of a kind. A layer
         that recomputes holds what it did not keep when it runs backward. The first layer of a depth of prediction also
         keeps the tensors around the depth's layers.
@@ -350,12 +356,12 @@ class StageBytes:
             widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
             on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
             backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
-            self.layers_so_far[key] = LayerBytes(on_device, size * bool(host), backward)
+            self.layers_so_far[key] = LayerBytes(on_device, size if host else 0.0, backward)
         return self.layers_so_far[key]
 
-    def waiting_bytes(self, load: SlotLoad, measures: Sequence[Measure]) -> list[LayerBytes]:
+    def waiting_bytes(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
         """What each layer of this stage keeps until its segment, whose first layer keeps its input, runs backward."""
-        words: list[Measure] = [measures[i] for i in self.stage.layers]
+        words: list[CheckpointPolicy] = [measures[i] for i in self.stage.layers]
         layers = list[LayerBytes]()
         places = places_in_layer_segments(words, self.settings.segment_layers)
         for i, place, word in zip(self.stage.layers, places, words, strict=True):
@@ -386,7 +392,7 @@ class StageBytes:
         encoded = rows * self.hidden_row_bytes
         return encoded + blocks * (not settings.encoder_recomputed), encoded + blocks, work
 
-    def bytes_at_moments(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
+    def bytes_at_moments(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
         base = vars(self.resident_bytes)
         settings = self.settings
@@ -400,7 +406,16 @@ class StageBytes:
                 moment["work"] += replays
                 yield Bytes(**base | {name: int(size) for name, size in moment.items()})
 
-    def _bytes_in_micro_batch(self, load: SlotLoad, measures: Sequence[Measure]) -> Iterator[dict[str, float]]:
+    def _bytes_in_micro_batch(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> Iterator[dict[str, float]]:
+        """At the loss, then backward through layer i, last first, then the sums; the bytes of a moment are the sum of
+
+        gradients  shards of the layers behind i, nothing where whole ones stay;
+        gathered   root + W_i + W_(i−1), which is fetched ahead, or Σ W where weights stay, + gradients on their way;
+        kept       Σ_(j<i) kept_j · micro-batches in flight, + what layer i and its segment make again;
+        work       what the layer's backward pass holds, or one tensor of rows while its gradients are summed.
+
+        W_i are the numbers of a layer's weights in the compute type, with float8 copies where they stay.
+        """
         settings = self.settings
         layers = self.numbers.layers
         stage = self.stage
@@ -429,7 +444,7 @@ class StageBytes:
         # gradients of the head, and of an embedding that depths read, wait from here on
         heads = (1 + (settings.depths > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
-        words: list[Measure] = [measures[i] for i in stage.layers]
+        words: list[CheckpointPolicy] = [measures[i] for i in stage.layers]
         running = [self.layer_bytes(i, load, word) for i, word in zip(stage.layers, words, strict=True)]
         places = places_in_layer_segments(words, settings.segment_layers)
         sent = 0.0
@@ -444,7 +459,11 @@ class StageBytes:
             if in_place:
                 others = waits + sum(whole) - whole[i] + whole_gradients
             else:
-                here_too = sum(whole[:i]) if settings.gathered_once else arrives * whole[i - 1] * bool(i)
+                here_too = 0.0
+                if settings.gathered_once:
+                    here_too = sum(whole[:i])
+                elif arrives and i:
+                    here_too = whole[i - 1]
                 others = waits + here_too + sum(whole[i + 1 :]) * self.stays_gathered
             moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "work": running[i].backward}
             yield moment | {"kept": here + running[i].kept + running[i].host}
@@ -483,7 +502,7 @@ class StageBytes:
         trained = self.numbers.head.trained
         return trained * sums * settings.depths + max(logits + trained * chunk, trained * scaling)
 
-    def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
+    def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes that wait on the host: activations of the load that has most there, and states."""
         activations = max(sum(layer.host for layer in self.waiting_bytes(load, measures)) for load in loads)
         return Bytes(kept=int(activations * self.in_flight), states=self.state_bytes * self.settings.offload_states)

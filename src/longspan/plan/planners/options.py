@@ -153,7 +153,7 @@ class Request(PlanOptions):
         heads = (self.heads or 0) // self.tp
         a2a_size = 1
         if "a2a+p2p" in self.types:
-            a2a_size = 0 if sizes is None else max(1, sizes if isinstance(sizes, int) else sizes[0])
+            a2a_size = 0 if sizes is None else max(1, _first_size(sizes))
         cost = replace(self.cost, node_size=self.node_size).under(self.types, a2a_size, heads=heads)
         return cost.for_partition(self.partition)
 
@@ -286,11 +286,17 @@ class Request(PlanOptions):
     def _give_type(self, group: Group, way: Cost) -> Group:
         """A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it."""
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
-        types = kind if isinstance(self.cp_comm_type, str) else tuple(kind if t == "auto" else t for t in self.types)
+        types = kind
+        if not isinstance(self.cp_comm_type, str):
+            types = tuple(kind if named == "auto" else named for named in self.types)
         sizes = group.hierarchical_context_parallel_sizes
         if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
             sizes = fit_level_sizes(way.a2a_size, group.degree)
         return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
+
+
+def _first_size(sizes: int | Sequence[int]) -> int:
+    return sizes if isinstance(sizes, int) else sizes[0]
 
 
 def check_degree_suits_heads(request: Request, degree: int) -> None:
@@ -300,7 +306,7 @@ def check_degree_suits_heads(request: Request, degree: int) -> None:
     """
     sizes = request.hierarchical_context_parallel_sizes
     heads = (request.heads or 0) // request.tp
-    first = sizes if isinstance(sizes, int) else sizes[0] if sizes else 1
+    first = _first_size(sizes) if sizes else 1
     for kind, members, name in (("a2a", degree, "cp"), ("a2a+p2p", first, "a first size of")):
         if kind not in request.types or heads_allow_degree(members, request.heads, ("a2a",), request.tp):
             continue

@@ -171,7 +171,9 @@ def sliding_window(read: ConfigReader) -> int:
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
     is_hybrid = kind == "hybrid"  # attention and a mixer side by side
-    attention = ATTENTION[0] if is_hybrid else kind if kind in ATTENTION else ""
+    attention = kind if kind in ATTENTION else ""
+    if is_hybrid:
+        attention = ATTENTION[0]
     if separate:
         feeds = {"mlp": "dense", "moe": "experts"}.get(kind, "")
     elif _is_mamba2(read) or read.family.shared_blocks:  # no MLP of its own: Zamba 2's counts with the shared block
@@ -280,7 +282,9 @@ def _shared_block_weights(read: ConfigReader, hidden: int, query: int, key: int)
     attention = 2 * hidden * (query + 2 * key) + query * hidden
     width = read.count("intermediate_size") or 4 * hidden
     rank = read.count("adapter_rank")
-    adapters = rank * (hidden + 2 * width) + 12 * rank * hidden * bool(read.value("use_shared_attention_adapter"))
+    adapters = rank * (hidden + 2 * width)
+    if read.value("use_shared_attention_adapter"):
+        adapters += 12 * rank * hidden
     return Weights(attention + 3 * hidden * width + adapters + hidden * hidden, hidden * hidden)
 
 

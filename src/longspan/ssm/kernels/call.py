@@ -230,8 +230,8 @@ class SavedScan(NamedTuple):
 class ScanKernel:
     """A kernel by its name.
 
-    `unsupported_reason(recurrence)` returns what it would need and does not have, "" for nothing; `half` says whether it takes q, k
-    and v in half precision (otherwise they are cast to float32). `forward(inputs, runs, scale)` and
+    `unsupported_reason(recurrence)` returns what it would need and does not have, "" for nothing; `half` says whether
+    it takes q, k and v in half precision (otherwise they are cast to float32). `forward(inputs, runs, scale)` and
     `backward(inputs, runs, scale, saved)` begin passes, in which q is multiplied by `scale`.
     """
 
