@@ -192,8 +192,10 @@ def kernel_of(kind: Mapping[str, Any]) -> str:
     call = AttendCall(
         1, 1, query, value, torch.bfloat16, gpu, mask, softcap=softcap, indexed=kind.get("indexed", False)
     )
-    known = [replace(kernel, device_lack=lambda device: "") for kernel in KERNELS if not kernel.one_document_only]
-    name = next(kernel.name for kernel in known if not kernel.lack_for(call))
+    known = [
+        replace(kernel, unsupported_reason=lambda device: "") for kernel in KERNELS if not kernel.one_document_only
+    ]
+    name = next(kernel.name for kernel in known if not kernel.unsupported_call_reason(call))
     sizes = str(query) if query == value else f"{query}/{value}"
     return f"`{name}` ({sizes})"
 

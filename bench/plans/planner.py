@@ -4,6 +4,8 @@
     python bench/plans/planner.py --slots 64,256 --names lognorm,uniform       # a part
     python bench/plans/planner.py --megatron ../Megatron-LM                    # beside that checkout's own scheduler
     python bench/plans/planner.py --before earlier.json                        # beside the figures of an earlier commit
+    python bench/plans/planner.py --sweep all --slots 32,256 --caps 8192 --out bench/records/planner-sweep.json
+                                       # values around a constant of lockstep.py or free.py (its NAME), beside its own
 
 Every plan is priced by the same cost model (`Cost()`), and every time is divided by the same lower bound, area and
 longest document. Plans of one degree have the fastest of three degrees and of all communication types; the others are
@@ -32,6 +34,7 @@ from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.distributions import sample_lengths
+from longspan.plan.dynamic import free, lockstep
 from longspan.plan.ways import list_type_options, plan_type_text
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
@@ -156,6 +159,78 @@ def row(name: str, slots: int, cap: int, seed: int, per_slot: int, megatron: Meg
     return figures
 
 
+# What `--sweep` tries of each constant of a planner; a plan's mode is its module's.
+SWEEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "GOALS": (free, ((1.003,), (1.01,), (1.003, 1.01, 1.02), (1.01, 1.03, 1.06))),
+    "FILLED": (free, (0.6, 0.8, 0.9, 1.0)),
+    "LARGE": (free, (0.01, 0.03, 0.1)),
+    "MOST_QUEUES": (free, (4, 8, 16, 32)),
+    "WORTH_TRYING": (free, (1.1, 1.5, 2.5)),
+    "STEEPNESS": (lockstep, ((0.0, 0.2, 0.4, 0.6), (0.0, 0.4, 0.7, 1.0), (0.3, 0.6, 0.8, 1.0))),
+    "SLACK": (lockstep, ((1.001, 1.01), (1.005, 1.03), (1.02, 1.08))),
+    "CLASSES": (lockstep, (48, 192, 768)),
+    "LITTLE_MORE": (lockstep, (1.0, 1.03, 1.1)),
+    "GAP_LOST": (lockstep, (0.0, 0.15, 0.3, 0.6)),
+    "SHOWN_LATENCY": (lockstep, (0.0, 0.5, 1.0)),
+    "SHORT_FROM": (lockstep, ((1, 2), (3, 4), (9, 10))),
+    "AS_THEY_CAME": (lockstep, ((0.95, 0.05), (0.985, 0.02), (1.0, 0.02))),
+    "ONE_DURATION": (lockstep, ((0.95, 0.1), (0.9, 0.2), (0.7, 0.6))),
+    "MOVED_SHARE": (lockstep, ((-0.02, 0.04), (-0.05, 0.1), (-0.2, 0.4))),
+    "ALL_DURATIONS": (lockstep, ((0.99, 0.02), (0.98, 0.04), (0.9, 0.2))),
+}
+
+
+def sweep(name: str, batches: list[tuple[list[int], int, int]]) -> list[dict[str, Any]]:
+    """The mean and the worst step over its bound, and the seconds of planning, with each value of a constant."""
+    module, values = SWEEPS[name]
+    usual = getattr(module, name)
+    mode = module.__name__.rsplit(".", 1)[1]
+    rows: list[dict[str, Any]] = []
+    for value in values:
+        setattr(module, name, value)
+        figures = [measured(lengths, slots, cap, mode=mode)[0] for lengths, slots, cap in batches]
+        setattr(module, name, usual)
+        ratios = [figure["ratio"] for figure in figures]
+        seconds = sum(figure["seconds"] for figure in figures)
+        rows.append({"name": f"{mode}.{name}", "value": value, "is_used": value == usual, "seconds": seconds})
+        rows[-1] |= {"mean": float(np.mean(ratios)), "worst": max(ratios)}
+        print(_sweep_line(rows[-1]), flush=True)
+    return rows
+
+
+def _sweep_line(r: dict[str, Any]) -> str:
+    value = f"**{r['value']}**" if r["is_used"] else f"{r['value']}"
+    return f"| {r['name']} | {value} | {r['mean']:.4f} | {r['worst']:.3f} | {r['seconds']:.1f} |"
+
+
+def sweep_page(record: dict[str, Any]) -> str:
+    lines = ["# Constants of planners: step time over the lower bound, and CPU seconds to plan", ""]
+    lines += [f"Machine: {machine_text(record['machine'])}. Command: `{record['command']}`.", "", record["note"], ""]
+    lines += ["| constant | value | mean | worst | seconds |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([*lines, *map(_sweep_line, record["rows"]), ""])
+
+
+def run_sweeps(flags: argparse.Namespace) -> None:
+    sizes = [(cap, slots) for cap in map(int, flags.caps.split(",")) for slots in map(int, flags.slots.split(","))]
+    batches = [
+        (lengths_of(name, slots, cap, flags.seed, flags.tokens_per_slot).tolist(), slots, cap)
+        for cap, slots in sizes
+        for name in flags.names.split(",")
+    ]
+    names = list(SWEEPS) if flags.sweep == "all" else flags.sweep.split(",")
+    record = {
+        "bench": "planner sweep",
+        "machine": machine_facts(),
+        "command": f"python bench/plans/planner.py --sweep {flags.sweep} --slots {flags.slots} --caps {flags.caps} "
+        f"--names {flags.names} --tokens-per-slot {flags.tokens_per_slot}",
+        "note": f"{len(batches)} batches as in planner.md; a value in bold is the planner's. One constant changes at a "
+        "time. Plans of lockstep are compared with those of one degree, as always.",
+        "rows": [row for name in names for row in sweep(name, batches)],
+    }
+    if flags.out:
+        flags.out.with_suffix(".md").write_text(sweep_page(record))
+
+
 def add_before(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> None:
     """Keep beside each row the figures of the same batch in an earlier record."""
     figures = {(r["lengths"], r["slots"], r["cap"]): r for r in earlier}
@@ -211,8 +286,12 @@ def main() -> None:
     parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout (dev branch)")
     parser.add_argument("--megatron-slots", type=int, default=256, help="the most slots that its scheduler is given")
     parser.add_argument("--before", type=Path, help="an earlier record of the same batches, shown beside this one")
+    parser.add_argument("--sweep", help=f"constants to try other values of: all, or of {', '.join(SWEEPS)}")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     flags = parser.parse_args()
+    if flags.sweep:
+        run_sweeps(flags)
+        return
     megatron = Megatron(flags.megatron) if flags.megatron else None
     plan_dynamic([5000, 300], Layout(8), max_tokens_per_slot=1024)
     rows: list[dict[str, Any]] = []

@@ -105,7 +105,7 @@ def choose_attention(device: torch.device) -> tuple[str, Attend]:
     """Return the attention of packed documents that this installation has, with its name."""
     if device.type != "cuda":
         return "SDPA", _attend_by_sdpa
-    if not fa4.device_lack(device):
+    if not fa4.unsupported_reason(device):
         return "FlashAttention-4", _attend_by_fa4
     try:
         from torch.nn.attention.varlen import varlen_attn as _  # noqa: F401

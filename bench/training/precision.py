@@ -34,7 +34,7 @@ from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
-from longspan.model.float8_layers import device_lack
+from longspan.model.float8_layers import unsupported_reason
 from longspan.plan import Cost
 from longspan.train.step import run_step
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
@@ -104,8 +104,8 @@ def curves(flags: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[
         for seed in range(1, flags.seeds + 1):
             of_seed = losses.setdefault(str(seed), {})
             for name, keys in ({START: PRECISIONS["float32"]} | PRECISIONS).items():
-                if "train.float8" in keys and device_lack(world.device):
-                    print(f"seed {seed}, {name}: {device_lack(world.device)}", file=sys.stderr, flush=True)
+                if "train.float8" in keys and unsupported_reason(world.device):
+                    print(f"seed {seed}, {name}: {unsupported_reason(world.device)}", file=sys.stderr, flush=True)
                     continue
                 config = load_config(None, shared | keys | {"train.seed": seed})
                 of_seed[name] = curve(config, corpus, world, trains=name != START)

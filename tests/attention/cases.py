@@ -22,7 +22,7 @@ from longspan import Group, Layout, MicroBatch, World, attend, bind, plan_fixed
 from longspan.attention import all_gather, all_to_all, ring
 from longspan.attention.saved_outputs import Recording
 from longspan.comm import SequenceShard
-from longspan.plan import head_split
+from longspan.plan import messages
 from longspan.testing import backend
 from tests.pairs import every_pair
 from tests.reference import dense_attention, relative_error
@@ -151,7 +151,7 @@ LARGE: dict[str, tuple[tuple[ModuleType, str, int], ...]] = {
     "nothing": (),
     "in two slices": SLICES,
     "in four slices": (*SLICES, (all_to_all, "SLICES", 4)),  # some of one key/value head, some of several
-    "heads one by one": (*SLICES, (all_to_all, "SLICES", 4), (head_split, "QUERY_GRADIENT_BYTES", 1)),
+    "heads one by one": (*SLICES, (all_to_all, "SLICES", 4), (messages, "QUERY_GRADIENT_BYTES", 1)),
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},

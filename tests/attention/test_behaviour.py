@@ -173,7 +173,7 @@ def alive(world: World) -> list[object]:
         attend(q, k, v, shard, **options).sum().backward()
         members = [*cache_of(shard).members.values()]
         launches = [launch for of in members for owner in range(of.degree) for launch in of.launches(owner)]
-        kept += [weakref.ref(x) for x in (*members, *launches, *(launch.tokens[0] for launch in launches))]
+        kept += [weakref.ref(x) for x in (*members, *launches, *(launch.row_identities[0] for launch in launches))]
         del shard, members, launches
     gc.enable()
     assert len(kept) > 10

@@ -20,7 +20,7 @@ from longspan.attention import KERNELS, AttendCall, all_to_all, choose_kernel
 from longspan.attention.call import Members, Saved, add_block, block_gradients, sum_addends
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash, triton_gathered
 from longspan.attention.kernels.table import find_kernel
-from longspan.attention.kernels.triton_flash import Blocks
+from longspan.attention.kernels.triton_flash import BlockSizes
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, fused_deltas
 from longspan.attention.tiles import Launch, Mask, Tile, Tiling, tiles_between, visible_keys
 from longspan.comm import ShardPart
@@ -101,7 +101,7 @@ def _geometry(
 
 def usable(dtype, window=None, softcap=None):
     call = AttendCall(1, 1, 16, 16, dtype, DEVICE, Mask(window=window), softcap=softcap)
-    return [kernel for kernel in KERNELS if not kernel.lack_for(call)]
+    return [kernel for kernel in KERNELS if not kernel.unsupported_call_reason(call)]
 
 
 def drawn(heads, rows, dtype, device, seed=0):
@@ -188,7 +188,7 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
     bound = [relative_error(a, b) for a, b in zip(rounded, exact, strict=True)]
     features = {"softcap": options.get("softcap"), "mask": Mask(options.get("causal", True), options.get("window"))}
     call = AttendCall(*shape, torch.bfloat16, cuda, **features)
-    kernels = [kernel for kernel in KERNELS if not kernel.lack_for(call)]
+    kernels = [kernel for kernel in KERNELS if not kernel.unsupported_call_reason(call)]
     assert kernels[0].name != "reference", f"no kernel of GPUs for {name} with {options}"
     for kernel in kernels:
         for degree, deltas in itertools.product((1, 2, 4), (False, True)[: 1 + kernel.takes_deltas(call)]):
@@ -410,7 +410,7 @@ def test_kernels_in_the_interpreter():
     run_interpreted("tests.attention.test_kernels")
 
 
-CPUS = {"devices": ("cpu",), "dtypes": (torch.float32,), "device_lack": lambda device: ""}
+CPUS = {"devices": ("cpu",), "dtypes": (torch.float32,), "unsupported_reason": lambda device: ""}
 ON_CPUS = replace(find_kernel("triton_flash"), **CPUS)
 GATHERED_ON_CPUS = replace(find_kernel("triton_gathered"), **CPUS)
 CHOSEN = cases_of(
@@ -432,7 +432,7 @@ def take_small_blocks(piece: int = 8):
     tables = (triton_flash.FORWARD, triton_flash.QUERY_GRADIENTS, triton_flash.KEY_GRADIENTS)
     for table in (*tables, triton_gathered.FORWARD, triton_gathered.GRADIENTS):
         for width in table:
-            table[width] = (Blocks(16, 16, 4, 1),)
+            table[width] = (BlockSizes(16, 16, 4, 1),)
     triton_gathered._PIECE, triton_gathered._LISTED_BYTES = piece, 4 * 7 * 30  # runs of few rows
 
 
@@ -530,7 +530,7 @@ def repeated(rank: int, slots: int) -> dict[tuple[str, str, int], bool]:
         *qkv, dout = made(torch.bfloat16)
         shard = bind(micro_batch((tuple(range(slots)), DOCUMENTS)), world)
         call = AttendCall(8, 2, 16, 16, torch.bfloat16, world.device, Mask(window=9))
-        kernels = [kernel.name for kernel in KERNELS if not kernel.lack_for(call)]
+        kernels = [kernel.name for kernel in KERNELS if not kernel.unsupported_call_reason(call)]
         for kernel, kind, i in every_pair((kernels, TYPES, range(len(calls))), seed=0):
             runs: list[list[torch.Tensor]] = []
             for _ in range(2):

@@ -20,9 +20,9 @@ from longspan.attention import rows as rows_module
 from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
 from longspan.attention.saved_outputs import Recording as OutputRecording
-from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
+from longspan.attention.tiles import Launch, RowIdentities, Tile, Tiling
 from longspan.comm import Channel, RingBlocks, SequenceShard
-from longspan.plan import head_split
+from longspan.plan import messages
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
 from tests.attention.test_attend import TYPES, needs
@@ -164,7 +164,7 @@ def in_slices(query_bytes, slices=all_to_all.SLICES):
     """Exchanges go in slices of heads; gradients of queries take so many bytes at a time."""
     changes = ((all_to_all, "SLICE_BYTES", 0), (all_to_all, "SLICES", slices))
     stack = ExitStack()
-    for module, name, value in (*changes, (head_split, "QUERY_GRADIENT_BYTES", query_bytes)):
+    for module, name, value in (*changes, (messages, "QUERY_GRADIENT_BYTES", query_bytes)):
         stack.enter_context(patch.object(module, name, value))
     return stack
 
@@ -196,7 +196,9 @@ def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, 
     monkeypatch.setattr(reference, "_BYTES_AT_ONCE", limit)
     at = np.arange(rows)
     launch = Launch(
-        Tiling.from_tiles((Tile(0, rows, 0, rows, right=0),)), torch.device("cpu"), lambda: Tokens(0 * at, at, at)
+        Tiling.from_tiles((Tile(0, rows, 0, rows, right=0),)),
+        torch.device("cpu"),
+        lambda: RowIdentities(0 * at, at, at),
     )
     for heads, kv_heads in ((4, 4), (4, 2)):
         q, k, v, dout = (torch.ones(rows, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))

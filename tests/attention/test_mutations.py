@@ -47,7 +47,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
     },
     "ring": {  # one ring step; slices that share keys and values, and their own block, early and late
         "yield members.launches(owner), block_k": "yield members.launches(owner) if owner else (), block_k",
-        "self._members.launches(owner), list": "self._members.launches(owner) if owner else (), list",
+        "launches = self._members.launches(owner)": "launches = self._members.launches(owner) if owner else ()",
         "members.launches(members.member)": "members.launches(members.member) if members.member else ()",
         "total.index_add_(0, rows, arrived)": "total.index_copy_(0, rows, arrived)",
         "of_own) for of_own in own]": "of_own) for of_own in own[:1]]",

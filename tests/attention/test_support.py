@@ -48,8 +48,8 @@ def test_a_feature_names_the_kernels_that_have_it() -> None:
 CUDA = torch.device("cuda")
 
 
-def needing(dtype: torch.dtype, head_size: int, value_size: int | None = None, **options: Any) -> AttendCall:
-    return AttendCall(1, 1, head_size, value_size or head_size, dtype, CUDA, **options)
+def needing(dtype: torch.dtype, head_dim: int, value_dim: int | None = None, **options: Any) -> AttendCall:
+    return AttendCall(1, 1, head_dim, value_dim or head_dim, dtype, CUDA, **options)
 
 
 HALF = torch.bfloat16
@@ -74,14 +74,16 @@ LACKING = [
 
 @pytest.mark.parametrize("name, call, message", LACKING, ids=str)
 def test_what_a_kernel_lacks_comes_from_its_row(name: str, call: AttendCall, message: str) -> None:
-    assert find_kernel(name).lack_for(call) == (message and f"needs {message}")
+    assert find_kernel(name).unsupported_call_reason(call) == (message and f"needs {message}")
 
 
 def test_one_that_runs_documents_one_by_one_is_chosen_of_itself_for_dense_calls_alone(monkeypatch) -> None:
     cudnn = find_kernel("cudnn")
-    monkeypatch.setitem(cudnn.__dict__, "device_lack", lambda device: "")
+    monkeypatch.setitem(cudnn.__dict__, "unsupported_reason", lambda device: "")
     assert cudnn.head_sizes.accepts(192, 128) and cudnn.suits(needing(torch.bfloat16, 64, one_document=True))
-    assert not cudnn.suits(needing(torch.bfloat16, 64)) and not cudnn.lack_for(needing(torch.bfloat16, 64))
+    assert not cudnn.suits(needing(torch.bfloat16, 64)) and not cudnn.unsupported_call_reason(
+        needing(torch.bfloat16, 64)
+    )
 
 
 def test_deterministic_mode_is_asked_of_torch() -> None:

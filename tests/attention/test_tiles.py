@@ -32,7 +32,7 @@ from longspan.comm.shard import ShardPart
 from longspan.errors import AttentionError, LayoutError
 from longspan.layout import Partition, Segments
 from longspan.layout.segments import Spans
-from longspan.plan.cost.machine import fetched_share
+from longspan.plan.messages import fetched_share
 from tests.mutation import mutated
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from longspan.checkpoint.files import (
     complete_checkpoints,
     step_of,
 )
-from longspan.checkpoint.saver import SMALL, CheckpointSaver, Stage, StagedTensors
+from longspan.checkpoint.saver import SMALL, CheckpointSaver, HostCopies, StagedTensors
 from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks
@@ -37,7 +37,7 @@ from tests.checkpoint.test_checkpoint import contents, opened, slow, update
 def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> None:
     model = nn.BatchNorm1d(SMALL)
     moments = {"exp_avg": torch.ones(SMALL), "step": torch.tensor(3.0), "none": torch.empty(0, 4)}
-    stage = Stage(torch.device("cpu"))
+    stage = HostCopies(torch.device("cpu"))
     staged = stage.begin_copies({"model": model.state_dict(), "optimizer": moments}, model)
     model.weight.data.fill_(5), moments["exp_avg"].fill_(5)  # type: ignore[union-attr]
     model.running_mean.fill_(5), moments["step"].fill_(5)  # type: ignore[union-attr]

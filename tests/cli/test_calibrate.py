@@ -15,9 +15,9 @@ from longspan.bench import calibrate
 from longspan.bench.calibrate import (
     MESSAGE_BYTES,
     CalibrateFlags,
+    CalibrationSample,
+    CalibrationSizes,
     Measured,
-    Sample,
-    Sizes,
     calibrate_on_rank,
     calibration_text,
     fit_machine,
@@ -46,8 +46,10 @@ NOT_MEASURED = {"expert_flops_per_second", "host_copy_bytes_per_second", "step_s
 FITTED = tuple(name for name in BASE.float_fields() if name not in NOT_MEASURED)
 
 
-def _measured(truth: Machine = TRUTH, noise: float = 0.0, levels: tuple[Level, ...] = LEVELS) -> list[Sample]:
-    samples: list[Sample] = []
+def _measured(
+    truth: Machine = TRUTH, noise: float = 0.0, levels: tuple[Level, ...] = LEVELS
+) -> list[CalibrationSample]:
+    samples: list[CalibrationSample] = []
 
     def attention_seconds(flops: float, a_row: float) -> float:
         return (flops + truth.half_speed_rows * a_row) / truth.attention_flops_per_second
@@ -58,27 +60,33 @@ def _measured(truth: Machine = TRUTH, noise: float = 0.0, levels: tuple[Level, .
         seconds = STEP + m * truth.micro_batch_seconds + counts["flops"] / truth.product_flops_per_second
         seconds += attention_seconds(counts["attention flops"], counts["attention flops a row"])
         seconds += counts["passes"] * LAYER_BYTES / truth.memory_bytes_per_second
-        samples.append(Sample(part="step", name=f"step {m} {t}", seconds=seconds, counts=counts))
+        samples.append(CalibrationSample(part="step", name=f"step {m} {t}", seconds=seconds, counts=counts))
     for m, groups, documents in ((1, 1, 1), (4, 1, 1), (1, 1, 4), (1, 4, 4)):
         counts = {"steps": 1.0, "layers": 2.0 * m, "groups": 2.0 * m * groups, "documents": 2.0 * m * documents}
         prices = (STEP, truth.layer_seconds, truth.group_seconds, truth.document_seconds)
         seconds = sum(n * price for n, price in zip(counts.values(), prices, strict=True))
-        samples.append(Sample(part="host", name=f"host {m} {groups} {documents}", seconds=seconds, counts=counts))
+        samples.append(
+            CalibrationSample(part="host", name=f"host {m} {groups} {documents}", seconds=seconds, counts=counts)
+        )
     for n, rows in ((2048, 32768), (8192, 32768), (32768, 32768), (2048, 16384), (8192, 16384)):
         flops = 7.0 * 4096 * n * rows
         counts = {"calls": 1.0, "flops": flops, "flops a row": flops / n}
         seconds = CALL_SECONDS + attention_seconds(flops, flops / n)
-        samples.append(Sample(part="attention", name=f"attention {n} {rows}", seconds=seconds, counts=counts))
+        samples.append(
+            CalibrationSample(part="attention", name=f"attention {n} {rows}", seconds=seconds, counts=counts)
+        )
     for n in (1 << 22, 1 << 24, 1 << 26, 1 << 28):
         counts = {"calls": 1.0, "bytes": 8.0 * n}
         seconds = PASS + counts["bytes"] / truth.memory_bytes_per_second
-        samples.append(Sample(part="memory", name=f"memory {n}", seconds=seconds, counts=counts))
+        samples.append(CalibrationSample(part="memory", name=f"memory {n}", seconds=seconds, counts=counts))
     for level in levels:
         for kind, wire in getattr(truth, level).wires().items():
             for size in MESSAGE_BYTES["cuda"]:
                 counts, name = {"messages": 1.0, "bytes": float(size)}, f"{kind} {level} {size}"
                 seconds = float(wire.seconds(size))
-                samples.append(Sample(part="link", name=name, seconds=seconds, counts=counts, level=level, kind=kind))
+                samples.append(
+                    CalibrationSample(part="link", name=name, seconds=seconds, counts=counts, level=level, kind=kind)
+                )
     random = np.random.default_rng(7)
     return [replace(s, seconds=s.seconds * (1 + noise * random.standard_normal())) for s in samples]
 
@@ -151,7 +159,7 @@ def _calibrate_two_hosts(rank: int, flags: CalibrateFlags, ranks: int, backend: 
     def sum_gradients(*_: object) -> None:
         raise AssertionError("a step that is measured sums gradients between the hosts")
 
-    small = Sizes("qwen3-tiny", "float32", (32, 64, 96, 128), 16, (16, 32, 64, 128))
+    small = CalibrationSizes("qwen3-tiny", "float32", (32, 64, 96, 128), 16, (16, 32, 64, 128))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(calibrate.SIZES, "cpu", small)
         patch.setattr(calibrate, "LAYERS", 1)

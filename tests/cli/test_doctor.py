@@ -11,7 +11,7 @@ from longspan.cli import doctor_model, processes
 from longspan.cli.doctor import Check, proof_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, Proof, Ranks, WorldFacts, proof_json, proof_text, run_proof
+from longspan.doctor.proof import Outcome, Proof, ProofRanks, WorldFacts, proof_json, proof_text, run_proof
 from longspan.errors import CommError
 from longspan.model import preset_config
 
@@ -135,9 +135,9 @@ def test_a_refusal_is_said_once() -> None:
 def test_progress_in_a_file_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = Ranks(1, launch=lambda run, task, count, seconds: run(0, task))
+    alone = ProofRanks(1, launch=lambda run, task, count, seconds: run(0, task))
 
-    def run(config: Any, cases: list[Case], ranks: Ranks) -> Proof:
+    def run(config: Any, cases: list[Case], ranks: ProofRanks) -> Proof:
         return run_proof(config, cases, replace(alone, show=ranks.show))
 
     monkeypatch.setattr(doctor_model, "run_proof", run)

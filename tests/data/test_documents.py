@@ -15,7 +15,7 @@ from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig
 from longspan.corpus.document_encoder import DocumentEncoder, FileChunk
 from longspan.corpus.files import SourceFile
-from longspan.corpus.row_files import Chunk
+from longspan.corpus.row_files import RowChunk
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.documents import Corpus, decode_labels
@@ -38,7 +38,7 @@ def test_labels_are_cut_with_their_tokens(rows: list[list[tuple[int, str]]], lon
         starts = range(0, len(ids), longest or len(ids))
         parts = [slice(start, start + (longest or len(ids))) for start in starts]
         wanted += [(ids[p], labels[p][1:]) for p in parts if any(label != -100 for label in labels[p][1:])]
-    chunk = Chunk("lines", "rows.jsonl", 0, 0, "\n".join(lines).encode(), 0)
+    chunk = RowChunk("lines", "rows.jsonl", 0, 0, "\n".join(lines).encode(), 0)
     encoded = DocumentEncoder((ENCODING,), longest, "<u4").encode_chunks([FileChunk(0, 0, chunk)])
     ids = encoded.ids.astype(np.int64)
     labels = ids if encoded.codes is None else decode_labels(ids, encoded.codes)

@@ -12,7 +12,7 @@ from bench.census.record import as_text, changes, failed
 from transformers import CONFIG_MAPPING
 
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, Ranks, run_proof
+from longspan.doctor.proof import Outcome, ProofRanks, run_proof
 from longspan.model.exactness.small_copies import shrink_configuration
 
 EXACT = {
@@ -62,7 +62,7 @@ def _there() -> set[str]:
     return {*names(), *image_names()}
 
 
-def _prove(name: str, cases: tuple[Case, ...], ranks: Ranks) -> tuple[Outcome, ...]:
+def _prove(name: str, cases: tuple[Case, ...], ranks: ProofRanks) -> tuple[Outcome, ...]:
     if name not in _there():
         pytest.skip("this transformers has no such class")
     if name in WITH_IMAGES:
@@ -74,13 +74,13 @@ def _prove(name: str, cases: tuple[Case, ...], ranks: Ranks) -> tuple[Outcome, .
     "name", [pytest.param(name, marks=[pytest.mark.whole] * (name in WHOLE)) for name in (*EXACT, *WITH_IMAGES)]
 )
 def test_a_family_is_exact(name: str) -> None:
-    outcomes = _prove(name, CASES if name in WHOLE else CASES[:1], Ranks(2))
+    outcomes = _prove(name, CASES if name in WHOLE else CASES[:1], ProofRanks(2))
     assert {outcome.status for outcome in outcomes} == {"exact"}, [outcome.row() for outcome in outcomes]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_is_refused_with_its_reason(name: str) -> None:
-    (outcome,) = _prove(name, (Case(),), Ranks(1, launch=lambda run, task, count, seconds: run(0, task)))
+    (outcome,) = _prove(name, (Case(),), ProofRanks(1, launch=lambda run, task, count, seconds: run(0, task)))
     assert outcome.status == "refused" and REFUSED[name] in outcome.message
 
 

@@ -14,11 +14,11 @@ from longspan.comm import World
 from longspan.doctor import proof as proving
 from longspan.doctor import stock
 from longspan.doctor.cases import LENGTHS, Case, list_cases, list_contiguous_cases, plan_case
-from longspan.doctor.proof import CaseRun, Outcome, Ranks, Task, outcome_text, prove, run_proof
+from longspan.doctor.proof import CaseRun, Outcome, ProofRanks, Task, outcome_text, prove, run_proof
 from longspan.doctor.stock import (
     EXACT,
-    Answer,
     Expected,
+    ModelAnswer,
     compute_expected_answers,
     compute_in_float64,
     compute_stock_answer,
@@ -165,7 +165,7 @@ _run_cases = proving.run_cases_on_rank
 def test_a_rank_that_dies_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proving, "run_cases_on_rank", _leave)
     cases = (Case(cp=2), Case())
-    proof = run_proof(small("llama"), cases, Ranks(2))
+    proof = run_proof(small("llama"), cases, ProofRanks(2))
     assert [o.status for o in proof.outcomes] == ["crashed", "exact"] and not proof.good
     assert "rank 1 of 2 left with exit code 7" in proof.outcomes[0].message
 
@@ -179,8 +179,8 @@ def test_a_stock_model_that_cannot_run_is_not_built() -> None:
 
 @pytest.mark.parametrize(("family", "unjudged"), [("deepseek_v32", True), ("llama", False)])
 def test_a_choice_of_keys_that_rounding_changes_is_not_judged(family: str, unjudged: bool) -> None:
-    def answer_of(_: Any, *, compute: torch.dtype | None = None, **__: Any) -> Answer:
-        return Answer(1.0, {"weight": torch.ones(2, dtype=torch.float64) * (1 if compute else 1.001)})
+    def answer_of(_: Any, *, compute: torch.dtype | None = None, **__: Any) -> ModelAnswer:
+        return ModelAnswer(1.0, {"weight": torch.ones(2, dtype=torch.float64) * (1 if compute else 1.001)})
 
     expected = stock._compute_expected_answer(small(family), answer_of, torch.float32, None)
     assert expected.near_ties == unjudged and expected.tolerance == EXACT[torch.float32]

@@ -363,7 +363,7 @@ HAS_MEMORY = torch.cuda.is_available() and torch.cuda.get_device_properties(0).t
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_those_of_the_same_rows_alone(case: str) -> None:
     kernel = case.removeprefix("attention ")
-    if kernel != case and (lack := table.find_kernel(kernel).device_lack(torch.device("cuda"))):
+    if kernel != case and (lack := table.find_kernel(kernel).unsupported_reason(torch.device("cuda"))):
         pytest.skip(f"{kernel} {lack}")
     errors = CASES[case]("cuda", PAST)
     torch.cuda.empty_cache()

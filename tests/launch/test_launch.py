@@ -257,8 +257,8 @@ def test_the_fork_server_imports_ahead_and_ends_with_its_command(tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
-SAW = rank_process.Answer(False, pickle.dumps(CommError("rank 2 does not answer")), summary="saw", consequence=True)
-FAILED = rank_process.Answer(False, pickle.dumps(ValueError("boom")), summary="ValueError: boom")
+SAW = rank_process.RankAnswer(False, pickle.dumps(CommError("rank 2 does not answer")), summary="saw", consequence=True)
+FAILED = rank_process.RankAnswer(False, pickle.dumps(ValueError("boom")), summary="ValueError: boom")
 DEATH = "was killed by signal 9 (SIGKILL)"
 ARRIVED = [  # how ranks 0, 1, ... failed, in the order of their failures -> the error that is raised
     ([SAW], "rank 2 does not answer"),
@@ -271,7 +271,7 @@ ARRIVED = [  # how ranks 0, 1, ... failed, in the order of their failures -> the
 
 @pytest.mark.parametrize(("failures", "message"), ARRIVED)
 def test_the_cause_comes_before_what_others_saw_of_it(
-    failures: list[rank_process.Answer | str], message: str, tmp_path: Path
+    failures: list[rank_process.RankAnswer | str], message: str, tmp_path: Path
 ) -> None:
     ranks = object.__new__(LocalRanks)
     ranks.folder, ranks.ranks = tmp_path, []

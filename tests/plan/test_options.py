@@ -162,7 +162,7 @@ def attends(plan: Plan, heads: int) -> None:
     )
     for batch in plan.micro_batches:
         for layer in layers:
-            call = AttendCall(heads=heads, kv_heads=1, head_size=8, value_size=8)
+            call = AttendCall(heads=heads, kv_heads=1, head_dim=8, value_dim=8)
             comm_choices(SimpleNamespace(micro_batch=batch), Arguments(layer=layer), call)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from longspan.ssm import causal_conv, linear_scan, scan_kernel
 from longspan.ssm import state_pass as unit_vectors
 from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, ScanKernel
 from longspan.ssm.kernels.call import SavedScan, state_dtype
-from longspan.ssm.kernels.packages import fla_lack
+from longspan.ssm.kernels.packages import fla_unsupported_call_reason
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error
 from tests.ssm.parity import FIRST_ROWS, batches, by_rows, convolved, first_row_errors
@@ -21,7 +21,8 @@ CUDA = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or bool(fla_lack(torch.bfloat16, CUDA)), reason="no kernels of fla here"
+        not torch.cuda.is_available() or bool(fla_unsupported_call_reason(torch.bfloat16, CUDA)),
+        reason="no kernels of fla here",
     ),
 ]
 LENGTHS = (200, 1, 64, 3, 2321)
@@ -60,7 +61,7 @@ def passes(kernel: ScanKernel, given: Inputs, runs: LocalRuns, name: str) -> dic
     found = dict(zip(("B", "M"), forward.summaries(every, every[1:]), strict=True))
     found["out"] = forward.outputs(states)
     backward = kernel.backward(given, runs, 0.7, SavedScan(states, forward.activations, dout))
-    found["owed"] = backward.entry_gradients(every[1:])
+    found["owed"] = backward.initial_state_gradients(every[1:])
     backward.prepare_chunks()
     gradients = backward.gradients(leaving)
     return found | dict(zip(("dq", "dk", "dv", "dg", "dbeta"), gradients, strict=False))

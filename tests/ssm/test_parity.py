@@ -20,7 +20,7 @@ from longspan.ssm import causal_conv, conv, linear_scan
 from longspan.ssm.chains import Chains
 from longspan.ssm.kernels import TORCH, Recurrence, choose_scan_kernel, describe_kernels
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, choose_convolution
-from longspan.ssm.kernels.delta import kimi_lack
+from longspan.ssm.kernels.delta import kimi_unsupported_reason
 from longspan.ssm.kernels.scan import scan
 from longspan.testing import backend, run_ranks
 from tests.mutation import mutated
@@ -273,5 +273,8 @@ def test_torch_takes_what_no_other_kernel_can() -> None:
     assert choose_scan_kernel(call) is TORCH and choose_scan_kernel(call._replace(delta=True)) is TORCH
     assert choose_convolution(torch.zeros(3, 8, dtype=torch.bfloat16)).name == "torch"
     assert describe_kernels(torch.bfloat16, cpu) == "torch's operations"
-    lacks = (kimi_lack(call._replace(delta=True)), kimi_lack(call._replace(by_channel=True)))
+    lacks = (
+        kimi_unsupported_reason(call._replace(delta=True)),
+        kimi_unsupported_reason(call._replace(by_channel=True)),
+    )
     assert lacks == ("a delta rule of a decay for each key number",) * 2

@@ -80,9 +80,11 @@ def worst(seed: int = 0) -> float:
             entered.retain_grad()
     total = (torch.stack(entering) * weights).sum()
     (exact,) = torch.autograd.grad(total, states, retain_graph=True)
-    entry_gradients = weights[pieces.first : pieces.stop]
-    differences.append((pieces.run_entry_gradients(entry_gradients, transitions, shared) - exact[shared]).abs().max())
-    found = pieces.leaving_gradients(leaving, entry_gradients, transitions)
+    initial_state_gradients = weights[pieces.first : pieces.stop]
+    differences.append(
+        (pieces.run_initial_state_gradients(initial_state_gradients, transitions, shared) - exact[shared]).abs().max()
+    )
+    found = pieces.leaving_gradients(leaving, initial_state_gradients, transitions)
     gradient, starts = leaving, np.cumsum(pieces.runs.lengths)
     for run, end in enumerate(np.cumsum(runs.lengths)):
         mine = [int(p) for p in np.flatnonzero((starts <= end) & (starts > end - runs.lengths[run]))]
@@ -111,8 +113,8 @@ def test_folds_are_those_of_the_recurrence() -> None:
         ),
         ("next_transitions @ pick_rows(m, continuing)", "pick_rows(m, continuing) @ next_transitions"),
         (
-            "pick_rows(result, continuing), pick_rows(entry_gradients, maps)",
-            "pick_rows(result, continuing), 0 * pick_rows(entry_gradients, maps)",
+            "pick_rows(result, continuing), pick_rows(initial_state_gradients, maps)",
+            "pick_rows(result, continuing), 0 * pick_rows(initial_state_gradients, maps)",
         ),
         (
             "pick_rows(transitions, maps).mT, pick_rows(result, pieces_after)",

@@ -94,7 +94,7 @@ def test_settings_follow_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usual.scan_kernels and run_of(config_of()).memory_settings.scan_kernels
     assert not run_memory_settings(config_of(model__compute_dtype="float32")).scan_kernels
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(run_memory, "fla_device_lack", lambda device: "flash-linear-attention")
+    monkeypatch.setattr(run_memory, "fla_unsupported_reason", lambda device: "flash-linear-attention")
     assert not run_of(config_of()).memory_settings.scan_kernels
 
 

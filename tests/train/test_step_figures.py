@@ -21,7 +21,7 @@ from longspan.train.terms.encoders import EncoderTimes
 from longspan.train.terms.slot_pace import SlotPaceTerm
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
-SIZES = {"width": 16, "head_size": 8, "full_layers": 3, "merge": 2}
+SIZES = {"width": 16, "head_dim": 8, "full_layers": 3, "merge": 2}
 TOWER = EncoderShape(**SIZES, block_weights=10**6, embed_weights=10**4, projector_weights=10**5)
 COST = Cost(linear_seconds=0.01, attention_seconds=0.0, micro_batch_seconds=0.0)
 
@@ -50,9 +50,9 @@ def pace(tp: int = 0, vocabulary: int = slot_pace.LEAST_LOGITS // 4) -> SlotPace
     world: Any = SimpleNamespace(coordinates=SimpleNamespace(tp=tp))
     model: Any = None
     term = SlotPaceTerm(world)
-    passes = term.extend_passes(Passes(model=model, plan=model, world=world, backward=True, measure=measure))
+    passes = term.extend_passes(Passes(model=model, plan=model, world=world, backward=True, loss_fn=measure))
     batch: Any = SimpleNamespace(labels=np.array([1, 2, NO_TARGET, 3, 4]))
-    assert passes.measure(batch, torch.ones(3), SimpleNamespace(vocabulary=vocabulary), torch.ones(1)).item() == 4.0
+    assert passes.loss_fn(batch, torch.ones(3), SimpleNamespace(vocabulary=vocabulary), torch.ones(1)).item() == 4.0
     return term
 
 

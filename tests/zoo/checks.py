@@ -35,7 +35,7 @@ from longspan.data.document import NO_TARGET, Document
 from longspan.data.step_order import StepOrder
 from longspan.doctor.stock import (
     ROUTER,
-    Answer,
+    ModelAnswer,
     collect_gradients,
     compute_stock_answer,
     errors_of_missing_gradients,
@@ -91,7 +91,7 @@ def dense_log_probs(config: PreTrainedConfig, documents: Sequence[Document]) -> 
 _KEPT = dict[Any, Any]()  # answers by configuration and documents; worlds, and their models by configuration
 
 
-def dense_answer(config: PreTrainedConfig, documents: Sequence[Document]) -> Answer:
+def dense_answer(config: PreTrainedConfig, documents: Sequence[Document]) -> ModelAnswer:
     """The mean cross entropy over all targets, and its gradients, of documents one by one."""
     key = config.to_json_string(), *(document.labels().tobytes() for document in documents)
     if key in _KEPT:
@@ -100,7 +100,7 @@ def dense_answer(config: PreTrainedConfig, documents: Sequence[Document]) -> Ans
     targets = sum(document.targets for document in documents)
     loss = torch.stack([-_document_log_probs(model, d).sum() for d in documents]).sum() / targets
     loss.backward()
-    return _KEPT.setdefault(key, Answer(loss.item(), collect_gradients(model)))
+    return _KEPT.setdefault(key, ModelAnswer(loss.item(), collect_gradients(model)))
 
 
 def _document_log_probs(model: Any, document: Document) -> Tensor:
@@ -141,7 +141,7 @@ def step(
     return error
 
 
-def model_error(model: Any, answer: Answer, world: World) -> float:
+def model_error(model: Any, answer: ModelAnswer, world: World) -> float:
     """The worst error of this rank's gradients, and of those that no rank has, which count as 0; all ranks call it."""
     errors = gradient_errors(collect_gradients(model), answer)
     names = {name for of_rank in world.control.gather_objects([*errors], "names of gradients") for name in of_rank}

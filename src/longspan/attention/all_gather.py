@@ -24,11 +24,10 @@ from longspan.attention.call import (
 )
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
 from longspan.comm import Addend, Handle, split_columns
-from longspan.plan.cost.cost import GATHER_SLICE_BYTES, GATHER_SLICES
+from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES
+from longspan.plan.messages import GATHER_SLICES as SLICES
 
 _Pair = tuple[Tensor, Tensor]
-
-SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # those that the cost model prices
 
 
 def cut_large_heads(q: Tensor, k: Tensor, v: Tensor, rows: int) -> list[HeadSlice]:
@@ -45,7 +44,8 @@ def all_gather_forward(
     slices = cut_large_heads(q, k, v, sum(members.counts))
     parts: list[_Pair] = []
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
-        q_part, slice_call = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
+        q_part = q[:, heads.q]
+        slice_call = call.for_heads(heads.q.start, heads.q.stop)
         total = Partial(q_part.shape[0], q_part.shape[1], v.shape[2], like=q)
         add_block(total, q_part, all_k, all_v, members.launches(None), slice_call)
         parts.append(total.result_with_sinks(slice_call.sinks))
@@ -61,10 +61,12 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     slices = cut_large_heads(q, k, v, sum(members.counts))
     # the finer cut: it keeps within the memory for float32 sums
     slices = max(slices, backward_head_groups(max(members.counts), q, k.shape[1]), key=len)
-    dq_parts, sums = list[Tensor](), _GradientSums(members)
+    dq_parts = list[Tensor]()
+    sums = _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         saved_slice = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
-        dq, slice_call = RowSum(tuple(saved_slice.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
+        dq = RowSum(tuple(saved_slice.q.shape), q)
+        slice_call = call.for_heads(heads.q.start, heads.q.stop)
         sums.send_gradients(
             block_gradients(dq, dout[:, heads.q], saved_slice, members.launches(None), slice_call), all_k, all_v
         )
@@ -99,7 +101,8 @@ class _GradientSums:
     """Sums a slice's dk and dv over the members, each of which gets those of its rows, while the next is computed."""
 
     def __init__(self, members: Members) -> None:
-        self._members, self._channel = members, members.gather_channel
+        self._members = members
+        self._channel = members.gather_channel
         self._started: Handle | None = None  # the message of the slice sent last
         self._row_shapes: list[torch.Size] = []  # (heads, size) of k and v in that slice
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
@@ -112,7 +115,8 @@ class _GradientSums:
         self._row_shapes = [x.shape[1:] for x in (k, v)]
         packed = self._sum_by_member(addends, k, v)
         del addends
-        rows, degree = self._members.counts[self._members.member], self._members.degree
+        rows = self._members.counts[self._members.member]
+        degree = self._members.degree
         label = "attention all-gather backward, gradients"
         self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, label)
 
@@ -127,7 +131,8 @@ class _GradientSums:
         Every call of the kernel gave one addend; its index (S,) says for each row which of the addend's rows it is (−1:
         none).
         """
-        key_indices, widths = self._members.key_indices_by_launch, [x.shape[1:].numel() for x in (k, v)]
+        key_indices = self._members.key_indices_by_launch
+        widths = [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
         for i, into in enumerate(total.split(widths, 1)):
             sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)])

@@ -33,8 +33,9 @@ from longspan.attention.rows import (
     views_by_member,
 )
 from longspan.comm import Addend, Handle, split_columns
-from longspan.plan.cost.cost import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
-from longspan.plan.head_split import HeadSplit, count_exchange_slices, count_head_groups, head_split
+from longspan.plan.messages import EXCHANGE_SLICE_BYTES as SLICE_BYTES
+from longspan.plan.messages import EXCHANGE_SLICES as SLICES
+from longspan.plan.messages import HeadSplit, count_exchange_slices, count_head_groups, head_split
 
 
 class HeadSwap:
@@ -45,10 +46,14 @@ class HeadSwap:
     """
 
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
-        self.split, self.slices, self._degree = split, slices, split.degree
+        self.split = split
+        self.slices = slices
+        self._degree = split.degree
         self._shared = split.slices_per_kv_head(slices)  # slices in a row that use the same key/value head
         self.heads_of_slice = split.member_heads // slices
-        self.members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
+        self.members = members
+        self._channel = members.inner_channel
+        self._counts = members.inner_counts
         self._local_counts = (self._counts[self._channel.index],) * self._degree
         self.own_heads = split.q_heads(self._channel.index)  # query heads that are computed here
 
@@ -90,7 +95,8 @@ class HeadSwap:
 
     def send_heads(self, tensors: Sequence[Tensor], slice_index: int, label: str) -> Handle:
         """Start sending a slice of the heads of tensors (T, N, size), to every member its own."""
-        rows, degree = tensors[0].shape[0], self._degree
+        rows = tensors[0].shape[0]
+        degree = self._degree
         places = self._slice_views(tensors, slice_index)
         widths = [x.shape[2] for x in places]
         packed = tensors[0].new_empty((degree * rows, sum(widths)))
@@ -113,7 +119,8 @@ class HeadSwap:
 
     def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Receive what `send_heads` sent: (R, n, size) of all rows in document order, for tensors like those sent."""
-        arrived, orders = handle.wait(), self.members.arrival_orders
+        arrived = handle.wait()
+        orders = self.members.arrival_orders
         in_order = arrived if orders is None else join_columns((arrived,), orders[0])
         return split_columns(
             in_order, [(x.shape[1] // (self._degree * self._slice_count(x)), x.shape[2]) for x in like]
@@ -133,8 +140,8 @@ class HeadSwap:
 
 
 _Pair = tuple[Tensor, Tensor]
+_FORWARD = "attention all-to-all forward"
 _BACKWARD = "attention all-to-all backward"
-SLICES, SLICE_BYTES = EXCHANGE_SLICES, EXCHANGE_SLICE_BYTES  # as they are priced
 
 
 def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
@@ -146,27 +153,24 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
         return ring_forward(q, k, v, members, call)
     call = _with_indices_of_all_rows(call, members)
     split = head_split(q.shape[1], k.shape[1], members.inner)
-    swap, label = HeadSwap(members, split, _choose_slice_count(members, split, q)), "attention all-to-all forward"
-    sent = swap.tensors_to_send(q, k, v)
-    arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
-    leaving, saved = list[Handle](), list[Saved]()
-    _advance_rings_in_turn(
-        [_forward_ring_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.kv_runs]
-    )
+    swap = HeadSwap(members, split, _choose_slice_count(members, split, q))
+    work = _Forward(q, k, v, swap, call)
+    _advance_rings_in_turn([work.ring_turns(run) for run in swap.kv_runs])
     out = q.new_empty((*q.shape[:2], v.shape[2]))
-    for slice_index in range(swap.slices):
-        swap.write_rows(leaving.pop(0), (out,), slice_index)
-    return out, saved
+    work.write_output(out)
+    return out, work.saved
 
 
 def _with_indices_of_all_rows(call: AttendCall, members: Members) -> AttendCall:
     """Return the call with the indices of all neighbours' rows, in document order: they are the same for all heads."""
     if call.indices is None:
         return call
-    channel, counts = members.inner_channel, members.inner_counts
+    channel = members.inner_channel
+    counts = members.inner_counts
     gathered = channel.all_gather_rows(call.indices.contiguous(), counts, "attention all-to-all, indices").wait()
     parts = [gathered[start : start + count] for start, count in zip(channel.starts(counts), counts, strict=True)]
-    arrived, orders = torch.cat(parts), members.arrival_orders
+    arrived = torch.cat(parts)
+    orders = members.arrival_orders
     return replace(call, indices=arrived if orders is None else arrived[orders[0]])
 
 
@@ -179,40 +183,56 @@ def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
         pass
 
 
-def _forward_ring_turns(
-    run: range,
-    swap: HeadSwap,
-    call: AttendCall,
-    messages: tuple[Sequence[Sequence[Tensor]], list[Handle]],
-    results: tuple[list[Handle], list[Saved]],
-) -> Iterator[None]:
-    """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
+class _Forward:
+    """Forward of one call, a slice of heads at a time: receives a slice, computes it and sends its output back.
 
-    `messages` are the tensors of every slice, and the handles of those that still arrive. The handles of outputs on
-    their way back, and what backward needs, are appended to `results`.
+    `saved` is what backward needs of each slice. `_arriving` are the slices on their way here, `_leaving` the outputs
+    on their way back.
     """
-    (sent, arriving), (leaving, saved), members = messages, results, swap.members
-    q, own_k, own_v = swap.receive_heads(arriving.pop(0), sent[run.start])
-    blocks = key_blocks(own_k, own_v, members)
-    slice_states = list[tuple[Tensor, Partial, AttendCall]]()  # of each slice: its queries, their sum, its call
-    for turn in range(members.turns):
-        launches, k, v = next(blocks)
-        for slice_index in run:
-            if turn == 0:  # a slice is received right before its first block, and the first one was above
-                if slice_index > run.start:
-                    (q,) = swap.receive_heads(arriving.pop(0), sent[slice_index])
-                total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
-                slice_states.append((q, total, swap.slice_call(call, slice_index)))
-            q, total, slice_call = slice_states[slice_index - run.start]
-            add_block(total, q, k, v, launches, slice_call)
-            if turn + 1 == members.turns:
-                out, lse = total.result_with_sinks(slice_call.sinks)
-                out = out.to(q.dtype)
-                leaving.append(swap.send_rows((out,), "attention all-to-all forward, back"))
-                saved.append(Saved(q, own_k, own_v, out, lse))
-                own_k = own_v = q.new_empty(0)  # slices that share keys and values save them with the first
-        if turn + 1 < members.turns:
-            yield
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, swap: HeadSwap, call: AttendCall) -> None:
+        self.saved: list[Saved] = []
+        self._swap = swap
+        self._call = call
+        self._sent = swap.tensors_to_send(q, k, v)
+        self._arriving = [swap.send_heads(tensors, i, _FORWARD) for i, tensors in enumerate(self._sent)]
+        self._leaving = list[Handle]()
+
+    def ring_turns(self, run: range) -> Iterator[None]:
+        """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
+
+        A slice is received right before its first block; only the first of the run brings keys and values.
+        """
+        members = self._swap.members
+        q, own_k, own_v = self._receive_slice(run.start)
+        blocks = key_blocks(own_k, own_v, members)
+        totals = list[tuple[Tensor, Partial, AttendCall]]()  # of each slice: its queries, their sum, its call
+        for turn in range(members.turns):
+            launches, k, v = next(blocks)
+            for slice_index in run:
+                if turn == 0:
+                    if slice_index > run.start:
+                        (q,) = self._receive_slice(slice_index)
+                    total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
+                    totals.append((q, total, self._swap.slice_call(self._call, slice_index)))
+                q, total, slice_call = totals[slice_index - run.start]
+                add_block(total, q, k, v, launches, slice_call)
+                if turn + 1 == members.turns:
+                    out, lse = total.result_with_sinks(slice_call.sinks)
+                    out = out.to(q.dtype)
+                    self._leaving.append(self._swap.send_rows((out,), f"{_FORWARD}, back"))
+                    self.saved.append(Saved(q, own_k, own_v, out, lse))
+                    own_k = own_v = q.new_empty(0)  # the other slices of the run save no keys and values
+            if turn + 1 < members.turns:
+                yield
+
+    def write_output(self, out: Tensor) -> None:
+        """Write what comes back to out (T, N, Hv), slice after slice."""
+        for slice_index in range(self._swap.slices):
+            self._swap.write_rows(self._leaving.pop(0), (out,), slice_index)
+
+    def _receive_slice(self, slice_index: int) -> tuple[Tensor, ...]:
+        return self._swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
 
 
 def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
@@ -262,7 +282,11 @@ class _Backward:
     ) -> None:
         self._leaving: list[tuple[int, slice, Handle]] = []
         self._received: tuple[Tensor, ...] = ()  # dq, dk and dv of the local rows, once the first slices have arrived
-        self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
+        self._dout = dout
+        self._saved = saved
+        self._swap = swap
+        self._call = call
+        self._kv_dtype = kv_dtype
         self._is_local = saved[0].q.shape[1] == swap.split.heads  # forward saved the own rows with all heads
         self._sent: list[tuple[Tensor, ...]] = [(dout,)] * swap.slices
         self._takes_deltas = call.kernel is not None and call.kernel.takes_deltas(call)
@@ -272,7 +296,8 @@ class _Backward:
                 numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice) if self._takes_deltas else out
             )
             self._sent = [(*tensors, dout, output_or_deltas) for tensors in swap.tensors_to_send(q, k, v)]
-        self._in_flight, self._arriving = in_flight, list[Handle]()
+        self._in_flight = in_flight
+        self._arriving = list[Handle]()
         for slice_index in range(min(in_flight, swap.slices)):
             self._send_output_gradients(slice_index)
         self._shared_kv: tuple[Tensor, ...] = ()  # they arrived with the first of the slices that share them
@@ -280,7 +305,8 @@ class _Backward:
         self._kv_addends: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
 
     def compute_slice(self, slice_index: int) -> None:
-        swap, queries = self._swap, self._receive_queries(slice_index)
+        swap = self._swap
+        queries = self._receive_queries(slice_index)
         slice_gradients = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
         self._dsinks[slice_index] = slice_gradients.sinks
         gradients = [slice_gradients.q.to(self._dout.dtype)]
@@ -300,7 +326,8 @@ class _Backward:
         Work on the own block waits for nobody, so it fills gaps: that of the first half of all slices is done before
         the first block arrives, that of the others while the last gradients travel.
         """
-        queries, own_pairs = list[Queries](), list[_Pair]()
+        queries = list[Queries]()
+        own_pairs = list[_Pair]()
         if self._is_local:  # keys and values arrive with the first queries; exchanged ones are at hand
             queries.append(self._receive_queries(run.start))
         first_saved = queries[0].saved if queries else self._swap.saved_of_slice(self._saved, run.start)
@@ -324,7 +351,9 @@ class _Backward:
     def receive_gradients(self) -> tuple[Tensor, ...]:
         """Return dq, dk and dv (T, heads, size), complete at the end, with every copy of a head."""
         if not self._received and self._leaving:
-            dout, saved, split = self._dout, self._saved[0], self._swap.split
+            dout = self._dout
+            saved = self._saved[0]
+            split = self._swap.split
             shapes = [(len(dout), split.kv_heads * split.kv_copies, x.shape[2]) for x in (saved.k, saved.v)]
             dk, dv = (dout.new_empty(shape, dtype=self._kv_dtype) for shape in shapes)
             self._received = dout.new_empty((len(dout), split.heads, saved.q.shape[2])), dk, dv
@@ -359,7 +388,8 @@ class _Backward:
             k, v = self._shared_kv = tuple(kv) or self._shared_kv
             saved = Saved(q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
         else:
-            (dout,), saved = arrived, swap.saved_of_slice(self._saved, slice_index)
+            (dout,) = arrived
+            saved = swap.saved_of_slice(self._saved, slice_index)
         return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
 
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:

@@ -42,7 +42,7 @@ from longspan.comm.shard import break_graphs_around
 from longspan.errors import AttentionError, import_object
 from longspan.plan import Group
 from longspan.plan.check import COMM_TYPES
-from longspan.plan.cost.cost import REPLAYED_NUMBERS
+from longspan.plan.messages import REPLAYED_NUMBERS
 
 REPLAYED_KERNELS = ("fa4", "torch_flash")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -162,7 +162,8 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
     Raises AttentionError, naming the group, for a type that is unknown, a2a and p2p sizes whose product is not the
     degree, or heads that members cannot exchange.
     """
-    types, sizes = arguments.cp_comm_type, arguments.sizes
+    types = arguments.cp_comm_type
+    sizes = arguments.sizes
     if not isinstance(types, str | tuple | None):
         raise AttentionError(f"cp_comm_type is {types!r}; use one of {', '.join(COMM_TYPES)}, or one per layer")
     if sizes is not None:
@@ -176,7 +177,8 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
 
 def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
     """The call's type wins over the group's; of a list of types the layer's is taken."""
-    group, where = shard.micro_batch.groups[index], f" of group {index}"
+    group = shard.micro_batch.groups[index]
+    where = f" of group {index}"
     if arguments.cp_comm_type is None:
         kind = _layer_comm_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
         if kind != "auto":
@@ -212,9 +214,11 @@ def _comm_choice_of_type(kind: str, group: Group, sizes: Sizes | None) -> CommCh
 
 
 def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) -> CommChoice:
-    automatic, key = cache_of(shard).automatic, (index, call)
+    automatic = cache_of(shard).automatic
+    key = (index, call)
     if key not in automatic:
-        group, world = shard.micro_batch.groups[index], world_of(shard.world_key)
+        group = shard.micro_batch.groups[index]
+        world = world_of(shard.world_key)
         fastest = world.machine.fastest_type(group, call.sizes, node_size=world.node_size)
         automatic[key] = _comm_choice_of_type(fastest.cp_comm_type, group, fastest.sizes)
     return CommChoice(*automatic[key])
@@ -282,7 +286,8 @@ def pack_call(
     check_attention_arguments(arguments)
     check_sinks(sinks, q)
     check_indices(indices, q, shard, arguments)
-    groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
+    groups = shard.micro_batch.groups
+    scale = q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
     mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.lengths)
     if arguments.chunk is not None and shard.has_spans:  # no model defines whether a span reaches over a chunk's end
@@ -326,7 +331,8 @@ def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: Seq
 
 def find_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int = 1) -> Members:
     """Find the members of a part's group; those with the same mask are made once for a shard."""
-    mask, cache = mask.for_lengths(part.group.lengths), cache_of(shard)
+    mask = mask.for_lengths(part.group.lengths)
+    cache = cache_of(shard)
     key = (part.index, inner, mask)
     if key not in cache.members:
         cache.members[key] = Members(part, mask, shard.device, inner, shard.spans_of(part))
@@ -442,7 +448,9 @@ def attend(
                 f"dropout is {dropout!r} while a CUDA graph is captured: it holds the seed, so that every replay would "
                 "drop the same weights; capture with dropout=0.0, or call attend outside the graph"
             )
-        words = (*shard.seed, -1 if layer is None else layer) if dropout_seed is None else (dropout_seed,)
+        words = (dropout_seed,)
+        if dropout_seed is None:
+            words = (*shard.seed, -1 if layer is None else layer)
         call = replace(call, dropout=Dropout(dropout, mix_seed(*words), first_head))
     q = q if call.sign == 1 else q * call.sign
     if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host
@@ -468,7 +476,8 @@ def _cached_call(
     tensors = (q, k, v, sinks, indices)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
         return pack_call(q, k, v, sinks, shard, arguments, indices)  # raises
-    cache, types = cache_of(shard), arguments.cp_comm_type
+    cache = cache_of(shard)
+    types = arguments.cp_comm_type
     by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
     arguments = arguments if by_layer else arguments._replace(layer=None)
     shapes = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
@@ -494,7 +503,8 @@ class _Attend(torch.autograd.Function):
         for each part in how many slices of heads it ran.
         """
         q, k, v = _contiguous_heads(q, k, v)
-        recording, with_tensors = active_recording.get(), _call_with_tensors(call, sinks, indices)
+        recording = active_recording.get()
+        with_tensors = _call_with_tensors(call, sinks, indices)
         if recording is None:
             out, saved, slices = _attend_parts(q, k, v, with_tensors)
         else:
@@ -502,7 +512,8 @@ class _Attend(torch.autograd.Function):
             out, saved, slices = recording.record_or_replay(
                 lambda: _attend_parts(q, k, v, with_tensors, save_local), (q, k, v), indices
             )
-        ctx.call, ctx.slices = call, slices
+        ctx.call = call
+        ctx.slices = slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, indices, out if any(x is None for x in saved) else None, *saved)
         # A view, for autograd refuses writes into a view that a function returns. A write into `out` would change what
@@ -516,14 +527,17 @@ class _Attend(torch.autograd.Function):
         part.
         """
         sinks, indices, *saved = ctx.saved_tensors
-        call, slices, shapes = _call_with_tensors(ctx.call, sinks, indices), ctx.slices, ctx.shapes
+        call = _call_with_tensors(ctx.call, sinks, indices)
+        slices = ctx.slices
+        shapes = ctx.shapes
         given = [gradients[0].contiguous(), *saved]
 
         def run(call: AttendCall, *tensors: Tensor) -> list[Any]:
             present = iter(tensors)
             return _gradients_of_parts([x if x is None else next(present) for x in given], call, slices, shapes)
 
-        present, key = [x for x in given if x is not None], (*slices, *(x is None for x in given))
+        present = [x for x in given if x is not None]
+        key = (*slices, *(x is None for x in given))
         return *_run_or_replay(run, present, call, "backward", key), None, None
 
 
@@ -540,10 +554,12 @@ def _gradients_of_parts(
         del saved[-_SAVED * count :]
         saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
         with _disable_autocast(dout):
-            compute, part_call = find_comm_pattern(cp_comm_type)[1], call.for_rows(rows)
+            compute = find_comm_pattern(cp_comm_type)[1]
+            part_call = call.for_rows(rows)
             parts.insert(0, compute(take_rows(dout, rows), saved_slices, members, part_call))
     dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, shapes)
-    dsinks, sinks = None, call.sinks
+    dsinks = None
+    sinks = call.sinks
     if sinks is not None:
         dsinks = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
         for part_gradients in parts:

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from longspan.attention.rows import Partial, RowIndex, RowSum, deltas, take_rows
-from longspan.attention.tiles import Launch, Mask, Tile, Tokens, span_tiles, tiles_between
+from longspan.attention.tiles import Launch, Mask, RowIdentities, Tile, span_tiles, tiles_between
 from longspan.comm import Addend, Channel, SequenceShard, ShardPart, to_device, world_of
 from longspan.comm.replays import Replay
 from longspan.layout import Segments
 from longspan.layout.segments import NO_SPANS, Integers, Spans, expand_runs, segments_from_runs
 from longspan.plan import AttentionCall
-from longspan.plan.cost.machine import fetched_share
-from longspan.plan.head_split import count_head_groups
+from longspan.plan.messages import count_head_groups, fetched_share
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -117,7 +116,8 @@ class Members:
 
     def real_segments(self, member: int) -> Segments:
         """The rows of one member without those that pad documents out: padding takes no part in attention."""
-        segments, group = self.segments(member), self.part.group
+        segments = self.segments(member)
+        group = self.part.group
         if group.pad_to is None:
             return segments
         stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])
@@ -132,7 +132,8 @@ class Members:
         rank after rank, and `in_order[second]` is in order of arrival if `in_order` is in document order.
         """
         document, start, stop = self._list_runs(self.member)
-        order, sizes = np.lexsort((start, document)), stop - start
+        order = np.lexsort((start, document))
+        sizes = stop - start
         begins = np.empty_like(start)
         begins[order] = np.cumsum(sizes[order]) - sizes[order]  # where each run that arrives begins in document order
         places = expand_runs(begins, begins + sizes)  # the place of each row that arrives, in document order
@@ -183,17 +184,18 @@ class Members:
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
         """`positions` returns the position in its document of every row of the key tensor; only dropout and indices
         call it."""
-        document_ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
+        document_ids = np.asarray(self.part.group.documents, dtype=np.int64)
+        segments = self.segments(self.member)
 
         # `Members` holds the launches, and they hold this function. It must not refer to `Members`: in a reference
         # cycle the launches' tensors would stay on the device until Python's garbage collector runs.
-        def tokens() -> Tokens:
+        def identities() -> RowIdentities:
             document = np.repeat(document_ids[segments.document], segments.stop - segments.start)
-            return Tokens(document, segments.positions, positions())
+            return RowIdentities(document, segments.positions, positions())
 
         queries = self.real_segments(self.member)
         tilings = tiles_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
-        return tuple(Launch(tiling, self.device, tokens) for tiling in tilings)
+        return tuple(Launch(tiling, self.device, identities) for tiling in tilings)
 
     @property
     def turns(self) -> int:
@@ -207,11 +209,13 @@ class Members:
 
     @cached_property
     def window_rows(self) -> WindowRows:
-        keys, all_members = self.visible_rows(self.member), range(self.degree)
+        keys = self.visible_rows(self.member)
+        all_members = range(self.degree)
         seen = [self._find_rows_among_keys(keys, owner) for owner in all_members]
         to_send = [self._find_rows_among_keys(self.visible_rows(reader), self.member)[0] for reader in all_members]
         own_rows, own_places = seen[self.member]
-        to_send[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
+        to_send[self.member] = _NO_ROWS
+        seen[self.member] = (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
         return WindowRows(
             self._make_launches(keys, lambda: keys.positions),
             rows_to_send=tuple(to_device(rows, self.device) for rows in to_send),
@@ -235,7 +239,8 @@ class Members:
         start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
         if chunk is not None:
             start = np.maximum(start, runs.start - runs.start % chunk)
-        same_document, stop = runs.document[1:] == runs.document[:-1], self.spans.run_ends(runs)
+        same_document = runs.document[1:] == runs.document[:-1]
+        stop = self.spans.run_ends(runs)
         # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.
         start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
         return segments_from_runs(runs.document, start, stop)
@@ -300,7 +305,8 @@ def _to_signed_word(word: int) -> int:
 
 
 _GOLDEN = _to_signed_word(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _to_signed_word(0xBF58476D1CE4E5B9), _to_signed_word(0x94D049BB133111EB)
+_FIRST = _to_signed_word(0xBF58476D1CE4E5B9)
+_SECOND = _to_signed_word(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -313,7 +319,7 @@ class Dropout:
 
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
         """Return what each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate)."""
-        document, q_position, k_position = launch.tokens
+        document, q_position, k_position = launch.row_identities
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
         row = _absorb_word(
@@ -344,7 +350,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-_CPU, _CAUSAL = torch.device("cpu"), Mask()
+_CPU = torch.device("cpu")
+_CAUSAL = Mask()
 
 
 class Saved(NamedTuple):
@@ -377,7 +384,7 @@ class CallPart(NamedTuple):
 class AttendCall:
     """What `attend` does for q (T, N, H), k (T, K, H) and v (T, K, Hv) over a shard.
 
-    N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0, as kernels
+    N, K, H and Hv are `heads`, `kv_heads`, `head_dim` and `value_dim`. `scale` is above 0, as kernels
     find the largest score before they scale; the sign of a negative one is in `sign`, by which q is multiplied (0 for a
     scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
     document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/segments.py`),
@@ -392,8 +399,8 @@ class AttendCall:
 
     heads: int
     kv_heads: int
-    head_size: int
-    value_size: int
+    head_dim: int
+    value_dim: int
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = _CPU
     mask: Mask = _CAUSAL
@@ -418,8 +425,8 @@ class AttendCall:
         return AttentionCall(
             heads=self.heads,
             kv_heads=self.kv_heads,
-            head_dim=self.head_size,
-            value_dim=self.value_size,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
             bytes_per_number=self.dtype.itemsize,
             causal=self.mask.causal,
             window=self.mask.window,
@@ -471,7 +478,7 @@ class HeadSizes:
 class Kernel:
     """A row of the support table: what a kernel can do, and its two functions.
 
-    `needs` is what it depends on; `device_lack` returns what this installation or device lacks of that ("" where
+    `needs` is what it depends on; `unsupported_reason` returns what this installation or device lacks of that ("" where
     nothing). `required` are features that a call must have. `one_document_only`: by name it runs every launch, but
     without a name it is chosen only for calls with one document in each group. `takes_deltas` tells of a call whether
     backward takes dout · out of each row and head in place of the output.
@@ -488,18 +495,18 @@ class Kernel:
     deterministic: bool = True
     one_document_only: bool = False
     needs: str = ""
-    device_lack: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
+    unsupported_reason: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
     takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
 
-    def lack_for(self, call: AttendCall) -> str:
+    def unsupported_call_reason(self, call: AttendCall) -> str:
         """Return why this kernel cannot compute the call, as "needs …, got …"; "" where it can."""
         if call.device.type not in self.devices:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
         if call.dtype not in self.dtypes:
             return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
-        if not self.head_sizes.accepts(call.head_size, call.value_size):
-            got = str(call.head_size)
-            got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
+        if not self.head_sizes.accepts(call.head_dim, call.value_dim):
+            got = str(call.head_dim)
+            got += "" if call.value_dim == call.head_dim else f" with values of {call.value_dim}"
             return f"needs a head size of {self.head_sizes}, got {got}"
         if unsupported := call.features - self.features:
             only_spans = call.spans and call.mask.window is None  # kernels compute spans as windows
@@ -511,11 +518,11 @@ class Kernel:
             )
         if call.deterministic and not self.deterministic:
             return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
-        return self.device_lack(call.device)
+        return self.unsupported_reason(call.device)
 
     def suits(self, call: AttendCall) -> bool:
         """The kernel can compute the call and may be chosen without being named."""
-        return (call.one_document or not self.one_document_only) and not self.lack_for(call)
+        return (call.one_document or not self.one_document_only) and not self.unsupported_call_reason(call)
 
 
 def dtype_name(value: Any) -> str:
@@ -574,7 +581,8 @@ def block_gradients(
     The k and v of `saved` are the block's.
     """
     assert call.kernel is not None
-    addends, (q, k, v, out, lse) = list[Addend](), saved
+    addends = list[Addend]()
+    q, k, v, out, lse = saved
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
         launch_saved = Saved(

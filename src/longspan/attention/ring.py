@@ -83,7 +83,8 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
     groups = backward_head_groups(max(members.counts), saved.q, saved.k.shape[1])
     if len(groups) == 1:
         return _backward_of_head_slice(dout, saved, members, call)
-    dq, group_gradients = saved.q.new_empty(saved.q.shape), list[Gradients]()
+    dq = saved.q.new_empty(saved.q.shape)
+    group_gradients = list[Gradients]()
     for kv, q in groups:
         group_saved = Saved(
             saved.q[:, q], saved.k[:, kv].contiguous(), saved.v[:, kv].contiguous(), saved.out[:, q], saved.lse[:, q]
@@ -105,7 +106,8 @@ def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: 
         addends = block_gradients(queries.dq, dout, saved, members.launches(0), call)
         dk, dv = sum_addends(addends, saved.k, saved.v)
     else:
-        ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _head_slices_of_own_block(saved)
+        ring = RingGradients(saved.k, saved.v, members)
+        first_heads, *later_heads = _head_slices_of_own_block(saved)
         own_pairs = [_own_block_gradients(queries, members, first_heads)]
         for _ in range(1, members.degree):
             ring.compute_next_block([queries])
@@ -124,7 +126,9 @@ class RingGradients:
     """
 
     def __init__(self, k: Tensor, v: Tensor, members: Members) -> None:
-        channel, keys, dtype = members.channel, (k, v), accumulation_dtype(k.dtype)
+        channel = members.channel
+        keys = (k, v)
+        dtype = accumulation_dtype(k.dtype)
         label = "attention ring backward, gradients"
         self._members = members
         self._sums = GradientRing(channel, keys, members.counts, label, add=add_addends, dtype=dtype)
@@ -134,7 +138,8 @@ class RingGradients:
     def compute_next_block(self, queries: Sequence[Queries]) -> None:
         """A block of another member travels on to the next one; the sums of its dk and dv follow it."""
         owner, (k, v) = next(self._blocks)
-        launches, addends = self._members.launches(owner), list[Addend]()
+        launches = self._members.launches(owner)
+        addends = list[Addend]()
         for dout, saved, call, dq in queries:
             addends += block_gradients(dq, dout, saved._replace(k=k, v=v), launches, call)
         self._sums.add(owner, addends)
@@ -163,7 +168,8 @@ def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) ->
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
     saved_heads = Saved(q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads])
-    dq_part, launches = RowSum(tuple(saved_heads.q.shape), saved_heads.q), members.launches(members.member)
+    dq_part = RowSum(tuple(saved_heads.q.shape), saved_heads.q)
+    launches = members.launches(members.member)
     addends = block_gradients(dq_part, dout[:, heads], saved_heads, launches, call.for_heads(heads.start, heads.stop))
     gradients = sum_addends(addends, saved_heads.k, saved_heads.v)
     dq.add_heads(heads, dq_part.result())
@@ -192,7 +198,8 @@ def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) ->
 
 def _send_gradients_back(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
     """Send gradients of the rows seen here to the members that hold them; return the sums for this member's rows."""
-    window_rows, dtype = members.window_rows, accumulation_dtype(gradients[0].dtype)
+    window_rows = members.window_rows
+    dtype = accumulation_dtype(gradients[0].dtype)
     counts = [len(rows) for rows in window_rows.rows_to_send]  # of the gradients that come back
     others_gradients = join_columns(gradients, window_rows.received_places, dtype)
     handle = members.channel.all_to_all_rows(others_gradients, window_rows.receive_counts, counts, label)

@@ -104,7 +104,8 @@ def copy_rows(
     One program copies one row of one member; of the pairs a, b and c the first COUNT are copied. Each has strides of
     rows and members, and a width, up to the power of two A, B or C.
     """
-    row, member = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    member = tl.program_id(1).to(tl.int64)
     at = row
     if HAS_INDEX:
         at = tl.load(index + row)

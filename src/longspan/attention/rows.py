@@ -90,7 +90,9 @@ def _launch_kernel(
     on no more than that, and on whether 16 divides each address: only launches where it divides all are remembered.
     With `distinct` only that many first arguments are looked at: the others repeat some of those.
     """
-    addresses, key, values = 0, [name, grid], constants.values()
+    addresses = 0
+    key = [name, grid]
+    values = constants.values()
     for x in arguments[:distinct]:
         if type(x) is int or x is None:
             key.append(x)
@@ -271,7 +273,9 @@ def views_by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list
 
     There is a view (rows, members, width) for each of `widths`, into which the columns are cut from left to right.
     """
-    columns, start, views = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
+    columns = matrix.shape[1]
+    start = matrix.storage_offset()
+    views = list[Tensor]()
     rows = matrix.shape[0] // members
     for width in widths:
         views.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
@@ -306,7 +310,8 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
     if addends and can_run_row_kernels(total) and total.dtype == torch.float32:
         rows, width = total.shape
         for first in range(0, len(addends) if rows else 0, 2):
-            (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
+            a, a_index = addends[first]
+            b, b_index = addends[min(first + 1, len(addends) - 1)]
             arguments = (total, total.stride(0), a, a_index, a.stride(0), b, b_index, b.stride(0), width)
             constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _padded_width(width)}
             _launch_kernel("sum_rows", (rows, 1, 1), arguments, constants)
@@ -359,7 +364,8 @@ class Partial:
     """
 
     def __init__(self, rows: int, heads: int, head_size: int, like: Tensor) -> None:
-        self._shape, self._like = (rows, heads, head_size), like
+        self._shape = (rows, heads, head_size)
+        self._like = like
         self._total: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
@@ -401,7 +407,8 @@ class RowSum:
     """A sum of tensors that each cover some of the rows; rows that none covers are zero."""
 
     def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
-        self._shape, self._like = shape, like
+        self._shape = shape
+        self._like = like
         self._total: Tensor | None = None
 
     def add(self, rows: RowIndex, x: Tensor) -> None:

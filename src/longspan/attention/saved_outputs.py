@@ -121,7 +121,8 @@ class Reentrant(AbstractContextManager[None]):
 @contextmanager
 def _activate_recording(recording: Recording, start: int | None) -> Iterator[None]:
     """From its call `start` on (None: it records)."""
-    token, recording._next = active_recording.set(recording), start
+    token = active_recording.set(recording)
+    recording._next = start
     try:
         yield
     finally:

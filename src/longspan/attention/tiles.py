@@ -116,7 +116,8 @@ class Tiling:
         # A row sees from `left` keys before its own to `right` after it: so a key is seen from `right` rows before on.
         limit_before, limit_after = (self.right, self.left) if of_keys else (self.left, self.right)
         # What the block's first row (or key) is aligned to on the other side, and what the block meets there.
-        aligned, most = start + (other_lengths - lengths)[tile], other_lengths[tile]
+        aligned = start + (other_lengths - lengths)[tile]
+        most = other_lengths[tile]
         first_met = 0 if limit_before is None else np.maximum(aligned - limit_before, 0)
         end_met = most if limit_after is None else np.minimum(aligned + rows + limit_after, most)
         order = np.argsort(first_met - end_met, kind="stable")
@@ -135,7 +136,7 @@ def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
     return expand_runs(starts, stops)
 
 
-class Tokens(NamedTuple):
+class RowIdentities(NamedTuple):
     """Who the rows of a block are: document id and position of every query row, position of every key row."""
 
     document: Integers
@@ -163,14 +164,16 @@ class Launch:
     each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`).
     """
 
-    def __init__(self, tiling: Tiling, device: torch.device, tokens: Callable[[], Tokens] | None = None) -> None:
+    def __init__(
+        self, tiling: Tiling, device: torch.device, identities: Callable[[], RowIdentities] | None = None
+    ) -> None:
         self.tiling: Tiling = tiling
         self.device: torch.device = device
         self.left: int | None = tiling.left
         self.right: int | None = tiling.right
         self.q_rows: slice | Tensor = _index_on_device(tiling.q_rows(), device)
         self.k_rows: slice | Tensor = _index_on_device(tiling.k_rows(), device)
-        self._tokens = tokens
+        self._identities = identities
         self._blocks: dict[tuple[int, bool], Tensor] = {}
 
     @cached_property
@@ -202,10 +205,10 @@ class Launch:
         return self._blocks[rows, of_keys]
 
     @cached_property
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+    def row_identities(self) -> tuple[Tensor, Tensor, Tensor]:
         """Documents and positions of the query rows that a kernel receives, and positions of its key rows."""
-        assert self._tokens is not None, "this launch was made without tokens"
-        document, q_position, k_position = self._tokens()
+        assert self._identities is not None, "this launch was made without identities of rows"
+        document, q_position, k_position = self._identities()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
         picked = (document[q_rows], q_position[q_rows], k_position[k_rows])
         # Copied: positions are read-only, which torch warns of.
@@ -214,9 +217,11 @@ class Launch:
 
     @cached_property
     def chosen_keys(self) -> ChosenKeys:
-        assert self._tokens is not None, "this launch was made without tokens"
-        bounds, positions = self.tiling.packed_tiling().bounds, self._tokens().k_position[self.tiling.k_rows()]
-        starts, (rows, keys) = bounds[:, 2], (bounds[:, 1::2] - bounds[:, ::2]).T
+        assert self._identities is not None, "this launch was made without identities of rows"
+        bounds = self.tiling.packed_tiling().bounds
+        positions = self._identities().k_position[self.tiling.k_rows()]
+        starts = bounds[:, 2]
+        rows, keys = (bounds[:, 1::2] - bounds[:, ::2]).T
         ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)
         ends[:, 1:] = np.cumsum([np.maximum.reduceat(positions, starts) + 1, rows * -(-keys // 64)], axis=1)
         places = np.full(ends[0, -1], -1, dtype=np.int32)
@@ -256,7 +261,8 @@ class DenseCall(NamedTuple):
 
     def write_or_merge_result(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         if self.first:
-            total_out[self.rows], total_lse[self.rows] = out, lse
+            total_out[self.rows] = out
+            total_lse[self.rows] = lse
         else:
             merge_rows_(total_out, total_lse, self.rows, out, lse)
 
@@ -336,7 +342,8 @@ def tiles_between(
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
     """Every document has as many numbers as `longest` positions have chunks, so that no two chunks share one."""
     first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
-    number, run = expand_runs(first_chunk, end_chunk), np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
+    number = expand_runs(first_chunk, end_chunk)
+    run = np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
     start = np.maximum(segments.start[run], number * chunk)
     stop = np.minimum(segments.stop[run], (number + 1) * chunk)
     document = segments.document[run] * -(-longest // chunk) + number
@@ -354,7 +361,8 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
     same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
     is_first = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))  # of its document and mask
     index = np.arange(len(order))
-    turn, mask = np.empty_like(index), np.empty_like(index)
+    turn = np.empty_like(index)
+    mask = np.empty_like(index)
     # `turn`: the number of a tile among those of its document and mask; `mask`: the number of its mask
     turn[order] = index - np.maximum.accumulate(np.where(is_first, index, 0))
     mask[order] = np.cumsum(np.append(0, ~same_mask))
@@ -387,7 +395,8 @@ def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
     document_index = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
     is_in_k = documents[document_index] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
     q_run = np.flatnonzero(is_in_k)
-    starts, count = first_runs[document_index[q_run]], runs[document_index[q_run]]
+    starts = first_runs[document_index[q_run]]
+    count = runs[document_index[q_run]]
     return np.repeat(q_run, count), expand_runs(starts, starts + count), np.repeat(starts, count)
 
 
@@ -400,7 +409,8 @@ def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]
 
 
 def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
-    (document, q_start, q_stop), (k_document, k_start, k_stop) = _document_extents(q), _document_extents(k)
+    document, q_start, q_stop = _document_extents(q)
+    k_document, k_start, k_stop = _document_extents(k)
     document, q_index, k_index = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
     no_limit = np.full_like(document, -1)
     return TileArrays(
@@ -446,8 +456,10 @@ def _join_neighbours(tiles: TileArrays) -> TileArrays:
     added_keys = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
     continues = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
     continues &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == added_keys)
-    is_first, is_last = np.ones(len(tiles.document), dtype=bool), np.ones(len(tiles.document), dtype=bool)
-    is_first[1:], is_last[:-1] = ~continues, ~continues
+    is_first = np.ones(len(tiles.document), dtype=bool)
+    is_last = np.ones(len(tiles.document), dtype=bool)
+    is_first[1:] = ~continues
+    is_last[:-1] = ~continues
     return tiles.select(is_last)._replace(q_start=tiles.q_start[is_first])
 
 
@@ -460,7 +472,8 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
     0, because a row more than window − 1 positions after the last key sees none.
     """
     q_run, k_run, _ = pair_runs(q, k)
-    (q_start, q_stop), (k_start, k_stop) = (q.start[q_run], q.stop[q_run]), (k.start[k_run], k.stop[k_run])
+    q_start, q_stop = (q.start[q_run], q.stop[q_run])
+    k_start, k_stop = (k.start[k_run], k.stop[k_run])
     first_position, end_position = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
     k_first, k_last = np.maximum(k_start, first_position - window + 1), np.minimum(k_stop, end_position)
     to_row, to_key = q.offset[q_run] - q_start, k.offset[k_run] - k_start
@@ -518,8 +531,10 @@ def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
     one key more.
     """
     q_run, k_run, _ = pair_runs(q, k)
-    start, k_stop = q.start[q_run], k.stop[k_run]
-    stop, k_start = np.minimum(q.stop[q_run], k_stop - 1), np.maximum(k.start[k_run], start + 1)
+    start = q.start[q_run]
+    k_stop = k.stop[k_run]
+    stop = np.minimum(q.stop[q_run], k_stop - 1)
+    k_start = np.maximum(k.start[k_run], start + 1)
     to_row, to_key = q.offset[q_run] - start, k.offset[k_run] - k.start[k_run]
     left = k_stop - 1 - stop  # the last row, at position stop − 1, sees keys from position stop on
     hides = left < k_stop - k_start - 1

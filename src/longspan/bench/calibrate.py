@@ -58,7 +58,7 @@ def time_run(run: Callable[[], object], world: World) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class CalibrationSample:
     """One measurement: how often each thing that has a price counts in it, and its seconds; messages have a kind."""
 
     part: Part
@@ -74,7 +74,7 @@ class Calibration:
     """A machine, and the measured and fitted seconds of each sample."""
 
     machine: Machine
-    samples: tuple[Sample, ...]
+    samples: tuple[CalibrationSample, ...]
     fitted_seconds: tuple[float, ...]
 
     @property
@@ -83,7 +83,7 @@ class Calibration:
         return float(np.mean([abs(seconds / sample.seconds - 1) for seconds, sample in pairs]))
 
 
-def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False) -> Calibration:
+def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: bool = False) -> Calibration:
     """Fit the machine under which the samples' relative errors are least, in squares, over `base`. Figures that no
     sample decides are those of `base`, and their names stand in `assumed_parts`; if the device is not `known`, the rate
     of experts is scaled by how much faster its products are.
@@ -92,7 +92,7 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     figures: dict[str, Any] = {}
     fitted: dict[str, float] = {}
 
-    def fit_line(part: Part, *names: str, rows: Sequence[Sample] | None = None) -> dict[str, float]:
+    def fit_line(part: Part, *names: str, rows: Sequence[CalibrationSample] | None = None) -> dict[str, float]:
         """The seconds of one of each of these counts; notes what the samples of the part should take."""
         rows = parts.get(part, []) if rows is None else rows
         counts = [[sample.counts.get(name, 0.0) for name in names] for sample in rows]
@@ -108,7 +108,9 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     if byte := fit_line("memory", "bytes", "calls").get("bytes"):
         figures["memory_bytes_per_second"] = 1 / byte
     machine = replace(base, **figures)
-    others = list[tuple[Sample, float]]()  # what of a step is attention and passes over memory, half of it at most
+    others = list[
+        tuple[CalibrationSample, float]
+    ]()  # what of a step is attention and passes over memory, half of it at most
     for s in parts.get("step", []):
         attended = s.counts["attention flops"] + machine.half_speed_rows * s.counts["attention flops a row"]
         other = attended / machine.attention_flops_per_second
@@ -177,7 +179,7 @@ MANY = 4  # documents or groups of a slot
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CalibrationSizes:
     """The model whose steps are timed, with LAYERS layers, and the tokens and lengths of documents of a slot."""
 
     preset: str
@@ -188,15 +190,15 @@ class Sizes:
 
 
 SIZES = {
-    "cuda": Sizes("qwen3-8b", "bfloat16", (2048, 4096, 8192, 16384), 256, (2048, 8192, 16384, 32768)),
-    "cpu": Sizes("qwen3-tiny", "float32", (256, 512, 768, 1024), 32, (128, 256, 512, 1024)),
+    "cuda": CalibrationSizes("qwen3-8b", "bfloat16", (2048, 4096, 8192, 16384), 256, (2048, 8192, 16384, 32768)),
+    "cpu": CalibrationSizes("qwen3-tiny", "float32", (256, 512, 768, 1024), 32, (128, 256, 512, 1024)),
 }
 
 
 class Measured(NamedTuple):
     """The samples, and facts of the world that was measured."""
 
-    samples: list[Sample]
+    samples: list[CalibrationSample]
     device: str
     node_size: int
     seconds: float
@@ -205,7 +207,7 @@ class Measured(NamedTuple):
 class Trial(NamedTuple):
     """What is timed: a sample without its seconds, what runs, and how often in a row (short messages often)."""
 
-    sample: Sample
+    sample: CalibrationSample
     run: Callable[[], object]
     turns: int = 1
 
@@ -239,7 +241,7 @@ class _Bench:
     def seconds(self) -> float:
         return time.perf_counter() - self.began
 
-    def measure_samples(self) -> list[Sample]:
+    def measure_samples(self) -> list[CalibrationSample]:
         samples = self._time_trials([*self._step_trials(), *self._host_trials()], "steps of a model")
         self.model = None  # its memory is free for what follows
         samples += self._time_trials([*self._attention_trials(), *self._memory_trials()], "attention and memory")
@@ -247,7 +249,7 @@ class _Bench:
             samples += self._time_trials([*self._message_trials()], "messages between slots")
         return samples
 
-    def _time_trials(self, trials: list[Trial], label: str) -> list[Sample]:
+    def _time_trials(self, trials: list[Trial], label: str) -> list[CalibrationSample]:
         """The slowest rank's seconds in the median of rounds. Every round has all trials, so that what disturbs the
         machine for a while disturbs no sample in most rounds.
         """
@@ -273,7 +275,7 @@ class _Bench:
             per_slot = tokens_of_slot // length
             rows = tokens_of_slot * count
             attention = shape.layers * self._attention_flops(rows * length)
-            sample = Sample(
+            sample = CalibrationSample(
                 part="step",
                 name=f"step: {count} x {tokens_of_slot:,} tokens a slot, documents of {length:,}",
                 counts={
@@ -303,7 +305,7 @@ class _Bench:
                 plan = replace(plan, micro_batches=(MicroBatch(tuple(split)),))
             layers = self.shape.decoder_layers * batches
             counts = {"steps": 1, "layers": layers, "groups": layers * groups, "documents": layers * documents}
-            yield Trial(Sample(part="host", name=f"host: {name}", counts=counts), self._make_step_call(plan))
+            yield Trial(CalibrationSample(part="host", name=f"host: {name}", counts=counts), self._make_step_call(plan))
 
     def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
         home = self.replicas.home
@@ -348,7 +350,7 @@ class _Bench:
             counts = {"calls": 1, "flops": flops, "flops a row": flops / length}
             name = f"attention: {count * length:,} rows in pieces of {length:,}"
             call = partial(_attend_both_ways, inputs, gradient, shard)
-            yield Trial(Sample(part="attention", name=name, counts=counts), call)
+            yield Trial(CalibrationSample(part="attention", name=name, counts=counts), call)
 
     def _attention_flops(self, squares: float) -> float:
         """Of one layer's attention by the sum of squared lengths, half of which are causal pairs. Forward has two
@@ -361,7 +363,7 @@ class _Bench:
             x = torch.zeros(count, device=self.world.device)
             name = f"memory: {8 * count:,} bytes read and written"
             counts = {"calls": 1, "bytes": 8.0 * count}
-            yield Trial(Sample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4)
+            yield Trial(CalibrationSample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4)
 
     def _message_trials(self) -> Iterator[Trial]:
         """Between the slots of a host, and between hosts. Sizes are the bytes that a slot sends or receives itself; of
@@ -405,7 +407,9 @@ class _Bench:
             turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
             name = f"{kind} {level}: {size:,} bytes"
             counts = {"messages": 1, "bytes": float(size)}
-            yield Trial(Sample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns)
+            yield Trial(
+                CalibrationSample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns
+            )
 
     def _make_exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
         """Return a call that sends `block` bytes to each partner but this slot; other members send none."""

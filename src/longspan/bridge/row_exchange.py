@@ -74,7 +74,8 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
         x = x.clone()
         for source, target in moves.folds:
             x.index_add_(0, target, x[source])
-    packed, arriving = x[moves.leaves], sum(moves.receives)
+    packed = x[moves.leaves]
+    arriving = sum(moves.receives)
     pool = x.new_empty((arriving + len(moves.stays) + 1, *x.shape[1:]))
     handle = channel.exchange_runs(packed, moves.sends, pool[:arriving], moves.receives, what)
     torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[arriving:-1])
@@ -167,7 +168,8 @@ class RowExchange:
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
-        ctx.move, ctx.anchor_shape = move, anchor.shape
+        ctx.move = move
+        ctx.anchor_shape = anchor.shape
         return carry_rows(x.detach(), move._moves_there, move.channel, "row exchange")
 
     @staticmethod

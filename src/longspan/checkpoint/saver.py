@@ -74,10 +74,10 @@ class StagedTensors:
         self.sources.clear()
 
 
-class Stage:
+class HostCopies:
     """The memory for copies of a model's and an optimizer's local tensors on the host, kept from save to save.
 
-    >>> stage = Stage(world.device)
+    >>> stage = HostCopies(world.device)
     >>> staged = stage.begin_copies(tensors, model)   # of contents_to_save
     >>> staged.finish()
 
@@ -319,7 +319,7 @@ class CheckpointSaver:
         self._log = log if is_first_rank(world) else lambda _: None
         self._background = background
         self._running: RunningSave | None = None
-        self._stage = Stage(world.device)
+        self._stage = HostCopies(world.device)
         self._planner = make_save_planner()
         self._preparing: threading.Thread | None = None
         if background:

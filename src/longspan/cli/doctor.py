@@ -169,7 +169,7 @@ def kernel_checks() -> Iterator[Check]:
         # a call that any machine with the right device and package can run; the words are those for the last device
         dtype = kernel.dtypes[0]
         calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(name), deterministic=False) for name in devices]
-        lacks = [kernel.lack_for(call) for call in calls]
+        lacks = [kernel.unsupported_call_reason(call) for call in calls]
         if "" not in lacks:
             yield Check("kernel", kernel.name, f"not here: {lacks[-1]}", None)
 

@@ -20,7 +20,7 @@ from longspan.doctor.cases import (
     list_image_cases,
     list_type_cases,
 )
-from longspan.doctor.proof import InWorld, Proof, Ranks, proof_json, proof_text, run_proof
+from longspan.doctor.proof import InWorld, Proof, ProofRanks, proof_json, proof_text, run_proof
 from longspan.doctor.stock import no_video_reason
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, plural
@@ -125,7 +125,7 @@ def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Process
     def launch(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
         return run_on_ranks(fn, (task,), count, seconds)
 
-    ranks = Ranks(processes.ranks, processes.backend, timeout, show, launch if has_torchrun() else None)
+    ranks = ProofRanks(processes.ranks, processes.backend, timeout, show, launch if has_torchrun() else None)
     return run_proof(config, cases, ranks)
 
 

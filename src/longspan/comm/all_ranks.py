@@ -35,7 +35,8 @@ def leave_together(world: World) -> Iterator[None]:
     Another thread signals meanwhile that this rank still works: the time-out bounds how long a rank may be silent, not
     how long it works. Raises CommError for a rank that is lost.
     """
-    end, failures = Event(), list[BaseException]()
+    end = Event()
+    failures = list[BaseException]()
 
     def beat() -> None:
         try:
@@ -64,7 +65,8 @@ def result_or_first_error(
 
     Entered by all ranks, which do not communicate in `work`. `error_of` makes the error to raise from that of `work`.
     """
-    result, error = None, None
+    result = None
+    error = None
     with leave_together(world):
         try:
             result = work()
@@ -181,7 +183,8 @@ class StopSignal:
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
         """One press of Ctrl-C may arrive twice. A terminal that closed takes no output any more."""
-        now, name = time.monotonic(), signal.Signals(number).name
+        now = time.monotonic()
+        name = signal.Signals(number).name
         if number == signal.SIGTERM and launcher_is_gone():  # this process sent it to itself
             name = LAUNCHER_END
         if number in self._save_on:

@@ -48,8 +48,13 @@ class Handle:
         *,
         on_host: bool = False,
     ) -> None:
-        self._operation, self._works, self._keep, self._work_bytes = operation, works, keep, work_bytes
-        self._finish, self._result, self._on_host = finish, None, on_host
+        self._operation = operation
+        self._works = works
+        self._keep = keep
+        self._work_bytes = work_bytes
+        self._finish = finish
+        self._result = None
+        self._on_host = on_host
 
     def wait(self) -> Any:
         """Wait for the exchange. Raises CommError, with a failure report, where it fails or times out."""
@@ -67,7 +72,9 @@ class Handle:
                     operation.watch.watch_stream(operation)
         if self._finish is not None:
             self._result = self._finish()
-        self._works, self._keep, self._finish = (), None, None
+        self._works = ()
+        self._keep = None
+        self._finish = None
         return self._result
 
     def then(self, finish: Callable[[Any], Any]) -> "Handle":
@@ -125,7 +132,8 @@ class Channel:
         Tensors without elements are dropped on both sides. Between two members, tensors match in their order here.
         `result` is what the handle's `wait()` returns; `work_bytes` is that of `Handle`.
         """
-        parent, operation = self.group, self.watch.enter_operation(what, self.ranks)
+        parent = self.group
+        operation = self.watch.enter_operation(what, self.ranks)
         ops: list[dist.P2POp] = []
         for member, tensor in sends:
             if tensor.numel():
@@ -180,7 +188,8 @@ class Channel:
         if communicator is None:
             return self.exchange([(next_member, x)], [(previous_member, into)], what)
         sends, receives = [0] * self.degree, [0] * self.degree
-        sends[next_member], receives[previous_member] = x.shape[0], into.shape[0]
+        sends[next_member] = x.shape[0]
+        receives[previous_member] = into.shape[0]
         return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), what)
 
     def _all_to_all(
@@ -317,7 +326,11 @@ class Channels:
     def __init__(
         self, home: Layout, rank: int, device: torch.device, groups: ProcessGroups, meshes: Meshes, max_groups: int
     ) -> None:
-        self._home, self._rank, self._device, self._groups, self._meshes = home, rank, device, groups, meshes
+        self._home = home
+        self._rank = rank
+        self._device = device
+        self._groups = groups
+        self._meshes = meshes
         self._place = home.coordinates(rank)
         self._plane = home.plane(pp=self._place.pp, tp=self._place.tp)
         self._choice = CommunicatorChoice(max_groups)

@@ -38,15 +38,21 @@ class PairRounds:
     def __init__(
         self, group: ProcessGroup, ranks: Sequence[int], rank: int, limit: Callable[[], float] = lambda: 600.0
     ) -> None:
-        self._group, self._ranks, self._limit = group, tuple(ranks), limit
+        self._group = group
+        self._ranks = tuple(ranks)
+        self._limit = limit
         places = 1 << (len(ranks).bit_length() - 1)
         self._pairs = len(ranks) - places  # places of two members each, the first ones
         self._bits = [1 << k for k in range(places.bit_length() - 1)]
         index = ranks.index(rank)
         in_pair = index < 2 * self._pairs
-        self._place, self._is_second = index // 2 if in_pair else index - self._pairs, in_pair and index % 2 == 1
-        self._partner = index + (-1 if self._is_second else 1) if in_pair else None
-        self._calls, self._tag = 0, 0  # calls so far, and the tag of the messages of the last one
+        self._place = index // 2 if in_pair else index - self._pairs
+        self._is_second = in_pair and index % 2 == 1
+        self._partner = None
+        if in_pair:
+            self._partner = index - 1 if self._is_second else index + 1
+        self._calls = 0
+        self._tag = 0  # of the messages of the last call
 
     def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
         """Combine all members' tensors of one shape and dtype, in the order of the members; all get the result."""

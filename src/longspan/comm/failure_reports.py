@@ -72,7 +72,8 @@ def _entry_text(entry: dict[str, Any]) -> str:
 
 
 ANSWER_SECONDS = 5.0  # a report waits this long for answers
-NAMED, NAMED_NODES = 6, 8  # ranks and nodes named one by one in a message
+NAMED = 6  # ranks named one by one in a message
+NAMED_NODES = 8
 
 
 class Activity(NamedTuple):
@@ -110,7 +111,8 @@ class Nodes:
         >>> Nodes(("node 0", "node 1"), ((0, 1), (2, 3))).describe_ranks([1, 2, 3])
         'rank(s) (1) of node 0 and all ranks (2, 3) of node 1'
         """
-        parts, rank_set = list[str](), set(ranks)
+        parts = list[str]()
+        rank_set = set(ranks)
         for name, node_ranks in zip(self.names, self.ranks, strict=True):
             present = [rank for rank in node_ranks if rank in rank_set]
             if present:
@@ -139,11 +141,15 @@ class FailureReports:
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str, server: str = "the launcher") -> None:
-        self._rank, self._ranks, self._prefix, self.server = rank, tuple(ranks), prefix, server
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._prefix = prefix
+        self.server = server
         self._connect(root)
         self._processes = processes_of_torchrun()  # process ids of ranks on this host
         self.nodes: Nodes | None = None  # where the ranks run, once the world is open
-        self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
+        self._answered = 0  # the last report that this rank answered for
+        self._answered_at = -math.inf
         self._answering = threading.Lock()  # the main thread answers too, where its own collective fails
 
     def open_own_connection(self) -> None:
@@ -176,7 +182,8 @@ class FailureReports:
         with self._answering:
             if number > self._answered:
                 self._append_entry(f"{number}/answers", {"rank": self._rank, **activity._asdict()})
-                self._answered, self._answered_at = number, time.monotonic()
+                self._answered = number
+                self._answered_at = time.monotonic()
 
     def request_report(self, activity: Activity, since: float) -> FailureReport:
         """Return the report of a collective that this rank entered at the monotonic time `since`.
@@ -184,7 +191,8 @@ class FailureReports:
         If this rank has answered for a report since then, that report is of the same failure; otherwise the next one is
         requested. The first rank to request a report collects the answers and posts the report; the others wait for it.
         """
-        number, me = self._answered + (since > self._answered_at), str(self._rank)
+        number = self._answered + (since > self._answered_at)
+        me = str(self._rank)
         requests_it = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
         self.post_answer(number, activity)  # so that all ranks learn of the request
         if requests_it:

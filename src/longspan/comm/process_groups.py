@@ -69,7 +69,8 @@ class ProcessGroups:
         self.watch = watch
         self.shareable: ByRanks = {}  # shared with the open worlds that have the same
         self.made: list[GroupRecord] = []
-        self._backend, self._timeout = backend, timeout
+        self._backend = backend
+        self._timeout = timeout
         self._used: list[Shareable] = []
         self.by_ranks: dict[tuple[int, ...], ProcessGroup] = {}  # communicators, by their ranks in ascending order
         self.parents: dict[ParentName, ProcessGroup] = {}  # on which point-to-point runs
@@ -83,8 +84,11 @@ class ProcessGroups:
         yet, it is shared, and is not among `made`. All axes of meshes are one purpose, and so are all kinds that carry
         a layer's messages. `timeout` is that of the group's collectives in seconds (None: the world's).
         """
-        backend, timeout = backend or self._backend, timeout or self._timeout
-        purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"
+        backend = backend or self._backend
+        timeout = timeout or self._timeout
+        purpose = kind if kind in ("control", "pipeline", "saves") else "meshes"
+        if kind in AHEAD:
+            purpose = "messages"
         candidates = self.shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
         shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
         if shareable is None:
@@ -95,7 +99,8 @@ class ProcessGroups:
         return shareable.group
 
     def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
-        started, timeout = time.monotonic(), timedelta(seconds=seconds)
+        started = time.monotonic()
+        timeout = timedelta(seconds=seconds)
         options = None
         if kind in AHEAD and "nccl" in backend:
             options = dist.ProcessGroupNCCL.Options()
@@ -144,7 +149,11 @@ class ProcessGroups:
         return unused
 
 
-REPLICATE, SLOTS, OUTER, EP, TP = "replicate", "slots", "outer", "ep", "tp"
+REPLICATE = "replicate"
+SLOTS = "slots"
+OUTER = "outer"
+EP = "ep"
+TP = "tp"
 
 
 class Meshes:
@@ -154,7 +163,10 @@ class Meshes:
     """
 
     def __init__(self, home: Layout, stage: int, groups: ProcessGroups, device_type: str) -> None:
-        self._home, self._stage, self._groups, self._device_type = home, stage, groups, device_type
+        self._home = home
+        self._stage = stage
+        self._groups = groups
+        self._device_type = device_type
         self._axis_groups: dict[str, ProcessGroup] = {}
 
     @cached_property

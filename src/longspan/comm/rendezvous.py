@@ -27,11 +27,13 @@ BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers
 # Gloo connects every pair of members of a group that carries a CPU's tensors when it makes it: of the plane's group, of
 # three for meshes and all planes, and of four that plans gain. In the default and the control group the first rank may
 # come to talk to all others. A process has some 25 other files open in a bare world.
-CONNECTIONS, OTHER_FILES = 10, 256
+CONNECTIONS = 10
+OTHER_FILES = 256
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 STORE_SECONDS = 10.0  # in which a store answers
 _NEWEST = "longspan/newest"  # the prefix of the world that rank 0 began last
-_DECIDED, _OPENED = "decided", "opened"  # the first to add to it decides: rank 0 opens this world, or a rank leaves it
+_OPENED = "opened"
+_DECIDED = "decided"  # the first to add to it decides: rank 0 opens this world, or a rank leaves it
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
     """Begin worlds until one has all ranks, and none that left added to `_DECIDED` first; return its prefix."""
-    prefix, world_store = "", store
+    prefix = ""
+    world_store = store
     for _ in _iterate_pauses(place.size, timeout):
         if not prefix:
             prefix = f"longspan/world {store.add('longspan/worlds', 1)}"
@@ -141,7 +144,8 @@ def _open_world(store: Store, place: Place, timeout: float) -> str:
 
 def _join_world(store: Store, place: Place, timeout: float) -> str:
     """Register in rank 0's newest world until one opens, and return its prefix."""
-    prefix, seen = "", {""}
+    prefix = ""
+    seen = {""}
     try:
         for _ in _iterate_pauses(place.size, timeout):
             newest = store.get(_NEWEST).decode() if store.check([_NEWEST]) else ""

@@ -28,8 +28,12 @@ class Replay:
     """
 
     def __init__(self, watch: Watch) -> None:
-        self._watch, self._calls, self._graph = watch, 0, None
-        self._inputs, self._written, self._results = list[Tensor](), list[Tensor](), list[Any]()
+        self._watch = watch
+        self._calls = 0
+        self._graph = None
+        self._inputs = list[Tensor]()
+        self._written = list[Tensor]()
+        self._results = list[Any]()
 
     def __call__(self, run: Run, tensors: Sequence[Tensor]) -> list[Any]:
         """Return `run(*tensors)`."""
@@ -53,7 +57,11 @@ class Replay:
 
     def forget(self) -> None:
         """Give up the recording: the next call runs, the one after it is recorded anew."""
-        self._calls, self._graph, self._inputs, self._written, self._results = 0, None, [], [], []
+        self._calls = 0
+        self._graph = None
+        self._inputs = []
+        self._written = []
+        self._results = []
 
 
 _recorded = deque[Replay]()
@@ -92,6 +100,7 @@ def _record(run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any) 
 @cache
 def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Any, Any]:
     """A stream to record on, memory, and a graph that is never replayed: the memory stays while any graph has it."""
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+    pool = torch.cuda.graph_pool_handle()
     graph, _ = _record(lambda: [torch.zeros(1, device=device)], stream, pool)
     return stream, pool, graph

@@ -29,14 +29,17 @@ class RingBlocks:
     """
 
     def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
-        self._channel, self._counts, self._label = channel, tuple(counts), what
+        self._channel = channel
+        self._counts = tuple(counts)
+        self._label = what
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
         self._live = self.peak_blocks = 1
 
     def __iter__(self) -> Iterator[tuple[int, Block]]:
-        degree, me = self._channel.degree, self._channel.index
+        degree = self._channel.degree
+        me = self._channel.index
         buffer = packed = own_matrix = torch.cat([t.flatten(1) for t in self._tensors], 1)
         block = self._tensors
         for step in range(degree):
@@ -56,7 +59,9 @@ class RingBlocks:
             handle.wait()
             if buffer is not own_matrix:  # that one has only its own rows, fewer than another block may need
                 self._spare.append(buffer)
-            buffer, packed, block = arriving, next_matrix, split_columns(next_matrix, self._row_shapes)
+            buffer = arriving
+            packed = next_matrix
+            block = split_columns(next_matrix, self._row_shapes)
 
 
 class Addend(NamedTuple):
@@ -86,7 +91,10 @@ class GradientRing:
         add: Callable[..., None],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._channel, self._counts, self._label, self._add = channel, tuple(counts), what, add
+        self._channel = channel
+        self._counts = tuple(counts)
+        self._label = what
+        self._add = add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
         self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
@@ -108,7 +116,8 @@ class GradientRing:
 
     def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
         """Before the first message nothing arrives: the buffer is fresh, and the addends fill it."""
-        total, fresh = self._buffer(owner), self._handle is None
+        total = self._buffer(owner)
+        fresh = self._handle is None
         if self._handle is not None:
             self._handle.wait()
         self._add(split_columns(total, self._row_shapes), addends, fresh=fresh)
@@ -123,10 +132,13 @@ def split_columns(matrix: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tens
 
     It takes the host a quarter of the time of `split` and `unflatten`, and a ring asks for it at each step.
     """
-    rows, start, views = matrix.shape[0], matrix.storage_offset(), list[Tensor]()
+    rows = matrix.shape[0]
+    start = matrix.storage_offset()
+    views = list[Tensor]()
     row_stride, column_stride = matrix.stride()
     for shape in shapes:
-        strides, stride = list[int](), column_stride
+        strides = list[int]()
+        stride = column_stride
         for size in reversed(shape):
             strides.append(stride)
             stride *= size

@@ -66,7 +66,8 @@ class ShardPart(Immutable):
     world_key: int
 
     def __init__(self, group: Group, index: int, slot: int, start: int, world_key: int) -> None:
-        member, counts = group.slots.index(slot), group.shares.counts
+        member = group.slots.index(slot)
+        counts = group.shares.counts
         stop = start + counts[member]
         self._set(group=group, index=index, member=member, start=start, stop=stop, counts=counts, world_key=world_key)
 
@@ -140,15 +141,19 @@ def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
 
     A slot's rows lie group after group; rows that pad a document out are no packed rows.
     """
-    sources, next_row, base = np.empty(micro_batch.tokens, dtype=np.int64), list(starts), 0
+    sources = np.empty(micro_batch.tokens, dtype=np.int64)
+    next_row = list(starts)
+    base = 0
     for group in micro_batch.groups:
-        lengths, counts = np.asarray(group.lengths, dtype=np.int64), group.shares.counts
+        lengths = np.asarray(group.lengths, dtype=np.int64)
+        counts = group.shares.counts
         first_rows = base + np.cumsum(lengths) - lengths
         for member, slot in enumerate(group.slots):
             segments = group.shares.segments(member)
             real = lengths[segments.document] - segments.start  # up to the document's end; padding follows
             sizes = np.clip(real, 0, segments.stop - segments.start)
-            begin, local = first_rows[segments.document] + segments.start, next_row[slot] + segments.offset
+            begin = first_rows[segments.document] + segments.start
+            local = next_row[slot] + segments.offset
             sources[expand_runs(begin, begin + sizes)] = expand_runs(local, local + sizes)
             next_row[slot] += counts[member]
         base += group.tokens
@@ -390,7 +395,7 @@ class SequenceShard(Immutable):
         """
         if x_local.shape[0] != self.local_rows:
             raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
-        return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
+        return _GatherPackedRows.apply(x_local, self)  # pyright: ignore[reportReturnType]
 
     def __repr__(self) -> str:
         return f"SequenceShard(slot {self.slot}, {self.local_rows} of {self.tokens} rows, {len(self.parts)} parts)"
@@ -412,7 +417,7 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
     return SequenceShard(micro_batch, world.slot, world.key, world.device, seed=(world.seed, world.step))
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPackedRows(torch.autograd.Function):
     """All slots' rows in packed order; backward takes the own rows of an identical gradient."""
 
     @staticmethod
@@ -426,7 +431,8 @@ class _Gather(torch.autograd.Function):
                 counts[slot] += group_rows
         local = x_local.detach()[: counts[shard.slot]].contiguous()
         rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
-        starts, known = channel.starts(counts), shard.derived.packed_order
+        starts = channel.starts(counts)
+        known = shard.derived.packed_order
         if known is None or known[0] != starts:
             known = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
             shard.derived._set(packed_order=known)

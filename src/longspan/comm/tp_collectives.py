@@ -140,7 +140,8 @@ def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     gathered = x.new_empty(
         (*x.shape[:dim], tp.degree * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (tp.degree, *x.shape)
     )
-    into, flat = gathered.view(-1), x.view(-1)
+    into = gathered.view(-1)
+    flat = x.view(-1)
     _run_collective(tp, what, lambda group: _all_gather_single(into, flat, group=group, async_op=True), into)
     return gathered if in_place else torch.cat(gathered.unbind(), dim)
 
@@ -150,7 +151,8 @@ def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
     sum_slice = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
-    flat, into = x.view(-1), sum_slice.view(-1)
+    flat = x.view(-1)
+    into = sum_slice.view(-1)
     _run_collective(tp, what, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True), into)
     return sum_slice
 

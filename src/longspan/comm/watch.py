@@ -70,7 +70,8 @@ class Operation:
     def __enter__(self) -> "Operation":
         self.started: float = time.monotonic()
         self.limit = self.watch.timeout
-        self.outer, self.watch.current = self.watch.current, self
+        self.outer = self.watch.current
+        self.watch.current = self
         return self
 
     def __exit__(
@@ -123,7 +124,9 @@ class Watch:
         `step` is the one that errors inside name (None: the world's). Errors that no backend raised pass as they are.
         """
         operation = Operation(self, what, ranks, step)
-        operation.started, operation.outer, self.named = time.monotonic(), self.named, operation
+        operation.started = time.monotonic()
+        operation.outer = self.named
+        self.named = operation
         try:
             yield
         except RuntimeError as error:
@@ -193,15 +196,18 @@ class Watch:
         recorded = last_collective_text()
         operation = self.current or next((watch.current for watch in self.open_watches() if watch.current), None)
         if operation is not None:
-            text, name = f"in {operation} for {time.monotonic() - operation.started:.1f} s", operation.what
+            text = f"in {operation} for {time.monotonic() - operation.started:.1f} s"
+            name = operation.what
         elif (operation := self.collective_on_device()) is not None:
             text = f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
             name = operation.what
         elif (operation_of_others := self.named) is None:
-            text, name = f"computing in step {self.step}, after '{self.finished}'", ""
+            text = f"computing in step {self.step}, after '{self.finished}'"
+            name = ""
         else:  # in a collective of FSDP2 or DTensor, which torch recorded, or after it
             step = self.step if operation_of_others.step is None else operation_of_others.step
-            text, name = f"computing in step {step}, in '{operation_of_others.what}', after '{self.finished}'", recorded
+            text = f"computing in step {step}, in '{operation_of_others.what}', after '{self.finished}'"
+            name = recorded
         background = self.background()
         return Activity(f"{text}, in the background in {background}" if background else text, name, recorded)
 
@@ -283,7 +289,8 @@ class AnsweringThread:
 
     def _end_with_stuck_device(self) -> None:
         """NCCL's own watchdog ends the process too, but only after a minute or more of dumping (torch 2.11)."""
-        watch, last_collective = self.watch, self.watch.last
+        watch = self.watch
+        last_collective = self.watch.last
         if last_collective is None:
             return
         operation, has_passed = last_collective
@@ -299,7 +306,8 @@ class AnsweringThread:
         tries for five times the limit that their group was made with (torch 2.13). The process ends at the second look
         that finds the same collective late. Work is late where the rank that serves the store does not answer.
         """
-        operation, late = self.watch.current, self._late
+        operation = self.watch.current
+        late = self._late
         if operation is not None and (operation is self.watch.failed or self._may_take_long(operation)):
             operation = None
         if operation is not None and time.monotonic() - operation.started < operation.limit + LATE_SECONDS:

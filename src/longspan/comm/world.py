@@ -138,7 +138,8 @@ class World:
         self.plane: tuple[int, ...] = self.home.plane(pp=self.coordinates.pp, tp=self.coordinates.tp)
         self.device: torch.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
-        self.max_groups: int = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
+        usual_groups = 4 if self.device.type == "cuda" else 0
+        self.max_groups: int = usual_groups if max_groups is None else max_groups
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
@@ -152,10 +153,8 @@ class World:
                 self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch", place.store_server
             )
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
-        self.watch.open_watches, self.watch.step = (
-            _watches_of_open_worlds,
-            max((watch.step for watch in _watches_of_open_worlds()), default=0),
-        )
+        self.watch.open_watches = _watches_of_open_worlds
+        self.watch.step = max((watch.step for watch in _watches_of_open_worlds()), default=0)
         self.process_groups: ProcessGroups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
         self.meshes: Meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key: int = next(_keys)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.row_files import Chunk, chunk_rows
+from longspan.corpus.row_files import RowChunk, chunk_rows
 from longspan.corpus.rows.sample import BadRow, Row, Sample, rename_columns
 from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.images import PlacedImage
@@ -39,7 +39,7 @@ class FileChunk(NamedTuple):
 
     source: int
     file: int
-    chunk: Chunk
+    chunk: RowChunk
 
 
 class Notes:

@@ -25,7 +25,7 @@ from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.row_files import (
     SUFFIXES,
     ZSTD,
-    Chunk,
+    RowChunk,
     chunk_rows,
     count_rows,
     import_reader,
@@ -54,7 +54,7 @@ class CorpusFile:
     path: Path
     rows: tuple[int, int] | None = None  # the first, and the one after the last
 
-    def read_chunks(self, most_bytes: int) -> Iterator[Chunk]:
+    def read_chunks(self, most_bytes: int) -> Iterator[RowChunk]:
         chunks = row_file(self.name, self.path, most_bytes).read_chunks()
         return chunks if self.rows is None else slice_chunks(chunks, *self.rows)
 

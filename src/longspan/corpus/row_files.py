@@ -34,7 +34,7 @@ _JSON = "arrow.json"  # Arrow's type of texts that are JSON
 Decode = Callable[[Any], Any]
 
 
-class Chunk(NamedTuple):
+class RowChunk(NamedTuple):
     """Rows of the file `name`, beginning with row number `first` (from 0) at `position`.
 
     `data` are lines, a text, or a table in Arrow's stream format; `end` counts the bytes of the file read so far. If
@@ -60,7 +60,7 @@ class PlacedRow(NamedTuple):
     row: Row | BadRow
 
 
-def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
+def chunk_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
     """Parse the rows of a chunk in order; empty lines are skipped.
 
     Raises UnicodeDecodeError for a text that is not UTF-8.
@@ -68,7 +68,7 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     return islice(_read_rows(chunk), *chunk.rows or (None,))
 
 
-def slice_chunks(chunks: Iterable[Chunk], first: int, stop: int) -> Iterator[Chunk]:
+def slice_chunks(chunks: Iterable[RowChunk], first: int, stop: int) -> Iterator[RowChunk]:
     """Yield the chunks with some rows of a file, from row `first` to before row `stop`; empty lines are no rows."""
     for chunk in chunks:
         count = count_rows(chunk)
@@ -79,7 +79,7 @@ def slice_chunks(chunks: Iterable[Chunk], first: int, stop: int) -> Iterator[Chu
             return
 
 
-def count_rows(chunk: Chunk) -> int:
+def count_rows(chunk: RowChunk) -> int:
     if chunk.form == "text":
         return 1
     if chunk.form == "table":
@@ -90,7 +90,7 @@ def count_rows(chunk: Chunk) -> int:
     return sum(lines) + (last or chunk.too_long > 0)
 
 
-def _read_rows(chunk: Chunk) -> Iterator[PlacedRow]:
+def _read_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)
         reason = _too_long_text(size, chunk.most_bytes, "a text")
@@ -103,7 +103,7 @@ def _read_rows(chunk: Chunk) -> Iterator[PlacedRow]:
         yield from _read_line_rows(chunk)
 
 
-def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
+def _read_line_rows(chunk: RowChunk) -> Iterator[PlacedRow]:
     position = chunk.position
     lines = chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
@@ -203,7 +203,7 @@ def _value_decoder(kind: Any, levels: int = 0) -> Decode | None:
     return lambda values: [_decode_value(value, inner) for value in values]
 
 
-def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
+def _read_table(chunk: RowChunk) -> Iterator[PlacedRow]:
     """A bad row is too long (images do not count), nested too deeply, or has a value that Python cannot hold."""
     import pyarrow
 
@@ -282,7 +282,7 @@ class RowFile(ABC):
         self._most_bytes = most_bytes
 
     @abstractmethod
-    def read_chunks(self) -> Iterator[Chunk]:
+    def read_chunks(self) -> Iterator[RowChunk]:
         """Yield its rows in order, some at a time."""
 
     @abstractmethod
@@ -315,7 +315,7 @@ class LineFile(RowFile):
         self._stream: BinaryIO | None = None  # lines as `read_row_at` reads them
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
-    def read_chunks(self) -> Iterator[Chunk]:
+    def read_chunks(self) -> Iterator[RowChunk]:
         """Yield the file's lines in order, in chunks of CHUNK_BYTES and the rest of the line in which these end.
 
         `first` and `position` are the number and the byte of a chunk's first line; its last line begins at `start` of
@@ -337,10 +337,12 @@ class LineFile(RowFile):
                     too_long = len(data) - start
                     while (line_piece := lines.readline(_PIECE)) and not line_piece.endswith(b"\n"):
                         too_long += len(line_piece)
-                        yield Chunk("lines", self.name, number, position, b"", raw.tell(), folder)
+                        yield RowChunk("lines", self.name, number, position, b"", raw.tell(), folder)
                     too_long += max(0, len(line_piece) - 1)  # the last piece without its line end; "" at the file's end
                     data = data[: start + SHOWN_BYTES]
-                yield Chunk("lines", self.name, first, position, data, raw.tell(), folder, self._most_bytes, too_long)
+                yield RowChunk(
+                    "lines", self.name, first, position, data, raw.tell(), folder, self._most_bytes, too_long
+                )
                 position += start + too_long + 1 if too_long else len(data)
                 first = number + bool(too_long)  # a line that is read over has no line end in `data`
 
@@ -391,12 +393,12 @@ class _ZstdStream(io.RawIOBase):
 class TextFile(RowFile):
     """A .txt, .md or .py file: one row, at position 0."""
 
-    def read_chunks(self) -> Iterator[Chunk]:
+    def read_chunks(self) -> Iterator[RowChunk]:
         with self._name_file_in_errors(), self.path.open("rb") as file:
             size = self.path.stat().st_size
             too_long = size if self._most_bytes and size > self._most_bytes else 0
             data = file.read(SHOWN_BYTES if too_long else -1)
-        yield Chunk("text", self.name, 0, 0, data, size, self._folder, self._most_bytes, too_long)
+        yield RowChunk("text", self.name, 0, 0, data, size, self._folder, self._most_bytes, too_long)
 
     def read_row_at(self, position: int) -> Row | BadRow:
         with self._name_file_in_errors():
@@ -407,7 +409,7 @@ class TextFile(RowFile):
 class TableFile(RowFile):
     """A table, read about CHUNK_BYTES at a time; the position of a row is its number."""
 
-    def read_chunks(self) -> Iterator[Chunk]:
+    def read_chunks(self) -> Iterator[RowChunk]:
         """`end` of a chunk, the bytes read, is estimated by rows."""
         import_reader("pyarrow", self.name)
         import pyarrow
@@ -420,7 +422,7 @@ class TableFile(RowFile):
                     stream.write_batch(batch)
                 end = size * (first + len(batch)) // rows
                 data = sink.getvalue().to_pybytes()
-                yield Chunk("table", self.name, first, first, data, end, self._folder, self._most_bytes)
+                yield RowChunk("table", self.name, first, first, data, end, self._folder, self._most_bytes)
                 first += len(batch)
 
     def read_row_at(self, position: int) -> Row:

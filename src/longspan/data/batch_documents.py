@@ -21,7 +21,7 @@ from longspan.plain_text import short_text
 _READ = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Where a document stands in a batch: a row, and the columns from start to before stop."""
 
     row: int
@@ -34,7 +34,7 @@ class BatchDocuments:
     """The documents of a batch of `shape` (B, L), row after row, and the place of each; made by `documents_of`."""
 
     documents: tuple[Document, ...]
-    places: tuple[Place, ...]
+    places: tuple[RowPlace, ...]
     shape: tuple[int, int]
 
     def to_batch(
@@ -111,13 +111,13 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
     ids = entries["input_ids"]
     labels, positions = entries.get("labels"), entries.get("position_ids")
     mask = entries.get("attention_mask")
-    places = list[Place]()
+    places = list[RowPlace]()
     for row in range(len(ids)):
         start, stop = (0, ids.shape[1]) if mask is None else _find_token_columns(row, mask[row])
         if labels is not None:
             _check_padding(row, labels[row], start, stop)
         begins = [start] if positions is None else _find_first_columns(row, positions[row], start, stop)
-        places += [Place(row, a, b) for a, b in zip(begins, [*begins[1:], stop], strict=True) if a < b]
+        places += [RowPlace(row, a, b) for a, b in zip(begins, [*begins[1:], stop], strict=True) if a < b]
     documents = tuple(
         Document(ids[row, start:stop], labels=None if labels is None else labels[row, start:stop])
         for row, start, stop in places

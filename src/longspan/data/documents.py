@@ -70,7 +70,8 @@ class Corpus:
         paths = (folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
         arrays = (map_array(path) if path.is_file() else None for path in paths)
         source_of, self.targets, self.texts, self.hashes = arrays
-        labels, columns = folder / "labels.npy", self.manifest.labels
+        labels = folder / "labels.npy"
+        columns = self.manifest.labels
         self.labels: npt.NDArray[Any] | None = map_array(labels).reshape(-1, columns) if columns else None
         self.unit = 2 if PAIRS in self.manifest.kinds else 1
         self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair

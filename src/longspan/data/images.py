@@ -111,7 +111,8 @@ class ImageTable:
 
     def __getitem__(self, number: int) -> PlacedImage:
         values: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
-        document, position = values.pop("document"), values.pop("position")
+        document = values.pop("document")
+        position = values.pop("position")
         grid = values.pop("time"), values.pop("height"), values.pop("width")
         return PlacedImage(document, SampleImage(grid=grid, path=self.path_of_image(number), **values), position)
 

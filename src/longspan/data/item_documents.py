@@ -35,7 +35,8 @@ class ItemDocuments:
     ) -> None:
         self.tokens: Sequence[Any] = tokens
         self.items: tuple[Item, ...] = tuple(items)
-        self._read, self._positions = read, positions
+        self._read = read
+        self._positions = positions
         self.lengths: tuple[int, ...] = tuple(len(tokens[document]) for document in range(len(tokens)))
         count = None if callable(read) else len(read)
         if count is not None and count != len(self.items):

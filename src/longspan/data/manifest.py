@@ -29,12 +29,12 @@ class FileArray(NamedTuple):
     shape: tuple[int, ...]
 
 
-def to_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
+def pickle_form(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
     """Return what to pickle of an array of integers ≥ 0: the place of its file if it maps all of one, else its values.
 
     Values are in the smallest type that holds them all.
 
-    >>> to_pickled(np.array([5, 300]))  # of a whole file that is mapped, nothing is copied
+    >>> pickle_form(np.array([5, 300]))  # of a whole file that is mapped, nothing is copied
     array([  5, 300], dtype=uint16)
     """
     file = array if isinstance(array, np.memmap) else array.base  # np.asarray of a memmap has that as its base
@@ -46,7 +46,7 @@ def to_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
     return array.astype(np.min_scalar_type(int(array.max(initial=0))))
 
 
-def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
+def restored_array(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
     if not isinstance(pickled, FileArray):
         return pickled
     path, dtype, offset, shape = pickled

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.manifest import from_pickled, to_pickled
+from longspan.data.manifest import pickle_form, restored_array
 from longspan.data.stream import (
     ENDLESS,
     EVAL_SET,
@@ -128,7 +128,8 @@ class StepOrder:
         self.epoch_documents: int = self.stream.documents
         self.may_repeat: bool = len(self.stream.sources) > 1 or tokens_per_step > self.stream.tokens
         self.ends: EpochEnds = ENDLESS
-        self._last = self.stream.place_after(epochs, mixture.counted if mixture else 0) if epochs else 0
+        counted = mixture.counted if mixture else 0
+        self._last = self.stream.place_after(epochs, counted) if epochs else 0
         if epochs and len(self.stream.sources) == 1:
             self.ends = EpochEnds(self.stream.documents, self._last)
         self._steps = StepBegins(self._end_of_step)
@@ -136,12 +137,12 @@ class StepOrder:
     def __getstate__(self) -> dict[str, Any]:
         """Without what is computed again; equal arrays, as the stream has, are files, or pickled once."""
         state = {name: value for name, value in self.__dict__.items() if name != "_steps"}
-        state["lengths"] = to_pickled(self.lengths) if self.unit > 1 else None  # else the stream has them
-        return state | {"targets": None if self.targets is None else to_pickled(self.targets)}
+        state["lengths"] = pickle_form(self.lengths) if self.unit > 1 else None  # else the stream has them
+        return state | {"targets": None if self.targets is None else pickle_form(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"targets": None if state["targets"] is None else from_pickled(state["targets"])}
-        self.lengths = self.stream.lengths if self.unit == 1 else from_pickled(state["lengths"])
+        self.__dict__ |= state | {"targets": None if state["targets"] is None else restored_array(state["targets"])}
+        self.lengths = self.stream.lengths if self.unit == 1 else restored_array(state["lengths"])
         self._steps = StepBegins(self._end_of_step)
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:

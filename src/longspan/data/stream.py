@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.manifest import from_pickled, to_pickled
+from longspan.data.manifest import pickle_form, restored_array
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
@@ -228,11 +228,11 @@ class DocumentStream:
         self._part = lru_cache(maxsize=2)(self._merge_part)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return to_pickled(self.lengths), self.sources
+        return pickle_form(self.lengths), self.sources
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         lengths, sources = state
-        self.__init__(from_pickled(lengths), sources)
+        self.__init__(restored_array(lengths), sources)
 
     @property
     def documents(self) -> int:

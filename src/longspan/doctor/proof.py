@@ -23,8 +23,8 @@ from longspan.doctor.cases import LENGTHS, Case, plan_case
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
-    Answer,
     Expected,
+    ModelAnswer,
     choose_every_expert,
     collect_gradients,
     compute_expected_answers,
@@ -250,7 +250,7 @@ class CaseRun:
             seconds=self._began - began,
         )
 
-    def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
+    def _step_errors(self, case: Case, plan: Plan, stock: ModelAnswer) -> tuple[float, dict[str, float]]:
         """Errors of the loss and of each gradient, the worst of all ranks. Gradients are compared under the stock
         model's names, on the rank that has them; one that is missing on all ranks is an error. The losses of routers
         count as losses of the case. An evaluation has only a loss.
@@ -279,7 +279,7 @@ Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProofRanks:
     """What a proof runs on: `count` processes; `timeout` is how long a rank waits for the others, in seconds; of `show`
     cases the first rank prints one outcome (0: none). `launch` runs a function on every rank and returns the first
     one's result; None: on local processes, which are started again for each case where one ends them.
@@ -301,10 +301,10 @@ def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backen
 
     An error of the model's code is not raised: it is the outcome of its case.
     """
-    return run_proof(config, cases, Ranks(ranks, backend)).outcomes
+    return run_proof(config, cases, ProofRanks(ranks, backend)).outcomes
 
 
-def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
+def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks) -> Proof:
     """Run every case on these ranks; returns their outcomes, in the order of cases, with the facts of their worlds.
     First the stock model computes what each case should give, in one process. A case whose documents or images cannot
     be made, or whose stock model fails, gets its outcome from that, and one whose home the ranks cannot have is
@@ -351,7 +351,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
 
 
-def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
+def _run_home_cases(task: Task, ranks: ProofRanks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
     """Where an error ends the world, each of several cases runs in a world of its own, and then has its own error."""
     count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
     try:
@@ -363,7 +363,7 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
         if len(task.cases) > 1 and ranks.launch is None:  # nothing here can start torchrun's processes again
             alone = [replace(task, cases=(numbered,)) for numbered in task.cases]
             return {n: outcome for part in alone for n, outcome in _run_home_cases(part, ranks, worlds).items()}
-        # Ranks lose each other by a CommError, as when one of them died.
+        # ProofRanks lose each other by a CommError, as when one of them died.
         refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
         status: Status = "refused" if refused else "crashed"
         return {number: Outcome(case, status, message=error_text(error)) for number, case in task.cases}

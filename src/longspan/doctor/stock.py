@@ -143,7 +143,7 @@ MOST_NUDGED = 1e-9  # more than rounding of float64 does: a row got another expe
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """The mean cross entropy over targets, the balance and z of routers, and every gradient in float64 by name."""
 
     loss: float
@@ -165,7 +165,7 @@ def compute_stock_answer(
     router: RouterCoefficients = NO_ROUTER,
     attention: str = "eager",
     nudge: int = 0,
-) -> Answer:
+) -> ModelAnswer:
     """Compute loss and gradients of the unchanged model on the CPU. Weights are rounded to the dtype `weights`, and
     arithmetic is in the dtype `compute` (None: the same). With `nudge`, a seed above 0, every weight is then changed by
     the rounding unit of `compute`, up or down. Documents run one by one, each from the same states of modules, and the
@@ -208,7 +208,7 @@ def compute_stock_answer(
         routers = _router_losses(model, [torch.cat(layer) for layer in zip(*router_logits, strict=True)])
         total = loss + (router.balance or 0.0) * routers[0] + router.z * routers[1]
     total.backward()
-    return Answer(loss.item(), collect_gradients(model), tuple(value.item() for value in routers))
+    return ModelAnswer(loss.item(), collect_gradients(model), tuple(value.item() for value in routers))
 
 
 def make_stock_model(
@@ -284,7 +284,7 @@ def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
+def gradient_errors(gradients: dict[str, Tensor], stock: ModelAnswer) -> dict[str, float]:
     """Compute the relative error of each of these gradients; infinite for one that is not finite. A gradient whose norm
     is below a thousandth of that of all together is compared with that thousandth: the gradient of a key's bias without
     rotary positions, for example, is zero up to rounding.
@@ -299,7 +299,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
     return errors
 
 
-def errors_of_missing_gradients(names: set[str], stock: Answer) -> dict[str, float]:
+def errors_of_missing_gradients(names: set[str], stock: ModelAnswer) -> dict[str, float]:
     """The errors of gradients of the stock model that are not among `names`; a missing one counts as 0."""
     none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
@@ -311,7 +311,7 @@ def loss_error(loss: float, stock: float) -> float:
     return error if error == error else float("inf")
 
 
-def _worst_error(answer: Answer, exact: Answer) -> float:
+def _worst_error(answer: ModelAnswer, exact: ModelAnswer) -> float:
     return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
 
 
@@ -329,7 +329,7 @@ class Expected:
     changes the stock model's own choice of keys, so that a larger error says nothing.
     """
 
-    answer: Answer
+    answer: ModelAnswer
     tolerance: float
     whole: bool = False
     every_expert: bool = False
@@ -364,7 +364,7 @@ def compute_expected_answers(
 
 
 def _compute_expected_answer(
-    config: PreTrainedConfig, answer_of: Callable[..., Answer], dtype: torch.dtype, every_expert: bool | None
+    config: PreTrainedConfig, answer_of: Callable[..., ModelAnswer], dtype: torch.dtype, every_expert: bool | None
 ) -> Expected:
     """In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
     against float32. There each row gets every expert, because rounding would change which experts are chosen; with

@@ -23,11 +23,11 @@ from longspan.launch.rank_process import (
     DEAD_KEY,
     DUMP,
     READY,
-    Answer,
     Descriptor,
+    RankAnswer,
+    RankTask,
     Spec,
     State,
-    Task,
     rank_main,
     stack_text,
 )
@@ -75,7 +75,7 @@ class LocalRank:
         self.index: int = index
         self.process: ForkServerProcess = process
         self.pipe = pipe
-        self.answer: Answer | None = None
+        self.answer: RankAnswer | None = None
         self.death: str | None = None
         self.killed_by = 0  # the signal that the process died of; 0: none
         self.waiting = True  # for its answer
@@ -90,7 +90,7 @@ class LocalRank:
             self.death = describe_death(self.process.exitcode)
         self.waiting = False
 
-    def send_task(self, task: Task) -> None:
+    def send_task(self, task: RankTask) -> None:
         self.waiting: bool = True
         self.answer = None
         self.pipe.send_bytes(pickle.dumps(task))
@@ -166,9 +166,9 @@ class LocalRanks:
         for rank in self.ranks:
             rank.send_task(self._task_of_rank(rank.index, n, payload))
 
-    def _task_of_rank(self, index: int, n: int, payload: bytes) -> Task:
+    def _task_of_rank(self, index: int, n: int, payload: bytes) -> RankTask:
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
-        return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
+        return RankTask(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer for `timeout` seconds (None: no limit), but after a failure only for `grace` more; then

@@ -46,7 +46,7 @@ def _receive_descriptor(handle: Any) -> Descriptor:
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """One call of a rank: its environment with torchrun's variables, and the pickled function and arguments. Signals
     that are `ignored` do nothing until the function handles them.
     """
@@ -69,14 +69,14 @@ class Spec:
     """
 
     rank: int
-    task: Task | None
+    task: RankTask | None
     threads: int
     folder: Path
     state: Callable[[], State] | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """The message of a rank: a pickled result, or a pickled error (None if it does not pickle) and its text."""
 
     ok: bool
@@ -181,7 +181,7 @@ def continue_restarted_rank() -> NoReturn:
     _run_rank(spec, connection.Connection(pipe), Descriptor(out), Descriptor(err), launcher if launcher >= 0 else None)
 
 
-def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
+def _answer_call(rank: int, task: RankTask, pipe: connection.Connection) -> None:
     os.environ.clear()
     os.environ.update(task.environment)
     ignore_signals(task.ignored)
@@ -189,7 +189,7 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
         with unblock_signals():
             fn, args = _read_call(task.payload)
             result = fn(rank, *args)
-        message = Answer(True, pickle.dumps(result))
+        message = RankAnswer(True, pickle.dumps(result))
     except BaseException as error:
         message = _error_answer(error)
     with suppress(OSError):  # the launcher was killed: nobody waits for an answer
@@ -211,7 +211,7 @@ def _read_call(payload: bytes) -> tuple[Any, Any]:
 def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
     while True:
         try:
-            task: Task = pickle.loads(pipe.recv_bytes())
+            task: RankTask = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):  # the launcher has closed the pipe
             return
         _answer_call(rank, task, pipe)
@@ -247,11 +247,11 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
     torch.set_num_threads(spec.threads)
 
 
-def _error_answer(error: BaseException) -> Answer:
+def _error_answer(error: BaseException) -> RankAnswer:
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))
-    return Answer(False, pickle_error(error), text, summary[:2000], consequence)
+    return RankAnswer(False, pickle_error(error), text, summary[:2000], consequence)
 
 
 def stack_text(folder: Path, index: int) -> str:

@@ -83,7 +83,7 @@ def _mask_signals(how: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
-class Ranks(Protocol):
+class StartedRanks(Protocol):
     """What signals are sent to."""
 
     def signal(self, number: int) -> None: ...
@@ -95,7 +95,7 @@ class Forwarding:
     the same press, and does nothing. `sent` are all signals that were sent.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: StartedRanks) -> None:
         self.sent: list[int] = []
         self._ranks, self._first_signal_at = ranks, -1.0  # when the first of KILLS came; −1: none
         self._old_handlers: dict[int, Any] = {}

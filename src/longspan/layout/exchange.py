@@ -182,7 +182,8 @@ def _leaving_blocks(
 
 def _count_holders(distinct_blocks: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
     """Count how many members have each block, and, for each of a member's blocks, how many members before it do."""
-    holder_counts, holders_before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
+    holder_counts = np.zeros(len(blocks.size), dtype=np.int64)
+    holders_before = list[Integers]()
     for numbers in distinct_blocks:
         holders_before.append(holder_counts[numbers])
         holder_counts[numbers] += 1
@@ -209,7 +210,8 @@ def _find_addends(
     The first addend of a block is copied, further ones are added, in the order of groups. `arriving` are the blocks
     that each member brings, one after another in the pool.
     """
-    first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
+    first = np.full(len(target.size), -1, dtype=np.int64)
+    count = np.zeros(len(target.size), dtype=np.int64)
     columns = [np.empty((3, 0), dtype=np.int64)]
     pool_rows = np.array([int(target.size[blocks].sum()) for blocks in arriving], dtype=np.int64)
     pool_rows[me] = 0
@@ -218,7 +220,8 @@ def _find_addends(
     for member in (member for group in groups for member in group):
         blocks = arriving[member]
         sizes = target.size[blocks]
-        begins, came_before = pool_begins[member] + np.cumsum(sizes) - sizes, count[blocks]
+        begins = pool_begins[member] + np.cumsum(sizes) - sizes
+        came_before = count[blocks]
         first[blocks[came_before == 0]] = begins[came_before == 0]
         columns.append(np.stack([blocks, begins, came_before])[:, came_before > 0])
         count[blocks] += 1
@@ -254,7 +257,8 @@ def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ..
     """There is a round for the second occurrences of rows here, one for the third, and so on: targets of one fold are
     distinct. `begin` is where the first occurrence of each block begins among this member's rows.
     """
-    blocks, places = source.members[me], source.block_begins(me)
+    blocks = source.members[me]
+    places = source.block_begins(me)
     order = np.argsort(blocks, kind="stable")
     firsts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
     number = np.arange(len(order)) - np.repeat(firsts, np.diff(np.append(firsts, len(order))))

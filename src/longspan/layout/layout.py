@@ -57,7 +57,8 @@ class Layout:
         self._check_degrees()
 
     def _check_degrees(self) -> None:
-        world, model = len(self.ranks), self.pp * self.tp
+        world = len(self.ranks)
+        model = self.pp * self.tp
         if world % model:  # name the multiples next below, unless that is 0, and next above
             fitting = [count for count in (world // model * model, (world // model + 1) * model) if count]
             raise LayoutError(

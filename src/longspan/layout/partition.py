@@ -273,7 +273,8 @@ class _Zigzag(_LengthPartition):
         an odd number of rows, one chunk gets a row more: from one of these members to the next, early and late in turn.
         """
         length = np.array(self.lengths, dtype=np.int64)
-        base, extra = length // self.degree, length % self.degree
+        base = length // self.degree
+        extra = length % self.degree
         first = (np.cumsum(extra) - extra) % self.degree  # the member behind the last one that got an extra row
         # The highest bit of index · GOLDEN has no period. So differences between members do not add up, even where
         # the lengths of documents repeat.

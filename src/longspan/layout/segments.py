@@ -165,14 +165,16 @@ class Spans:
         start, stop = (segments.document * stride + position for position in (segments.start, segments.stop))
         starts, stops = (self.document * stride + position for position in (self.start, self.stop))
         first_run, end_run = np.searchsorted(stops, start, side="right"), np.searchsorted(starts, stop, side="left")
-        segment, run = np.repeat(np.arange(len(segments)), end_run - first_run), expand_runs(first_run, end_run)
+        segment = np.repeat(np.arange(len(segments)), end_run - first_run)
+        run = expand_runs(first_run, end_run)
         begin = np.maximum(segments.start[segment], self.start[run])
         end = np.minimum(segments.stop[segment], self.stop[run])
         return Segments(run, begin, end, segments.offset[segment] + begin - segments.start[segment])
 
     def run_ends(self, segments: Segments) -> Integers:
         """Where the run that has each segment's last row ends, or the segment's stop if none has it: (n,)."""
-        inside, ends = self.find_rows(segments), segments.stop.copy()  # `inside.document`: indices of runs
+        inside = self.find_rows(segments)  # `inside.document`: indices of runs
+        ends = segments.stop.copy()
         segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1  # in which each part of a run lies
         has_last_row = inside.stop == segments.stop[segment]
         ends[segment[has_last_row]] = self.stop[inside.document[has_last_row]]
@@ -189,7 +191,8 @@ NO_SPANS = Spans.from_documents({}, (), ())
 
 
 def _check_span_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
-    pairs, end = list(spans), 0
+    pairs = list(spans)
+    end = 0
     for span in pairs:
         if len(span) != 2 or not all(is_integer_type(type(position)) for position in span):
             raise LayoutError(f"document {document} has the span {span!r}; a span is (start, stop), two integers")

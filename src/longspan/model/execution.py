@@ -49,7 +49,7 @@ class Execution:
         """Return why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
             if call.device.type == "cuda" and choose_kernel(call, self.kernel).name == "reference":
-                kind = [str(call.dtype).removeprefix("torch."), f"heads of {call.head_size}", *sorted(call.features)]
+                kind = [str(call.dtype).removeprefix("torch."), f"heads of {call.head_dim}", *sorted(call.features)]
                 return f"the slow reference kernel is all that can do {', '.join(kind)} here"
         return ""
 

@@ -59,7 +59,7 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return linears
 
 
-def device_lack(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     """Return what a device lacks to multiply in float8; "" if nothing."""
     need = f"needs a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY))} or more"
     if device.type != "cuda":
@@ -108,10 +108,10 @@ class Float8Feature(Feature):
 
 def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
     """Parameters of experts with three dims are stacked matrices, one for each expert."""
-    if lack := device_lack(device):
-        yield lack
-    if lack := dtype_lack(dtype):
-        yield lack
+    if reason := unsupported_reason(device):
+        yield reason
+    if reason := unsupported_dtype_reason(dtype):
+        yield reason
     linears, experts = float8_linears(model), expert_modules(model)
     if not linears and not experts:
         yield f"no linear of its decoder layers has {_LEAST_WIDTH} inputs and outputs or more"
@@ -130,7 +130,7 @@ def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype:
         yield f"products in float8 need widths that {MULTIPLE} divides: those of {name}{of_rank} are {pair}{others}"
 
 
-def dtype_lack(dtype: torch.dtype) -> str:
+def unsupported_dtype_reason(dtype: torch.dtype) -> str:
     """Return why a model that computes in this dtype cannot have float8; "" if it can."""
     if dtype == torch.bfloat16:
         return ""

@@ -90,7 +90,7 @@ def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-class _Entry(NamedTuple):
+class _SavedEntry(NamedTuple):
     """What other ranks must know of a weight to receive it; `name` is the prepared model's."""
 
     name: str
@@ -116,7 +116,7 @@ class WholeWeights:
         self._adapter = adapter_of_prepared_model(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
-        entries = list[_Entry]()
+        entries = list[_SavedEntry]()
         position = world.coordinates.pp
         for stage in stages:
             state = stage.state_dict()
@@ -134,14 +134,14 @@ class WholeWeights:
                     original = re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
                     both_ends = original != name and name in tied.values()
                     is_tied = original in {*tied, *tied.values()} and not both_ends
-                    entries.append(_Entry(name, tuple(value.shape), value.dtype, position, is_tied, scaling))
+                    entries.append(_SavedEntry(name, tuple(value.shape), value.dtype, position, is_tied, scaling))
         if world.home.pp > 1:
             local_entries = {position: entries} if (world.slot, world.coordinates.tp) == (0, 0) else None
-            join = dict[int, list[_Entry]].__or__
+            join = dict[int, list[_SavedEntry]].__or__
             by_stage = world.control.reduce_object(local_entries, join, "names of weights") or {}
             entries = [entry for stage in range(world.home.pp) for entry in by_stage[stage]]
         self._tied = {entry.name for entry in entries if entry.tied}
-        self._entries = dict[str, _Entry]()
+        self._entries = dict[str, _SavedEntry]()
         for entry in entries:  # a weight that several stages have is sent by the first of them
             self._entries.setdefault(entry.name, entry)
         self.names = [*self._entries]

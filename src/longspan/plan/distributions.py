@@ -27,7 +27,9 @@ def sample_lengths(
         raise PlanError(f"unknown distribution {name!r}; use one of {', '.join(DISTRIBUTIONS)}")
     if tokens < 1 or not 1 <= shortest <= longest:
         raise PlanError(f"tokens {tokens}, shortest {shortest} and longest {longest} make no documents; use at least 1")
-    random, samples, total = np.random.default_rng(seed), [np.zeros(0, np.int64)], 0
+    random = np.random.default_rng(seed)
+    samples = [np.zeros(0, np.int64)]
+    total = 0
     while total < tokens:
         batch = np.clip(_draw_lengths(name, random, 4096).astype(np.int64), shortest, longest)
         batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]

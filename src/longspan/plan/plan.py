@@ -83,7 +83,8 @@ class Plan:
     def timeline(self, cost: Cost | None = None) -> Timeline:
         """Return when each slot works in each micro-batch, under the plan's own cost or another on its own stages."""
         cost = replace(cost or self.cost, stages=self.cost.stages, chunks=self.cost.chunks)
-        batches, slots = self.micro_batches, self.slots
+        batches = self.micro_batches
+        slots = self.slots
         return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
 
     def reprice(self, cost: Cost, *, max_cp: int | None = None) -> "Plan":
@@ -127,14 +128,18 @@ class Plan:
 
     def table(self, cost: Cost | None = None, limit: int = 24) -> str:
         """Return the plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
-        times, rows = self.timeline(cost), list[tuple[str, ...]]()
+        times = self.timeline(cost)
+        rows = list[tuple[str, ...]]()
         for m, batch in enumerate(self.micro_batches[:limit]):
-            fullest, seconds = f"{int(times.rows[m].max()):,}", seconds_text(float(np.max(times.busy[m], initial=0.0)))
+            fullest = f"{int(times.rows[m].max()):,}"
+            seconds = seconds_text(float(np.max(times.busy[m], initial=0.0)))
             rows.append((f"{m}", _degrees_text(batch), f"{batch.tokens:,}", fullest, seconds, f"{times.idle[m]:.1%}"))
         names = ("micro-batch", "groups", "tokens", "fullest slot", "seconds", "idle")
         others = max(0, len(self.micro_batches) - limit)
         lines = [*_header_lines(self, cost or self.cost, times), "", text_table(names, rows, left=2)]
-        return "\n".join([*lines, *[plural(others, "more micro-batch", "es")] * bool(others)])
+        if others:
+            lines.append(plural(others, "more micro-batch", "es"))
+        return "\n".join(lines)
 
     def check(self) -> "Plan":
         """Return this plan if it is sound: every document once, slots in range, caps met, types that exist. Raises
@@ -157,7 +162,8 @@ class Plan:
         """
         try:
             values: dict[str, Any] = dict(parse_json(text))
-            tokens, lengths = values.pop("tokens", None), tuple(values["lengths"])
+            tokens = values.pop("tokens", None)
+            lengths = tuple(values["lengths"])
             batches = [[_group_from_json(group, lengths) for group in batch] for batch in values["micro_batches"]]
             values |= {"lengths": lengths, "micro_batches": tuple(MicroBatch(tuple(groups)) for groups in batches)}
             values |= {"cost": Cost.from_json(values.get("cost", {}))}
@@ -257,7 +263,9 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
     lengths = sorted(plan.lengths)
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
     spread = f"{lengths[0]:,} to {lengths[-1]:,} rows{median}" if lengths else "none"
-    fullest, bound, seconds = int(times.rows.max(initial=0)), plan.lower_bound_seconds, times.step_seconds
+    fullest = int(times.rows.max(initial=0))
+    bound = plan.lower_bound_seconds
+    seconds = times.step_seconds
     ratio = f"{seconds / bound:.3f} x the lower bound of {seconds_text(bound)}" if bound else "no lower bound"
     lines = [
         f"{plan.planner} plan, {plan.mode}: {plural(plan.slots, 'slot')}, "
@@ -268,7 +276,8 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         f"  priced for  {cost.source or NO_MACHINE}{OF_DEFAULT if cost.source == DEFAULT_SOURCE else ''}",
     ]
     if cost.closing_seconds:
-        closing, share = seconds_text(cost.closing_seconds), cost.closing_seconds / seconds
+        closing = seconds_text(cost.closing_seconds)
+        share = cost.closing_seconds / seconds
         lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
     return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]
@@ -279,7 +288,9 @@ def _degrees_text(batch: MicroBatch) -> str:
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     others = sum(count for _, count in counts[4:])
     texts = [f"{count} x cp {degree}" for degree, count in counts[:4]]
-    return ", ".join([*texts, *[f"{others} more"] * bool(others)]) or "dummy"
+    if others:
+        texts.append(f"{others} more")
+    return ", ".join(texts) or "dummy"
 
 
 def _group_from_json(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
@@ -291,7 +302,8 @@ def _group_from_json(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
 _NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
 _SECONDS = ("predicted_seconds", "lower_bound_seconds")
 MOST_BYTES = 64 << 20  # of a line
-_MOST_SLOTS, _MOST_PLACES = 1 << 20, 1 << 24  # of a plan, and of its groups in all: a short line can name huge ranges
+_MOST_SLOTS = 1 << 20  # of a plan: a short line can name huge ranges
+_MOST_PLACES = 1 << 24  # of its groups in all
 
 
 def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
@@ -350,14 +362,18 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
     """Return the plan of one step in a run's plans.jsonl, the last if the step was run again; None without one. Only
     the step's line and the one with its cost are parsed. Raises PlanError for a line that holds no plan.
     """
-    start, step_line, cost_line, cost_line_of_step = b'{"step":%d,' % step, b"", b"", b""
+    start = b'{"step":%d,' % step
+    step_line = b""
+    cost_line = b""
+    cost_line_of_step = b""
     for line in read_lines(Path(path), MOST_BYTES):
         if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
             continue
         if b'"cost":{' in line:
             cost_line = line
         if line.startswith(start):
-            step_line, cost_line_of_step = line, cost_line
+            step_line = line
+            cost_line_of_step = cost_line
     if not step_line:
         return None
     where = f"{path}, step {step}"
@@ -390,7 +406,8 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
 def _encode_group(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
     """A kind that `kinds` lacks is added to it, with the next number."""
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
-    slots, number = group.slots, kinds.setdefault(kind, len(kinds))
+    slots = group.slots
+    number = kinds.setdefault(kind, len(kinds))
     if slots == tuple(range(slots[0], slots[0] + len(slots))):
         return [number, slots[0], len(slots), *group.documents]
     return [number, slots, *group.documents]

@@ -45,7 +45,8 @@ class PlanAhead:
 
     def __init__(self, planner: Planner, *, ahead: int = 2) -> None:
         self.ahead: int = check_count("ahead", ahead, least=0)
-        self._planner, self._owner = planner, 0
+        self._planner = planner
+        self._owner = 0
         self._worker: Worker | None = None
         self._thread: ThreadPoolExecutor  # which asks for one plan after the other
         self._answers = dict[int, Future[bytes]]()  # pickled until they are read, of the steps that may come
@@ -54,7 +55,8 @@ class PlanAhead:
 
     def __enter__(self) -> "PlanAhead":
         if self.ahead and self._worker is None:
-            self._worker, self._owner = _start_worker(self._planner), os.getpid()
+            self._worker = _start_worker(self._planner)
+            self._owner = os.getpid()
             self._thread = ThreadPoolExecutor(1, "plans ahead")
         return self
 
@@ -76,7 +78,8 @@ class PlanAhead:
             raise PlanError(
                 f"these plans belong to process {self._owner}, this is process {os.getpid()}; open a PlanAhead here"
             )
-        window, goes_on = range(step, step + 1 + self.ahead), step in self._answers
+        window = range(step, step + 1 + self.ahead)
+        goes_on = step in self._answers
         for old in [old for old in self._answers if not (goes_on and old in window)]:
             self._answers.pop(old).cancel()
         for missing in (coming for coming in window if coming not in self._answers):

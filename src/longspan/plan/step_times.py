@@ -67,7 +67,8 @@ class GroupTable:
 
     def group_seconds(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
-        together, seconds = self.fewest_slots_on_one_node(node_size), np.zeros(len(self.degree))
+        together = self.fewest_slots_on_one_node(node_size)
+        seconds = np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
             of_way = self.way == index
             seconds[of_way] = self._price_groups(cost.under(kind, a2a_size).for_partition(partition), together, of_way)
@@ -83,8 +84,11 @@ class GroupTable:
     def _price_groups(self, cost: Cost, together: Integers, some: NDArray[np.bool_] | slice) -> Floats:
         # Kernels skip padding, so a cost with a network, of a real machine, leaves it out; an ideal cost has it.
         squares = (self.unpadded if cost.network else self.squares)[some]
-        degree, together = self.degree[some], together[some]
-        tokens, documents, inside = self.tokens[some], self.documents[some], together == degree
+        degree = self.degree[some]
+        together = together[some]
+        tokens = self.tokens[some]
+        documents = self.documents[some]
+        inside = together == degree
         seconds = cost.group_seconds(tokens, squares, degree, inside, documents, together=together)
         return seconds - cost.real_row_seconds * self.skipped[some]
 
@@ -120,7 +124,8 @@ def _count_skipped_rows(group: Group) -> float:
     """
     if group.pad_to is None:
         return 0.0
-    degree, lengths = group.degree, _int_array(group.lengths)
+    degree = group.degree
+    lengths = _int_array(group.lengths)
     share = group.pad_to * len(lengths) / degree
     if group.partition == "zigzag":  # a member has an early and a late chunk of each document
         borders = np.arange(2 * degree + 1)[:, None] * group.pad_to / (2 * degree)
@@ -171,7 +176,8 @@ def timeline(
     row_multiple: int = 1,
 ) -> Timeline:
     """Return when each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
-    table, count = GroupTable.from_micro_batches(micro_batches), len(micro_batches)
+    table = GroupTable.from_micro_batches(micro_batches)
+    count = len(micro_batches)
     seconds = table.group_seconds(cost, node_size)
     busy = table.sums_by_slot(seconds, count, slots)
     if cost.launch_seconds:  # a slot is not faster than its host
@@ -181,7 +187,8 @@ def timeline(
     rows = table.sums_by_slot(table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
         slowest = busy.max(axis=1).tolist()
-        turns, total = np.array(cost.turn_seconds(slowest))[:, None], cost.lockstep_seconds(slowest)
+        turns = np.array(cost.turn_seconds(slowest))[:, None]
+        total = cost.lockstep_seconds(slowest)
         end = np.cumsum(turns, axis=0) * np.ones_like(busy)
         start = end - turns
         busy += cost.micro_batch_seconds  # a slot without documents launches a dummy micro-batch
@@ -199,11 +206,14 @@ def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) ->
     slowest. A slot that is not `active` has no documents and waits for nobody. Also returns the last end.
     """
     count, slots = busy.shape
-    start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)
+    start = np.zeros_like(busy)
+    end = np.zeros_like(busy)
+    clock = np.zeros(slots)
     for m in range(count):
         active_slots = np.flatnonzero(active[m])
         root = component[m, active_slots]
-        ready, longest_seconds = np.zeros(slots), np.zeros(slots)
+        ready = np.zeros(slots)
+        longest_seconds = np.zeros(slots)
         np.maximum.at(ready, root, clock[active_slots])
         np.maximum.at(longest_seconds, root, busy[m, active_slots])
         start[m] = clock
@@ -279,7 +289,8 @@ def lower_bound_seconds(
     unavoidable messages and launches are parts that do not overlap: their sum over the slots bounds the step. Raises
     PlanError if the longest document fits no group at all.
     """
-    rows, widest = np.asarray(lengths, dtype=np.int64), min(max_cp or slots, slots)
+    rows = np.asarray(lengths, dtype=np.int64)
+    widest = min(max_cp or slots, slots)
     attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
     work = math.fsum(rows * float(cost.work_seconds(1, 0))) + attention
     # In free mode a slot skips micro-batches without documents for it: it is in as many as its rows fill, on average.
@@ -307,7 +318,8 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
     if not (rows > cap).any():
         return 0.0
     long = rows[rows > cap].astype(np.float64)
-    needed, kind = np.ceil(long / cap), cost.cp_comm_type
+    needed = np.ceil(long / cap)
+    kind = cost.cp_comm_type
     steps = needed - 1 if kind == "p2p" else np.ones_like(long)
     waits = math.fsum(long / cap * cost.ring_step_seconds * steps)
     fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)

@@ -96,7 +96,8 @@ class Chains:
         is_local[np.searchsorted(first_runs, self.local_indices, side="right") - 1] = True
         chain_numbers = np.flatnonzero(is_local & (sizes > 1))
         chain_numbers = chain_numbers[np.argsort(-sizes[chain_numbers], kind="stable")]
-        first_runs, sizes = first_runs[chain_numbers], sizes[chain_numbers]
+        first_runs = first_runs[chain_numbers]
+        sizes = sizes[chain_numbers]
         table = np.full((len(chain_numbers), int(sizes.max(initial=0))), -1, dtype=np.int64)
         table_row = np.repeat(np.arange(len(chain_numbers)), sizes)
         place = expand_runs(np.zeros_like(chain_numbers), sizes)
@@ -142,7 +143,8 @@ class Passing:
 
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
         self.chains: Chains = chains
-        self._leaves, self._carries = leaves, carries
+        self._leaves = leaves
+        self._carries = carries
         local_indices = chains.local_indices
         self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # in the order of `local_indices`
         self.carrying: Integers = np.flatnonzero(carries[local_indices])
@@ -171,7 +173,8 @@ class Passing:
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
             numbers = runs.member_runs(member)
-            leaving, carrying = numbers[self._leaves[numbers]], numbers[self._carries[numbers]]
+            leaving = numbers[self._leaves[numbers]]
+            carrying = numbers[self._carries[numbers]]
             states[leaving] = start + np.arange(len(leaving)) * state_rows
             transitions[carrying] = start + len(leaving) * state_rows + np.arange(len(carrying)) * transition_rows
         self._places[key] = states, transitions

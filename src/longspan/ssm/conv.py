@@ -41,9 +41,12 @@ class Halo:
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
-        self._runs, self._width, self._device = chains.runs, width, chains.device
+        self._runs = chains.runs
+        self._width = width
+        self._device = chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
-        me, runs = chains.member, self._runs
+        me = chains.member
+        runs = self._runs
         owners = [runs.member[run] for run, _ in needs]
         leaving = [np.flatnonzero(owner == me) for owner in owners]
         self.sends: list[int] = [len(index) for index in leaving]
@@ -61,7 +64,8 @@ class Halo:
         position in its document. One sorted search finds that run: `document · stride + position` is in the order of
         both.
         """
-        runs, local = self._runs, self._runs.member_runs(member)
+        runs = self._runs
+        local = self._runs.member_runs(member)
         first_position = np.maximum(runs.start[local] - self._width, 0)
         position = expand_runs(first_position, runs.start[local])
         document = np.repeat(runs.document[local], runs.start[local] - first_position)
@@ -75,7 +79,9 @@ class Halo:
         `owners` are the members that send the rows, run by run; rows arrive ordered by owner. A run near its document's
         start has fewer rows before it: these take its last columns.
         """
-        runs, local_indices, width = self._runs, chains.local_indices, self._width
+        runs = self._runs
+        local_indices = chains.local_indices
+        width = self._width
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
         table = np.full((len(local_indices), width), -1, dtype=np.int64)
@@ -88,7 +94,9 @@ class Halo:
         columns of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the
         first.
         """
-        rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
+        rows = int(lengths.sum())
+        ends = np.cumsum(lengths)
+        count = int((arrived >= 0).sum())
         source_before = np.where(arrived >= 0, rows + arrived, rows + count)
         pieces = [
             x for i, end in enumerate(ends.tolist()) for x in (source_before[i], np.arange(end - lengths[i], end))
@@ -101,7 +109,8 @@ class Halo:
 
     def _index_first_rows(self, lengths: Integers, arrived: Integers) -> FirstRows:
         readers = np.flatnonzero((arrived >= 0).any(1))
-        start, count = (np.cumsum(lengths) - lengths)[readers], np.minimum(lengths[readers], self._width)
+        start = (np.cumsum(lengths) - lengths)[readers]
+        count = np.minimum(lengths[readers], self._width)
         arrived = np.ascontiguousarray(arrived[readers])
         rows = to_device(expand_runs(start, start + count), self._device)
         places = (to_device(x, self._device) for x in (start, count, arrived))
@@ -159,7 +168,8 @@ class _CausalConv(torch.autograd.Function):
         width = convolution.weight.shape[1] - 1
         rows = [x[part_chains.part.start : part_chains.part.stop] for part_chains in chains]
         handles = [_send_halo(x_part, part_chains, width) for x_part, part_chains in zip(rows, chains, strict=True)]
-        outs, arrived = list[Tensor](), list[Tensor]()
+        outs = list[Tensor]()
+        arrived = list[Tensor]()
         for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
             halo = find_halo(part_chains, width)
             y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated) if len(x_part) else x_part
@@ -169,7 +179,10 @@ class _CausalConv(torch.autograd.Function):
             outs.append(y)
             arrived.append(arrived_rows)
         ctx.save_for_backward(x, *parameters, *arrived)
-        ctx.chains, ctx.kernel, ctx.silu, ctx.parameter_count = chains, kernel, silu, len(parameters)
+        ctx.chains = chains
+        ctx.kernel = kernel
+        ctx.silu = silu
+        ctx.parameter_count = len(parameters)
         return join_part_rows(outs, x)
 
     @staticmethod
@@ -180,13 +193,14 @@ class _CausalConv(torch.autograd.Function):
         meet in one order.
         """
         x, *saved = ctx.saved_tensors
-        parameters, arrived = saved[: ctx.parameter_count], saved[ctx.parameter_count :]
+        parameters = saved[: ctx.parameter_count]
+        arrived = saved[ctx.parameter_count :]
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
         width = convolution.weight.shape[1] - 1
-        parts = list[_Part]()
+        parts = list[_ConvPart]()
         for part_chains, arrived_rows in reversed(list(zip(ctx.chains, arrived, strict=True))):
             rows = slice(part_chains.part.start, part_chains.part.stop)
-            parts.append(_Part(gradients[0][rows], x[rows], arrived_rows, convolution, part_chains))
+            parts.append(_ConvPart(gradients[0][rows], x[rows], arrived_rows, convolution, part_chains))
         handles = [_send_halo(part.arrived_gradients(ctx.kernel), part.chains, width, back=True) for part in parts]
         part_gradients = [part.gradients(ctx.kernel) for part in parts]
         for part, gradients_of_part, handle in zip(parts, part_gradients, handles, strict=True):
@@ -200,7 +214,7 @@ class _CausalConv(torch.autograd.Function):
         return None, None, None, dx, *parameter_gradients
 
 
-class _Part(NamedTuple):
+class _ConvPart(NamedTuple):
     """The backward pass over one part of a shard: x (T, C), arrived rows, and the output's gradient `dout` (T, C)."""
 
     dout: Tensor
@@ -232,7 +246,8 @@ def _sum_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _send_halo(x: Tensor, chains: Chains, width: int, *, back: bool = False) -> Handle | None:
-    halo, label = find_halo(chains, width), "rows before a run, convolution"
+    halo = find_halo(chains, width)
+    label = "rows before a run, convolution"
     if not halo.travels:
         return None
     if back:  # x are gradients of the rows that arrived

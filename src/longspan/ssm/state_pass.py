@@ -31,7 +31,7 @@ from longspan.ssm.kernels.call import (
     put_rows,
     state_dtype,
 )
-from longspan.ssm.kernels.packages import fla_function, fla_lack
+from longspan.ssm.kernels.packages import fla_function, fla_unsupported_call_reason
 
 
 class ForwardFold:
@@ -64,11 +64,13 @@ class ForwardFold:
         entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
         if not self._passing.any:
             return entering
-        table, local_number_of_run = self.chains.local_chains, self.chains.local_number_of_run
+        table = self.chains.local_chains
+        local_number_of_run = self.chains.local_number_of_run
         gathered = self._gathered.wait()
         state = entering[:0]
         for place in range(1, self.chains.local_places.stop):  # up to this member's last run in any chain
-            runs_before, runs = table[:, place - 1], table[:, place]
+            runs_before = table[:, place - 1]
+            runs = table[:, place]
             count = int((runs >= 0).sum())  # chains that go on, which come first
             states = gathered.states(runs_before[:count])
             state = (
@@ -82,12 +84,13 @@ class BackwardFold:
     """Sends gradients at the states that enter runs, and folds those at the final states of this member's runs."""
 
     def __init__(
-        self, chains: Chains, states: Tensor, transitions: Tensor, entry_gradients: Callable[[Integers], Tensor]
+        self, chains: Chains, states: Tensor, transitions: Tensor, initial_state_gradients: Callable[[Integers], Tensor]
     ) -> None:
-        self._chains, self._states = chains, states
+        self._chains = chains
+        self._states = states
         if chains.backward.any:
             runs = chains.backward.leaving
-            local = entry_gradients(runs) if len(runs) else states[:0]
+            local = initial_state_gradients(runs) if len(runs) else states[:0]
             label = "gradients of states of runs"
             self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
 
@@ -98,12 +101,15 @@ class BackwardFold:
         plus the gradient at its own final state through the transposed transition. A chain's last run has none at its
         final state.
         """
-        passing, leaving = self._chains.backward, torch.zeros_like(self._states)
+        passing = self._chains.backward
+        leaving = torch.zeros_like(self._states)
         if not passing.any:
             return leaving
         gathered = self._gathered.wait()
-        table, local_number_of_run = self._chains.local_chains, self._chains.local_number_of_run
-        gradient, first_place = leaving[:0], self._chains.local_places.start
+        table = self._chains.local_chains
+        local_number_of_run = self._chains.local_number_of_run
+        gradient = leaving[:0]
+        first_place = self._chains.local_places.start
         for place in range(table.shape[1] - 1, first_place, -1):  # down to the run after this member's first
             runs = table[:, place]
             count = int((runs >= 0).sum())
@@ -124,7 +130,8 @@ class _GatheredSummaries:
     """
 
     def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, label: str) -> None:
-        heads, self._shapes = states.shape[1], (states.shape[1:], transitions.shape[1:])
+        heads = states.shape[1]
+        self._shapes = (states.shape[1:], transitions.shape[1:])
         self._sizes = self._shapes[0][1:].numel(), self._shapes[1][1:].numel()
         counts = passing.count_rows(*self._sizes)
         rows = states.new_empty((counts[chains.member], heads))
@@ -133,7 +140,8 @@ class _GatheredSummaries:
         rows[state_count:].view(transitions.shape).copy_(transitions)
         channel = chains.channel
         self._places = passing.first_rows(*self._sizes, channel.starts(counts))
-        self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, label)
+        self._rows = rows
+        self._handle = channel.all_gather_rows(rows, counts, label)
 
     def wait(self) -> "_GatheredSummaries":
         self._rows = self._handle.wait()
@@ -150,7 +158,9 @@ class _GatheredSummaries:
 
         Others are picked from windows of `size` rows, one of which begins at every gathered row.
         """
-        first_rows, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
+        first_rows = self._places[which][runs]
+        size = self._sizes[which]
+        shape = (len(runs), *self._shapes[which])
         if len(first_rows) and (np.diff(first_rows) == size).all():
             return self._rows[int(first_rows[0]) : int(first_rows[-1]) + size].view(shape)
         windows = self._rows.view(-1).unfold(0, size * self._rows.shape[1], self._rows.shape[1])
@@ -169,7 +179,7 @@ def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
 
     fla's kernel, where it can be used, leaves half precision as it is; torch's operations make it float32.
     """
-    if not fla_lack(x.dtype, x.device):
+    if not fla_unsupported_call_reason(x.dtype, x.device):
         return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
     x = x if x.dtype == torch.float64 else x.float()
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
@@ -222,7 +232,9 @@ def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor 
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:
             raise LayoutError(f"linear_scan got {name} of {tuple(x.shape)}; it has rows, heads and numbers of a head")
-    rows, (groups, size), heads = shard.local_rows, k.shape[1:], v.shape[1]
+    rows = shard.local_rows
+    groups, size = k.shape[1:]
+    heads = v.shape[1]
     expected: dict[str, tuple[tuple[int, ...], Tensor]] = {
         "q": ((rows, groups, size), q),
         "k": ((rows, groups, size), k),
@@ -259,13 +271,17 @@ class _StatePass(torch.autograd.Function):
         folds = [
             ForwardFold(part_chains, part, scan) for part_chains, part, scan in zip(chains, parts, scans, strict=True)
         ]
-        outs, activations = list[Tensor](), list[tuple[Tensor, ...]]()
+        outs = list[Tensor]()
+        activations = list[tuple[Tensor, ...]]()
         for fold, scan in zip(folds, scans, strict=True):
             states = fold.entering_states()
             outs.append(scan.outputs(states))
             activations.append((fold.transitions, states, *scan.activations))
         ctx.save_for_backward(*tensors, *(x for saved in activations for x in saved))
-        ctx.chains, ctx.kernel, ctx.scale, ctx.counts = chains, kernel, scale, [len(saved) for saved in activations]
+        ctx.chains = chains
+        ctx.kernel = kernel
+        ctx.scale = scale
+        ctx.counts = [len(saved) for saved in activations]
         return join_part_rows(outs, inputs.v)
 
     @staticmethod
@@ -273,7 +289,9 @@ class _StatePass(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parts go from the last to the first: as the states went, their gradients come back."""
         tensors = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
-        inputs, activations_and_states, dout = Inputs(*tensors[:5]), list(tensors[5:]), gradients[0]
+        inputs = Inputs(*tensors[:5])
+        activations_and_states = list(tensors[5:])
+        dout = gradients[0]
         parts = list[tuple[Tensor, ...]]()
         for chains, count in reversed(list(zip(ctx.chains, ctx.counts, strict=True))):
             transitions, states, *activations = activations_and_states[len(activations_and_states) - count :]
@@ -283,7 +301,7 @@ class _StatePass(torch.autograd.Function):
             local = _kernel_unless_empty(ctx.kernel, chains).backward(
                 inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
             )
-            fold = BackwardFold(chains, states, transitions, local.entry_gradients)
+            fold = BackwardFold(chains, states, transitions, local.initial_state_gradients)
             local.prepare_chunks()  # while gradients of states travel
             parts.insert(0, local.gradients(fold.leaving_gradients()))
         present = [x for x in inputs if x is not None]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # A function of a batch, its last hidden states (T, D), a head that makes logits of some of them, and the hidden states
 # of depths of multi-token prediction, to the sum of losses, with a gradient where gradients are enabled.
-Measure = Callable[..., Tensor]
+LossFn = Callable[..., Tensor]
 
 
 class Term:
@@ -61,7 +61,7 @@ class Term:
         """Read what the term needs of some micro-batches of an evaluation, without the other ranks."""
 
     def extend_passes(self, passes: "Passes") -> "Passes":
-        """Return the passes with what the term adds: another measure of the loss, say."""
+        """Return the passes with what the term adds: another loss, say."""
         return passes
 
     def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
@@ -92,7 +92,7 @@ class Term:
 class Passes:
     """What all passes of one step share: model, plan and world, with or without gradients, and how to make the loss.
 
-    `measure` returns the sum of the losses of a micro-batch's rows, whose gradients are divided by `divisor`.
+    `loss_fn` returns the sum of the losses of a micro-batch's rows, whose gradients are divided by `divisor`.
     `keywords` goes to every call of the model; `depths` of multi-token prediction run where there is a loss.
     `frees_parameters`: whether passes without backward free at their end what FSDP2 has gathered.
     """
@@ -101,7 +101,7 @@ class Passes:
     plan: Plan
     world: World
     backward: bool
-    measure: Measure
+    loss_fn: LossFn
     divisor: float = 1.0
     routing: "RouterStatistics | None" = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
@@ -111,14 +111,14 @@ class Passes:
     temperature: float = 1.0
 
     @classmethod
-    def with_terms(cls, inputs: StepInputs, terms: Sequence[Term], measure: Measure, **settings: Any) -> "Passes":
+    def with_terms(cls, inputs: StepInputs, terms: Sequence[Term], loss_fn: LossFn, **settings: Any) -> "Passes":
         """Make the passes of a step with what its terms add."""
         passes = cls(
             model=inputs.language_model,
             plan=inputs.plan,
             world=inputs.world,
             backward=inputs.backward,
-            measure=measure,
+            loss_fn=loss_fn,
             **settings,
         )
         for term in terms:
@@ -130,7 +130,7 @@ class Passes:
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
         """Return the loss function of a prepared model's last hidden states (T, D), its head and its depths' states."""
-        return lambda hidden, head, *deeper: self.measure(batch, hidden, self.tempered_head(head), *deeper)
+        return lambda hidden, head, *deeper: self.loss_fn(batch, hidden, self.tempered_head(head), *deeper)
 
     def tempered_head(self, head: Head) -> Head:
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
@@ -236,7 +236,7 @@ def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
     logits = (out if isinstance(out, Tensor) else out.logits).squeeze(0)  # (T, V)
-    return passes.measure(batch, logits, passes.tempered_head(GivenLogits(logits.shape[-1])))
+    return passes.loss_fn(batch, logits, passes.tempered_head(GivenLogits(logits.shape[-1])))
 
 
 def _model_inputs(batch: LocalBatch) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from longspan.plan import Cost, Machine, MemoryBudget, MemoryNeeds, MemoryPlan, 
 from longspan.plan.memory.memory_plan import mean_step_seconds
 from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
-from longspan.ssm.kernels.packages import fla_device_lack
+from longspan.ssm.kernels.packages import fla_unsupported_reason
 from longspan.train.plans import PlanChoice, plan_row_multiple
 from longspan.train.plans.run_cost import (
     can_be_free,
@@ -242,8 +242,8 @@ class RunMemory:
     @property
     def memory_settings(self) -> MemorySettings:
         settings = run_memory_settings(self.config, gpu=self.gpu, encoder_rows=self.encoder_rows)
-        lack = torch.cuda.is_available() and fla_device_lack(torch.device("cuda"))
-        return replace(settings, scan_kernels=settings.scan_kernels and not lack)
+        reason = torch.cuda.is_available() and fla_unsupported_reason(torch.device("cuda"))
+        return replace(settings, scan_kernels=settings.scan_kernels and not reason)
 
     @property
     def machine(self) -> Machine:

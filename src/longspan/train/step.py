@@ -140,8 +140,8 @@ def run_step(
     batches = read_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    measure = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
-    passes = Passes.with_terms(inputs, terms, measure, divisor=default_divisor(plan), temperature=temperature)
+    loss_fn = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
+    passes = Passes.with_terms(inputs, terms, loss_fn, divisor=default_divisor(plan), temperature=temperature)
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()

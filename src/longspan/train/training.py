@@ -29,7 +29,7 @@ from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.exactness.check_model import check_unconnected
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.features import Call, features_of
-from longspan.model.float8_layers import device_lack
+from longspan.model.float8_layers import unsupported_reason
 from longspan.model.layers import MTP, SCORE_HEADS
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -292,7 +292,7 @@ def _prepare_options(
     if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
         dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
     float8 = config.train.float8
-    if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
+    if float8 and not training and world.control.any_rank(bool(unsupported_reason(world.device))):
         float8 = ""  # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
     return PrepareOptions(
         virtual_stages=config.parallel.vpp,

@@ -18,7 +18,7 @@ from longspan.model.float8.products import (
     quantise_columns,
     quantise_rows,
 )
-from longspan.model.float8_layers import device_lack
+from longspan.model.float8_layers import unsupported_reason
 from longspan.plan import plan_fixed
 from longspan.train import run_step
 from tests.model.stock import texts
@@ -26,7 +26,7 @@ from tests.model.stock import texts
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or find_spec("triton") is None or device_lack(torch.device("cuda")) != "",
+        not torch.cuda.is_available() or find_spec("triton") is None or unsupported_reason(torch.device("cuda")) != "",
         reason="needs a GPU of compute capability 8.9 and triton",
     ),
 ]

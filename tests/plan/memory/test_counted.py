@@ -10,10 +10,10 @@ import pytest
 from longspan.attention import all_to_all
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.plan import MemoryNeeds, MemorySettings, head_split, plan_fixed
-from longspan.plan.head_split import count_exchange_slices
+from longspan.plan import MemoryNeeds, MemorySettings, messages, plan_fixed
 from longspan.plan.memory import layer_table
 from longspan.plan.memory.layer_table import LayerTable
+from longspan.plan.messages import count_exchange_slices
 from longspan.testing import backend, run_ranks
 from tests.plan.memory.counted import (
     EXPERTS,
@@ -150,7 +150,7 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
         how, config.num_key_value_heads = {"activation_checkpointing": word, "mlp_tile_rows": 128}, 8
         model = prepared_model(config, plan, world, None, 0, how)
         for order in ("at once", "one by one"):
-            monkeypatch.setattr(head_split, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
+            monkeypatch.setattr(messages, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
             counted = count_prepared(*model, plan, world)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads

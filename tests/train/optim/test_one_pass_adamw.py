@@ -14,9 +14,9 @@ from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.one_pass_adamw import (
     STREAMS,
     Factors,
-    Key,
     OnePassAdamW,
     Places,
+    RandomKey,
     RoundingBits,
     Update,
     apply_update_by_torch,
@@ -143,12 +143,12 @@ def test_places_are_those_in_the_whole() -> None:
 
 def test_words_are_fixed() -> None:
     """Runs go on with the same bits after an update of this package."""
-    words = random_words(Key(*KEYS[0]), torch.tensor([0, 1, 2**40]))
+    words = random_words(RandomKey(*KEYS[0]), torch.tensor([0, 1, 2**40]))
     assert words.tolist() == [2916905539, 1624711879, 257303690]
     assert len(torch.stack([rounding_noise(words, stream) for stream in range(STREAMS)]).unique()) == 3 * STREAMS
 
 
-def _noise(key: Key, places: Tensor) -> Tensor:
+def _noise(key: RandomKey, places: Tensor) -> Tensor:
     """The numbers from 0 to 2^16 that round the three streams, (3, places)."""
     words = random_words(key, places)
     return torch.stack([rounding_noise(words, stream) for stream in range(STREAMS)])
@@ -158,7 +158,7 @@ def _noise(key: Key, places: Tensor) -> Tensor:
 def test_noise_fills_its_range_evenly(key: tuple[int, int]) -> None:
     """By chi-square: of each stream its 2^16 values; of pairs of streams, neighbours and steps their upper bits."""
     places = torch.arange(1 << 21)
-    noise, after = (_noise(Key(*each), places) for each in (key, OTHER_KEY))
+    noise, after = (_noise(RandomKey(*each), places) for each in (key, OTHER_KEY))
     pairs = [(noise[0], noise[1]), (noise[0], noise[2]), (noise[1], noise[2])]
     pairs += [(stream[1:], stream[:-1]) for stream in noise]
     pairs += [(stream[4096:], stream[:-4096]) for stream in noise]
@@ -175,14 +175,14 @@ def test_noise_fills_its_range_evenly(key: tuple[int, int]) -> None:
 def test_places_with_the_same_low_word_have_other_bits() -> None:
     """Numbers of a parameter past 2^32 do not repeat those before, in their order or any other."""
     places = torch.arange(1 << 16)
-    words = [random_words(Key(*KEYS[0]), places + high * 2**32) for high in (0, 1, 2)]
+    words = [random_words(RandomKey(*KEYS[0]), places + high * 2**32) for high in (0, 1, 2)]
     assert all((a == b).sum() <= 5 for a, b in combinations(words, 2))
 
 
 @pytest.mark.parametrize("down, across", [(6, 2), (3, 6), (3, 2)])
 def test_shards_are_rounded_as_the_whole(down: int, across: int) -> None:
     draws = torch.Generator().manual_seed(0)
-    shape, key = (6, 6), Key(12345, 678)
+    shape, key = (6, 6), RandomKey(12345, 678)
     tensors = [torch.randn(shape, generator=draws).bfloat16() for _ in range(3)]
     tensors.append(tensors[2].square())
     factors = Factors.from_parameter_group(GROUP, 2)

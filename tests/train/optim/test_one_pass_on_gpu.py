@@ -13,9 +13,9 @@ from torch import nn
 from longspan.train.optim import one_pass_adamw
 from longspan.train.optim.one_pass_adamw import (
     Factors,
-    Key,
     OnePassAdamW,
     Places,
+    RandomKey,
     RoundingBits,
     Update,
     apply_update_by_torch,
@@ -56,7 +56,7 @@ def updates() -> Iterator[Update]:
 
     for size in SIZES:
         for dtypes in DTYPES:
-            for key, places in ((None, None), *((Key(3**20 + size, 5**13), block) for block in BLOCKS.values())):
+            for key, places in ((None, None), *((RandomKey(3**20 + size, 5**13), block) for block in BLOCKS.values())):
                 first = numbers(size, dtypes[2], 20)
                 tensors = (numbers(size, dtypes[0], 3), numbers(size, dtypes[1], 20), first, first.float().square())
                 factors = Factors.from_parameter_group(GROUP | {"maximize": size % 2 == 0}, 1 + size % 3)
@@ -103,7 +103,7 @@ def test_numbers_past_two_to_the_31_are_updated_alike(by_chance: bool) -> None:
     for tensor in (parameter, gradient, mean):
         tensor.normal_()
     square.uniform_()
-    factors, key = Factors.from_parameter_group(GROUP, 2), Key(5**13, 3**20) if by_chance else None
+    factors, key = Factors.from_parameter_group(GROUP, 2), RandomKey(5**13, 3**20) if by_chance else None
     whole = Places.from_block((PAST,), (slice(0, PAST),)) if by_chance else None
     places = (0, 2**30, 2**31 - 5000, 2**31, PAST - 10_001)
     expected = list[Update]()

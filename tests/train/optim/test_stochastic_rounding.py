@@ -18,7 +18,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend
 from longspan.train.optim.one_pass_adamw import (
     STREAMS,
-    Key,
+    RandomKey,
     RoundingBits,
     random_words,
     round_stochastically,
@@ -34,7 +34,7 @@ DRAWS = 21_000
 
 def _rounded(x: Tensor, seed: int) -> Tensor:
     """Rounded by the bits of as many places in a row."""
-    words = random_words(Key(seed, 2**32 - 1 - seed), torch.arange(x.numel()).view(x.shape))
+    words = random_words(RandomKey(seed, 2**32 - 1 - seed), torch.arange(x.numel()).view(x.shape))
     return torch.stack([round_stochastically(x, rounding_noise(words, stream)) for stream in range(STREAMS)])
 
 

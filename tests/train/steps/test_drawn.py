@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan import World, plan_dynamic, plan_fixed, plan_padded, prepare, run_step
 from longspan.comm import run_local
 from longspan.doctor.stock import (
-    Answer,
+    ModelAnswer,
     collect_gradients,
     compute_in_float64,
     compute_stock_answer,
@@ -132,7 +132,7 @@ def _by_hand(drawn: random.Random, lengths: tuple[int, ...], draw: Draw) -> Plan
 
 
 def _run(
-    rank: int, drawn: Draw, documents: list[np.ndarray], plan: Plan, evaluation: Plan, exact: Answer
+    rank: int, drawn: Draw, documents: list[np.ndarray], plan: Plan, evaluation: Plan, exact: ModelAnswer
 ) -> tuple[float, str]:
     """The largest error and of what it is, or 0 and why the draw is refused."""
     with World(drawn.home, backend=backend(), timeout=60) as world, compute_in_float64():

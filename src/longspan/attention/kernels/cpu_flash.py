@@ -20,7 +20,8 @@ _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N)."""
     assert call.softcap is None and call.dropout is None
-    head_size, dtype = v.shape[2], accumulation_dtype(q.dtype)
+    head_size = v.shape[2]
+    dtype = accumulation_dtype(q.dtype)
     q, k, v = _pad_to_one_size(q, k, v)
     out = q.new_empty(q.shape, dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)

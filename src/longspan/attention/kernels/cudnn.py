@@ -25,7 +25,7 @@ _HEAD_SIZE_MULTIPLE = 8
 
 
 @cache
-def device_lack(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     version = torch.backends.cudnn.version()
     if version is None or version < _VERSION:
         return f"needs cuDNN {_version_text(_VERSION)}, got {'none' if version is None else _version_text(version)}"
@@ -55,7 +55,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for dense in split_into_dense_calls(launch):
         rows, keys = dense.rows, dense.keys
-        dout_rows, saved_tile = dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[rows])
+        dout_rows = dout[rows]
+        saved_tile = Saved(q[rows], k[keys], v[keys], out[rows], lse[rows])
         if _is_too_small(dense):
             gradients = reference.backward(dout_rows, saved_tile, _launch_of_dense_call(dense, launch), call)
         else:

@@ -23,7 +23,7 @@ _HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 
 
 @cache
-def device_lack(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "needs the extra fa4, which is not installed: pip install 'longspan[fa4]'"
     major, minor = torch.cuda.get_device_capability(device)
@@ -78,7 +78,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 def takes_deltas(call: AttendCall) -> bool:
     """The kernels for heads of 256 on Blackwell do not."""
-    return max(call.head_size, call.value_size) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
+    return max(call.head_dim, call.value_dim) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
 
 
 def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:

@@ -22,7 +22,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N)."""
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)  # tiles hold every row once
-    lse, k = q.new_empty(q.shape[:2], dtype=dtype), _whole_keys(k, v, call)
+    lse = q.new_empty(q.shape[:2], dtype=dtype)
+    k = _whole_keys(k, v, call)
     for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         scores = _scores(_group_heads(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
@@ -42,7 +43,9 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     products with k and q.
     """
     q, k, v, _, lse = saved
-    dtype, deltas, k = accumulation_dtype(q.dtype), saved.deltas(dout), _whole_keys(k, v, call)
+    dtype = accumulation_dtype(q.dtype)
+    deltas = saved.deltas(dout)
+    k = _whole_keys(k, v, call)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
@@ -111,7 +114,8 @@ def _chosen_keys(tile: Tile, launch: Launch, indices: Tensor | None) -> Tensor |
     """
     if indices is None:
         return None
-    rows, (_, _, positions) = indices[tile.q_start : tile.q_stop].long(), launch.tokens
+    rows = indices[tile.q_start : tile.q_stop].long()
+    _, _, positions = launch.row_identities
     keys = positions[tile.k_start : tile.k_stop]
     size = int(torch.maximum(keys.amax(), rows.amax() if rows.numel() else keys.amax())) + 2
     chosen = torch.zeros((len(rows), size), dtype=torch.bool, device=rows.device).scatter_(1, rows + 1, True)

@@ -17,7 +17,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _FULL = (torch.float32, torch.float64)
 
 
-def _flash_lack(device: torch.device) -> str:
+def _flash_unsupported_reason(device: torch.device) -> str:
     if not torch.backends.cuda.is_flash_attention_available():
         return f"needs a torch built with flash attention, got {torch.__version__}"
     capability = torch.cuda.get_device_capability(device)
@@ -34,7 +34,7 @@ _ROWS = (
         features=frozenset({"window", "softcap"}),
         head_sizes=HeadSizes(largest=256),
         needs="the extra `fa4`; compute capability 9 to 11",
-        device_lack=fa4.device_lack,
+        unsupported_reason=fa4.unsupported_reason,
         takes_deltas=fa4.takes_deltas,
     ),
     Kernel(
@@ -47,7 +47,7 @@ _ROWS = (
         deterministic=False,
         one_document_only=True,
         needs="cuDNN 9.11; compute capability 9 or 10",
-        device_lack=cudnn.device_lack,
+        unsupported_reason=cudnn.unsupported_reason,
     ),
     Kernel(
         name="torch_flash",
@@ -58,7 +58,7 @@ _ROWS = (
         features=frozenset({"window"}),
         head_sizes=HeadSizes(largest=256),
         needs="compute capability 8.0",
-        device_lack=_flash_lack,
+        unsupported_reason=_flash_unsupported_reason,
     ),
     Kernel(
         name="triton_flash",
@@ -69,7 +69,7 @@ _ROWS = (
         features=frozenset({"window", "softcap", "indices"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
         needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
-        device_lack=triton_flash.device_lack,
+        unsupported_reason=triton_flash.unsupported_reason,
         takes_deltas=lambda call: True,
     ),
     Kernel(
@@ -83,7 +83,7 @@ _ROWS = (
         head_sizes=HeadSizes(largest=triton_gathered.LARGEST),
         deterministic=False,
         needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
-        device_lack=triton_flash.device_lack,
+        unsupported_reason=triton_flash.unsupported_reason,
         takes_deltas=lambda call: True,
     ),
     Kernel(
@@ -118,12 +118,14 @@ def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
     """
     named = None if name is None else find_kernel(name, f"; {_available_kernels_text(call)}")
     if named is not None and not named.required - call.features:
-        if lack := named.lack_for(call):
-            raise AttentionError(f"kernel {name} {lack}; {_available_kernels_text(call)}")
+        if reason := named.unsupported_call_reason(call):
+            raise AttentionError(f"kernel {name} {reason}; {_available_kernels_text(call)}")
         return named
     kernel = next((kernel for kernel in KERNELS if kernel.suits(call)), None)
     if kernel is None:
-        raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lack_for(call)}" for k in KERNELS))
+        raise AttentionError(
+            "no kernel fits: " + "; ".join(f"{k.name} {k.unsupported_call_reason(call)}" for k in KERNELS)
+        )
     return kernel
 
 
@@ -141,5 +143,5 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
 
 
 def _available_kernels_text(call: AttendCall) -> str:
-    able = [kernel.name for kernel in KERNELS if not kernel.lack_for(call)]
+    able = [kernel.name for kernel in KERNELS if not kernel.unsupported_call_reason(call)]
     return f"available here: {', '.join(able) or 'none'}"

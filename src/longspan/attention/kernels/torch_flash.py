@@ -21,7 +21,8 @@ _BLOCK_ROWS = 128
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.softcap is None and call.dropout is None
-    head_size, size = v.shape[2], _padded_head_size(q, v)
+    head_size = v.shape[2]
+    size = _padded_head_size(q, v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(pad_heads(x, size) for x in (q, k, v)),
         *launch.cu_seqlens,
@@ -40,7 +41,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     size = _padded_head_size(q, v)
-    tensors, at_once = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse], _max_kv_heads(q, k, launch)
+    tensors = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse]
+    at_once = _max_kv_heads(q, k, launch)
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
     parts = [_call_backward(slice_tensors, launch, call) for slice_tensors in slices]
     dq, dk, dv = (concat_heads(gradients) for gradients in zip(*parts, strict=True))

@@ -19,7 +19,7 @@ from longspan.attention.tiles import Launch
 LARGEST = 512
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """How a kernel is launched: rows and keys of a block, warps, stages of loads in flight."""
 
     rows: int
@@ -30,20 +30,20 @@ class Blocks(NamedTuple):
 
 # By the head's width (a power of two, from 128), the fastest on an H200 first; where shared memory is too small, the
 # next.
-FORWARD: dict[int, tuple[Blocks, ...]] = {
-    128: (Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)),
-    256: (Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
-    512: (Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
+FORWARD: dict[int, tuple[BlockSizes, ...]] = {
+    128: (BlockSizes(64, 64, 4, 3), BlockSizes(64, 32, 4, 2)),
+    256: (BlockSizes(128, 64, 8, 2), BlockSizes(64, 32, 4, 2), BlockSizes(32, 32, 4, 1)),
+    512: (BlockSizes(64, 32, 8, 2), BlockSizes(32, 32, 4, 1), BlockSizes(16, 16, 4, 1)),
 }
-QUERY_GRADIENTS: dict[int, tuple[Blocks, ...]] = {
-    128: (Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2)),
-    256: (Blocks(128, 64, 8, 1), Blocks(64, 32, 4, 1), Blocks(32, 16, 4, 1)),
-    512: (Blocks(64, 32, 8, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
+QUERY_GRADIENTS: dict[int, tuple[BlockSizes, ...]] = {
+    128: (BlockSizes(128, 64, 8, 3), BlockSizes(64, 32, 4, 2)),
+    256: (BlockSizes(128, 64, 8, 1), BlockSizes(64, 32, 4, 1), BlockSizes(32, 16, 4, 1)),
+    512: (BlockSizes(64, 32, 8, 1), BlockSizes(32, 16, 4, 1), BlockSizes(16, 16, 4, 1)),
 }
-KEY_GRADIENTS: dict[int, tuple[Blocks, ...]] = {
-    128: (Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
-    256: (Blocks(32, 64, 8, 2), Blocks(16, 32, 4, 1)),
-    512: (Blocks(32, 64, 8, 1), Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1)),
+KEY_GRADIENTS: dict[int, tuple[BlockSizes, ...]] = {
+    128: (BlockSizes(64, 64, 4, 2), BlockSizes(32, 64, 4, 2)),
+    256: (BlockSizes(32, 64, 8, 2), BlockSizes(16, 32, 4, 1)),
+    512: (BlockSizes(32, 64, 8, 1), BlockSizes(16, 32, 4, 1), BlockSizes(16, 16, 4, 1)),
 }
 _MIN_TABLE_WIDTH = 128  # the narrowest of the tables
 _PACKED = (4, 256)  # rows and chosen keys that a program packs at a time
@@ -52,7 +52,7 @@ _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of it
 
 
 @cache
-def device_lack(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "needs triton, which torch's builds for GPUs bring"
     major, minor = torch.cuda.get_device_capability(device)
@@ -72,7 +72,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     bits = _pack_bits(launch, call)
 
-    def launch_blocks(blocks: Blocks) -> None:
+    def launch_blocks(blocks: BlockSizes) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, *bits, q.shape[1] // k.shape[1]),
@@ -92,17 +92,18 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     q, k, v, dout = (contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     tensors = (q, k, v, dout, saved.lse.contiguous(), saved.deltas(dout).contiguous())
-    bits, strides = _pack_bits(launch, call), strides_of(q, k, v, dout)
+    bits = _pack_bits(launch, call)
+    strides = strides_of(q, k, v, dout)
     shared = (*launch.cu_seqlens, *bits, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
     constants = _call_constants(q, v, launch, call)
 
-    def launch_query_gradients(blocks: Blocks) -> None:
+    def launch_query_gradients(blocks: BlockSizes) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().query_gradients[len(block_list), q.shape[1]](
             *(*tensors, dq, block_list, *shared), **constants, **_block_constants(blocks)
         )
 
-    def launch_key_gradients(blocks: Blocks) -> None:
+    def launch_key_gradients(blocks: BlockSizes) -> None:
         """Wide heads take two launches, one for each sum: both do not fit the registers."""
         block_list = launch.blocks(blocks.keys, of_keys=True)
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
@@ -127,7 +128,8 @@ def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor 
     places, place_starts, bit_starts, words = launch.chosen_keys
     bits = torch.zeros(words, dtype=torch.int64, device=places.device)
     rows, columns = _PACKED
-    block_list, indices = launch.blocks(rows, of_keys=False), call.indices.contiguous()
+    block_list = launch.blocks(rows, of_keys=False)
+    indices = call.indices.contiguous()
     _flash_kernels().pack_bits[(len(block_list),)](
         *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts),
         *(indices.shape[1], rows, columns),
@@ -136,7 +138,11 @@ def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor 
 
 
 def launch_fitting_blocks(
-    name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launch_blocks: Callable[[Blocks], None]
+    name: str,
+    table: Mapping[int, tuple[BlockSizes, ...]],
+    q: Tensor,
+    v: Tensor,
+    launch_blocks: Callable[[BlockSizes], None],
 ) -> None:
     """The first blocks of the table that fit the device's shared memory are taken; later calls begin with them."""
     key = (name, padded_size(q), padded_size(v), q.dtype, q.device)
@@ -169,7 +175,7 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
     }
 
 
-def _block_constants(blocks: Blocks) -> dict[str, int]:
+def _block_constants(blocks: BlockSizes) -> dict[str, int]:
     return {"ROWS": blocks.rows, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
 
 

@@ -126,7 +126,8 @@ def forward(
     around them costs 30 %, as loads are not made ahead through it (bench/records/indexed-attention-2xH200.md).
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
     kv_head = head // group
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
@@ -222,7 +223,8 @@ def query_gradients(
     blocks of keys that the window hides from all of these rows. Arguments are those of `forward`.
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
     kv_head = head // group
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
@@ -316,7 +318,8 @@ def key_gradients(
     WANTS_K and WANTS_V leave out what needs no gradient. Arguments are those of `forward`; blocks are of keys.
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    kv_head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    kv_head = tl.program_id(1).to(tl.int64)
+    kv_heads = tl.num_programs(1)
     heads = kv_heads * group
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
@@ -326,7 +329,8 @@ def key_gradients(
     lse += q_start.to(tl.int64) * heads
     delta += q_start.to(tl.int64) * heads
 
-    key, shift = start + tl.arange(0, KEYS), keys - rows
+    key = start + tl.arange(0, KEYS)
+    shift = keys - rows
     k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
     first_row, end_row = 0, rows
     if HAS_RIGHT:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.kernels.triton_flash import (
-    Blocks,
+    BlockSizes,
     contiguous_heads,
     launch_fitting_blocks,
     padded_size,
@@ -23,15 +23,15 @@ from longspan.attention.tiles import Launch
 
 # By the value's width, from 128: heads (`rows`) and keys of a block, warps, stages of loads in flight. Those of 128 and
 # 512 are the fastest of four to six on an H200.
-FORWARD: dict[int, tuple[Blocks, ...]] = {
-    128: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
-    256: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
-    512: (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(16, 32, 4, 1)),
+FORWARD: dict[int, tuple[BlockSizes, ...]] = {
+    128: (BlockSizes(32, 64, 4, 2), BlockSizes(16, 32, 4, 1)),
+    256: (BlockSizes(32, 64, 4, 2), BlockSizes(16, 32, 4, 1)),
+    512: (BlockSizes(64, 64, 8, 2), BlockSizes(64, 32, 8, 2), BlockSizes(16, 32, 4, 1)),
 }
-GRADIENTS: dict[int, tuple[Blocks, ...]] = {
-    128: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
-    256: (Blocks(32, 64, 8, 2), Blocks(32, 32, 4, 2), Blocks(16, 32, 4, 1)),
-    512: (Blocks(32, 32, 8, 2), Blocks(16, 32, 4, 1)),
+GRADIENTS: dict[int, tuple[BlockSizes, ...]] = {
+    128: (BlockSizes(32, 64, 4, 2), BlockSizes(16, 32, 4, 1)),
+    256: (BlockSizes(32, 64, 8, 2), BlockSizes(32, 32, 4, 2), BlockSizes(16, 32, 4, 1)),
+    512: (BlockSizes(32, 32, 8, 2), BlockSizes(16, 32, 4, 1)),
 }
 LARGEST = 576  # of a key: 512 numbers of its value, and 64
 _LISTED_BYTES = 256 << 20  # of the lists of keys of a run of rows
@@ -48,7 +48,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this block: dq (Tq, N, H), dk (Tk, 1, H − Hv) and dv (Tk, 1, Hv), these in float32."""
-    (q, k, v, _, lse), delta = saved, saved.deltas(dout)
+    q, k, v, _, lse = saved
+    delta = saved.deltas(dout)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
     results = (lse.contiguous(), delta.contiguous(), dq, dk, dv)
@@ -58,7 +59,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 def _launch_on_runs(
     name: str,
-    table: dict[int, tuple[Blocks, ...]],
+    table: dict[int, tuple[BlockSizes, ...]],
     tensors: tuple[Tensor, ...],
     contiguous: tuple[Tensor, ...],
     launch: Launch,
@@ -70,9 +71,11 @@ def _launch_on_runs(
     """
     assert call.indices is not None and call.softcap is None and call.dropout is None
     kernels = import_module("longspan.attention.kernels.triton_gathered_kernels")
-    indices, (places, place_starts, *_) = call.indices.contiguous(), launch.chosen_keys
+    indices = call.indices.contiguous()
+    places, place_starts, *_ = launch.chosen_keys
     q, k, v, *dout = (contiguous_heads(x) for x in tensors)
-    heads, columns = q.shape[1], indices.shape[1]
+    heads = q.shape[1]
+    columns = indices.shape[1]
     strides = (*strides_of(q), k.stride(0), v.stride(0), *strides_of(*dout))
     sizes = {"SIZE": k.shape[2], "V_SIZE": v.shape[2], "WIDTH": padded_size(k), "V_WIDTH": padded_size(v)}
     sizes |= {"PIECE": min(max(_PIECE, padded_size(v) // 4), padded_size(v))} if dout else {}
@@ -86,7 +89,7 @@ def _launch_on_runs(
         )
         of_run = (*contiguous, lists, counts, rows, launch.cu_seqlens[0], columns, heads, call.scale, *strides)
 
-        def launch_blocks(blocks: Blocks, of_run: tuple[Any, ...] = of_run, programs: int = len(rows)) -> None:
+        def launch_blocks(blocks: BlockSizes, of_run: tuple[Any, ...] = of_run, programs: int = len(rows)) -> None:
             at_once = min(blocks.rows, max(16, 1 << (heads - 1).bit_length()))
             launched = {"HEADS": at_once, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
             getattr(kernels, name)[programs, -(-heads // at_once)](q, k, v, *dout, *of_run, **sizes, **launched)

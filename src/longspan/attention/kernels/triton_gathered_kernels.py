@@ -31,9 +31,11 @@ def list_keys(
 ):
     """Write which keys one row sees of its choice, and how many: `indices` are positions, `places` has their keys."""
     program = tl.program_id(0).to(tl.int64)
-    tile, row = tl.load(blocks + 2 * program), tl.load(blocks + 2 * program + 1)
+    tile = tl.load(blocks + 2 * program)
+    row = tl.load(blocks + 2 * program + 1)
     q_start, k_start, first_place = tl.load(q_ends + tile), tl.load(k_ends + tile), tl.load(place_starts + tile)
-    keys, positions = tl.load(k_ends + tile + 1) - k_start, tl.load(place_starts + tile + 1) - first_place
+    keys = tl.load(k_ends + tile + 1) - k_start
+    positions = tl.load(place_starts + tile + 1) - first_place
     aligned = row + keys - (tl.load(q_ends + tile + 1) - q_start)
     indices += (q_start + row).to(tl.int64) * columns
     written = tl.zeros((), tl.int32)
@@ -106,12 +108,14 @@ def forward(
 
     Exponentials are powers of 2, so scores are multiplied by log₂ e. `blocks` has the tile and row of each program.
     """
-    program, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
     row = (tl.load(q_ends + tl.load(blocks + 2 * program)) + tl.load(blocks + 2 * program + 1)).to(tl.int64)
     column, v_column = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
     q_of_v = _load_heads(q + row * q_row, head, heads, q_head, v_column, V_SIZE)
     q_of_k = _load_heads(q + row * q_row + V_SIZE, head, heads, q_head, column, SIZE)
-    count, lists = tl.load(counts + program), lists + program * columns
+    count = tl.load(counts + program)
+    lists = lists + program * columns
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     result = tl.zeros((V_WIDTH, HEADS), tl.float32)
@@ -171,11 +175,16 @@ def gradients(
     With the weights w = exp(score − lse) and s = scale · w · (dout · v − delta), dq = Σ keys s · key, the gradient of a
     key is Σ rows s · q and that of a value Σ rows w · dout: the numbers of v get both, PIECE columns at a time.
     """
-    program, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
     row = (tl.load(q_ends + tl.load(blocks + 2 * program)) + tl.load(blocks + 2 * program + 1)).to(tl.int64)
-    column, piece = tl.arange(0, WIDTH), tl.arange(0, PIECE)
-    q, dout, dq = q + row * q_row, dout + row * dout_row, dq + row * heads * (V_SIZE + SIZE)
-    q_of_k, dq_of_k = _load_heads(q + V_SIZE, head, heads, q_head, column, SIZE), tl.zeros((WIDTH, HEADS), tl.float32)
+    column = tl.arange(0, WIDTH)
+    piece = tl.arange(0, PIECE)
+    q = q + row * q_row
+    dout = dout + row * dout_row
+    dq = dq + row * heads * (V_SIZE + SIZE)
+    q_of_k = _load_heads(q + V_SIZE, head, heads, q_head, column, SIZE)
+    dq_of_k = tl.zeros((WIDTH, HEADS), tl.float32)
     q_of_v, dout_of_v, dq_of_v = (), (), ()  # in pieces: whole they would not fit the registers
     for first in tl.static_range(0, V_WIDTH, PIECE):
         q_of_v = q_of_v + (_load_heads(q, head, heads, q_head, first + piece, V_SIZE),)
@@ -183,12 +192,15 @@ def gradients(
         dq_of_v = dq_of_v + (tl.zeros((PIECE, HEADS), tl.float32),)
     row_lse = tl.load(lse + row * heads + head, mask=head < heads, other=0.0) * _LOG2_E
     row_delta = tl.load(delta + row * heads + head, mask=head < heads, other=0.0)
-    count, lists = tl.load(counts + program), lists + program * columns
+    count = tl.load(counts + program)
+    lists = lists + program * columns
     for start in range(0, count, KEYS):
         exists = start + tl.arange(0, KEYS) < count
         place = tl.load(lists + start + tl.arange(0, KEYS), mask=exists, other=0)
         k_block = _load_keys(k, place, exists, k_row, column, SIZE)
-        scores, products, v_of = tl.dot(k_block, tl.trans(q_of_k)), tl.zeros((KEYS, HEADS), tl.float32), ()
+        scores = tl.dot(k_block, tl.trans(q_of_k))
+        products = tl.zeros((KEYS, HEADS), tl.float32)
+        v_of = ()
         for i in tl.static_range(V_WIDTH // PIECE):
             v_of = v_of + (_load_keys(v, place, exists, v_row, i * PIECE + piece, V_SIZE),)
             scores = tl.dot(v_of[i], tl.trans(q_of_v[i]), scores)

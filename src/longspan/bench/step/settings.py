@@ -95,7 +95,7 @@ def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 
 
-class StepDocuments(NamedTuple):
+class TimedLengths(NamedTuple):
     """Lengths of documents, where they came from, and whether they were listed as numbers."""
 
     lengths: tuple[int, ...]
@@ -103,7 +103,7 @@ class StepDocuments(NamedTuple):
     listed: bool = False
 
 
-def read_documents(flags: StepFlags, slots: int, *, gpu: bool) -> StepDocuments:
+def read_documents(flags: StepFlags, slots: int, *, gpu: bool) -> TimedLengths:
     """Read the documents that flags name; on CPUs there is a default. Raises ConfigError where there are none, and for
     flags that contradict each other.
     """
@@ -116,11 +116,11 @@ def read_documents(flags: StepFlags, slots: int, *, gpu: bool) -> StepDocuments:
             "may name documents beside them"
         )
     if are_numbers and not has_source:
-        return StepDocuments(tuple(map(int, entries)), "given", listed=True)
+        return TimedLengths(tuple(map(int, entries)), "given", listed=True)
     if flags.lengths or has_source:
-        return StepDocuments(*read_lengths(flags, slots))
+        return TimedLengths(*read_lengths(flags, slots))
     if not gpu:
-        return StepDocuments(CPU_LENGTHS, "given")
+        return TimedLengths(CPU_LENGTHS, "given")
     raise ConfigError("give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, or --same")
 
 
@@ -266,7 +266,7 @@ def _set_limits(
     flags: StepFlags,
     config: RunConfig,
     configuration: "PreTrainedConfig",
-    documents: StepDocuments,
+    documents: TimedLengths,
     home: Layout,
     *,
     gpu: bool,

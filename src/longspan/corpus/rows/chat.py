@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from longspan.corpus.rows.infer_turns import (
-    Spans,
+    TurnSpans,
     TurnTokens,
     find_assistant_spans,
     find_turn_tokens,
@@ -143,7 +143,7 @@ class ChatEncoding:
         ids, labels = (np.append(values[:stop], token) for values in (sample.ids, sample.labels))
         return sample._replace(ids=ids, labels=labels)
 
-    def _tokenize_rendering(self, text: str, spans: Spans, tools: Sequence[Any] | None) -> Sample:
+    def _tokenize_rendering(self, text: str, spans: TurnSpans, tools: Sequence[Any] | None) -> Sample:
         """Make a sample in which tokens in spans are targets; a prompt is tokenized by itself, as at inference."""
         starts = [start for start, _ in spans.spans]
         prompt_ends = [_find_prompt_end(text, start, self._prompts(tools)) for start in starts]

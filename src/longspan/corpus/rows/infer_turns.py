@@ -177,7 +177,7 @@ _LONGEST_CLOSING = 32
 Render = Callable[[Sequence[Message]], str]
 
 
-class Spans(NamedTuple):
+class TurnSpans(NamedTuple):
     """Spans (start, stop) of a rendering in characters, and counts of the assistant's texts that are not in it."""
 
     spans: tuple[tuple[int, int], ...]
@@ -232,13 +232,13 @@ def find_assistant_spans(
     tokens: TurnTokens,
     learnt: Collection[int],
     first: int,
-) -> Spans:
+) -> TurnSpans:
     """Find the spans of the `learnt` messages of an assistant in the rendering `text`, and count what it lacks."""
     fields = texts_of_messages(messages)
     conversation, ends = _locate_turns(fields, messages, text, template, tools)
     unseen = _count_unseen(conversation, fields, ends, learnt, first)
     turns = [turn for turn in conversation.turns if turn.message in learnt]
-    return Spans(tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens)), unseen)
+    return TurnSpans(tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens)), unseen)
 
 
 def marked_spans(
@@ -248,7 +248,7 @@ def marked_spans(
     tools: Sequence[Any] | None,
     learnt: Collection[int],
     first: int,
-) -> Spans:
+) -> TurnSpans:
     """Select the template's own marks of the `learnt` messages, and count what the rendering lacks.
 
     A mark without a text belongs to the assistant's messages between the texts next to it.
@@ -258,16 +258,16 @@ def marked_spans(
     fields = texts_of_messages(messages)  # then no mark is another message's
     if all_learnt and all(field.added or str(field.value).strip() in rendered.text for field in fields):
         conversation = _Conversation(messages, rendered.text, template, tools, (), ())
-        return Spans(rendered.marks, _count_unseen(conversation, fields, [(0,)] * len(fields), learnt, first))
+        return TurnSpans(rendered.marks, _count_unseen(conversation, fields, [(0,)] * len(fields), learnt, first))
     try:
         conversation, ends = _locate_turns(fields, messages, rendered.text, template, tools)
     except RowError:
         if all_learnt:  # the marks are all that is needed
-            return Spans(rendered.marks)
+            return TurnSpans(rendered.marks)
         raise
     unseen = _count_unseen(conversation, fields, ends, learnt, first)
     if all_learnt:
-        return Spans(rendered.marks, unseen)
+        return TurnSpans(rendered.marks, unseen)
     spans = list[tuple[int, int]]()
     for start, stop in rendered.marks:
         owners = conversation.messages_in(start, stop)
@@ -280,7 +280,7 @@ def marked_spans(
                 f"its chat template marks {names} as one with {{% generation %}}, and not all of them are to be "
                 "learnt; mark each of them for itself"
             )
-    return Spans(tuple(spans), unseen)
+    return TurnSpans(tuple(spans), unseen)
 
 
 def _count_unseen(

@@ -32,12 +32,12 @@ from longspan.model.activations.tiles import (
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.features import Call, Feature
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
-from longspan.plan.memory.settings import MEASURES, Measure
+from longspan.plan.memory.settings import MEASURES, CheckpointPolicy
 
 Run = Callable[..., Any]
 
 
-class Segments:
+class LayerSegments:
     """The segments of a model's layers, of at most `size` each: `run_layer` runs one layer of a pass."""
 
     def __init__(self, size: int) -> None:
@@ -214,7 +214,7 @@ def _is_sharded(state: Any) -> bool:
 _CHECKPOINTING = ("none", "full", "selective")
 
 
-def checkpoint_measure(checkpointing: bool | str, *, offload: bool = False) -> Measure:
+def checkpoint_measure(checkpointing: bool | str, *, offload: bool = False) -> CheckpointPolicy:
     """Return the measure of all layers by options of `prepare`. ModelError for another word, or that do not fit."""
     word = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
     if word not in _CHECKPOINTING:
@@ -224,7 +224,7 @@ def checkpoint_measure(checkpointing: bool | str, *, offload: bool = False) -> M
             "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
             "'full' or 'selective'"
         )
-    return cast(Measure, f"{word}+host" if offload else word)
+    return cast(CheckpointPolicy, f"{word}+host" if offload else word)
 
 
 class RecomputationFeature(Feature):
@@ -298,7 +298,7 @@ class RecomputationFeature(Feature):
         """
         offload = self._offload
         first = True  # no layer so far keeps tensors on the host
-        segments = Segments(self.options.segment_layers) if self.options.segment_layers > 1 else None
+        segments = LayerSegments(self.options.segment_layers) if self.options.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":

@@ -283,7 +283,7 @@ def reasons_against_images(config: PreTrainedConfig, *, videos: bool = False) ->
     return run_trial_once(key, lambda: tuple(_image_trial_reasons(config, videos=videos)))
 
 
-class _Pass(NamedTuple):
+class _ImagePass(NamedTuple):
     logits: list[Tensor]
     gradients: dict[str, Tensor | None]
 
@@ -323,11 +323,11 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
 
 def _run_documents(
     parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
-) -> _Pass:
+) -> _ImagePass:
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
-    return _Pass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items()))
+    return _ImagePass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items()))
 
 
 def _logits_from_parts(parts: VisionParts, document: TrialDocument) -> Tensor:

@@ -56,7 +56,7 @@ class ScoreOperands(TorchFunctionMode):
 
 def can_score(q: Tensor) -> bool:
     """In float32, which is what classes widen q to."""
-    return q.is_cuda and q.dtype == torch.float32 and not find_kernel("triton_flash").device_lack(q.device)
+    return q.is_cuda and q.dtype == torch.float32 and not find_kernel("triton_flash").unsupported_reason(q.device)
 
 
 def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, k: int) -> Tensor:

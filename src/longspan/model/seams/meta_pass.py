@@ -234,7 +234,7 @@ def check_kernel_for_calls(
         find_kernel(name)  # raises for an unknown name, also if no calls were recorded
     calls: dict[AttendCall, None] = {}
     for recorded_call in recorded:
-        sizes = recorded_call.head_size, recorded_call.value_size
+        sizes = recorded_call.head_dim, recorded_call.value_dim
         mask = Mask(window=recorded_call.window, chunk=recorded_call.chunk)
         # One head of each: how many there are does not matter to a kernel.
         call = AttendCall(

@@ -17,6 +17,7 @@ from longspan.errors import PlanError
 from longspan.layout import Floats, Layout
 from longspan.plan.check import check_choice, check_comm_type, check_count, check_number
 from longspan.plan.cost.links import Network
+from longspan.plan.messages import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES, GATHER_SLICE_BYTES
 from longspan.plan.micro_batch import PARTITIONS
 from longspan.plan.shape.model_shape import ModelShape
 
@@ -70,7 +71,8 @@ class StateCost:
         passes take 3 times a forward scan. In either pass states with transitions (float32) are one message, and the
         rows before runs another; each costs a `step_latency`.
         """
-        mixer, layers = shape.mixer, shape.mixer_layers
+        mixer = shape.mixer
+        layers = shape.mixer_layers
         if mixer is None:
             return None
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
@@ -150,11 +152,6 @@ _DIVIDED_BY_TP = (
     *("merge_seconds", "copy_seconds"),
 )
 
-# Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
-EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer
-EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
-REPLAYED_NUMBERS = 1 << 24  # of queries at most, whose attention is replayed: launches of more hide behind the device
-GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
 _GATHERED = 3.0  # times as long as in dense attention products of gathered keys take, and of a choice (H200)
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
@@ -271,7 +268,8 @@ class Cost:
         shared = {name: value * self.forward_shares.get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shared
         source = self.source and f"{self.source}; forward passes alone"
-        states, forward_states = self.states and self.states.forward_only(), self.forward and self.forward.states
+        states = self.states and self.states.forward_only()
+        forward_states = self.forward and self.forward.states
         if self.states and forward_states:  # measured, or priced before recomputation was added
             states = forward_states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
@@ -290,7 +288,9 @@ class Cost:
         if not self.has_choice:
             return (self,)
         heads = self.heads or (self.network.heads if self.network else 0)
-        types = ["a2a"] * bool(heads) + ["p2p", "all_gather"] if self.cp_comm_type == "auto" else ["a2a+p2p"]
+        types = ["a2a+p2p"]
+        if self.cp_comm_type == "auto":
+            types = ["a2a", "p2p", "all_gather"] if heads else ["p2p", "all_gather"]
         sizes = [i for i in range(2, min(self.node_size, heads) + 1) if heads % i == 0 and self.node_size % i == 0]
         return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in sizes))
 
@@ -345,7 +345,7 @@ class Cost:
                 seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
                 least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
             return _float_array(least)
-        rows = Rows(tokens, squares, degree, _float_array(together))
+        rows = PricedRows(tokens, squares, degree, _float_array(together))
         if self.states:
             around = degree / head_exchange_size(self.cp_comm_type, self.a2a_size, degree)
             rows = rows._replace(busiest=attention_imbalance(self.states.partition, tokens, squares, around))
@@ -363,14 +363,16 @@ class Cost:
         host gets the same.
         """
         turns = self.turn_seconds(slowest)
-        longest, bubble = max(turns, default=0.0), (self.stages - 1) / self.chunks
+        longest = max(turns, default=0.0)
+        bubble = (self.stages - 1) / self.chunks
         return max((math.fsum(turns) + bubble * longest) / self.stages, longest)
 
     def turn_seconds(self, slowest: Sequence[float]) -> list[float]:
         """Return the seconds in lockstep of each micro-batch, in the whole model: no less than the messages of sharded
         parameters, which run meanwhile, and than the host's launches.
         """
-        shards, launch = self.sharding_seconds, self.micro_batch_seconds
+        shards = self.sharding_seconds
+        launch = self.micro_batch_seconds
         return [max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest]
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
@@ -394,7 +396,9 @@ class Cost:
         of the weights, `gather_bytes` each, and of gradients, `reduce_bytes` each; a ring over the r replicas then sums
         a slot's 1 / w of the gradients, of which 2 (r − 1) / r arrive. A host has `node_size` slots.
         """
-        copies, width, share_host = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
+        copies = home.dp_replicate
+        width = home.slots // home.dp_replicate
+        share_host = home.slots <= node_size
         inside, across = self.inside_bytes_per_second, self.across_bytes_per_second
         speed = inside if share_host or node_size % width == 0 else across  # of a replica
         gathered = weights * gather_bytes * (width - 1) / width / speed
@@ -480,7 +484,7 @@ def constants_of_shape(
     }
 
 
-class Rows(NamedTuple):
+class PricedRows(NamedTuple):
     """Groups to price, as arrays that broadcast: `tokens` and `squares` sum the documents' rows and their squares;
     `together` is the fewest members that share a host, `busiest` what the busiest member of a ring computes over the
     mean, `typical` the length of a typical row's document (None: squares / tokens). A row sees `window` rows at most;
@@ -516,7 +520,7 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
     return np.maximum(1.0, np.asarray(members * runs / kv_heads, dtype=np.float64))
 
 
-def attention_and_message_seconds(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
+def attention_and_message_seconds(cost: Cost, rows: PricedRows) -> tuple[Floats, Floats]:
     """Return seconds of each slot of groups: of kernels, and of the messages that these do not hide. Kernels take
     attention_seconds · squares / degree, times `busiest`, on measured links 1 + h / piece times that, h being
     half_speed_rows. A ring of r members cuts the typical document into pieces of 1 / r of its rows; in a gather such
@@ -556,12 +560,13 @@ def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
     return cost.network.layers * cost.network.step_seconds * messages
 
 
-def _shown_seconds_on_ideal_links(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
+def _shown_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
     """A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed)
     shows, of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between
     hosts.
     """
-    degree, kind = rows.degree, cost.cp_comm_type
+    degree = rows.degree
+    kind = cost.cp_comm_type
     speed = np.where(rows.together >= degree, cost.inside_bytes_per_second, cost.across_bytes_per_second)
     turn = cost.ring_bytes * rows.tokens * (around - 1) / degree / speed
     exposed = turn if kind == "all_gather" else np.maximum(turn - computed, 0.0)
@@ -575,7 +580,7 @@ def _shown_seconds_on_ideal_links(cost: Cost, rows: Rows, around: Floats, comput
     return exposed
 
 
-def _shown_seconds_on_network(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
+def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:
     """Return the seconds of bytes that show on measured links, of all layers.
 
     `block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients, `queries`
@@ -584,10 +589,15 @@ def _shown_seconds_on_network(cost: Cost, rows: Rows, around: Floats, computed: 
     Members of a narrow ring fetch before the kernels, and send after them. Of large exchanges and gathers, which go in
     two slices of heads, half shows, and what is longer than the kernels of a slice.
     """
-    network, kind = cost.network, cost.cp_comm_type
+    network = cost.network
+    kind = cost.cp_comm_type
     assert network is not None
-    inside, across, degree, together = network.inside, network.across, rows.degree, rows.together
-    exchanging, is_inside = degree / around, together >= degree
+    inside = network.inside
+    across = network.across
+    degree = rows.degree
+    together = rows.together
+    exchanging = degree / around
+    is_inside = together >= degree
     copies = kv_copies(network.heads, network.kv_heads, exchanging)
     both = cost.passes != "forward"
     member_rows = rows.tokens / degree / network.layers  # bytes of a cost are of all layers
@@ -611,7 +621,9 @@ def _shown_seconds_on_network(cost: Cost, rows: Rows, around: Floats, computed: 
 
     seconds = 0.0 * computed
     for forward in (True, False) if both else (True,):
-        share = (FORWARD_OF_ATTENTION if forward else 1 - FORWARD_OF_ATTENTION) if both else 1.0
+        share = 1.0
+        if both:
+            share = FORWARD_OF_ATTENTION if forward else 1 - FORWARD_OF_ATTENTION
         kernels = share * computed / network.layers
         if kind == "all_gather":  # between hosts a gather's bytes come through all slots of a host together
             received = block * (degree - 1)

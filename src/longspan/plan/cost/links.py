@@ -75,9 +75,11 @@ class Link:
             for kind in KINDS:
                 first, second = values[kind][-2:]
                 if isinstance(first, list):
-                    (small, begun), (large, ended) = cast(list[float], first), second
+                    small, begun = cast(list[float], first)
+                    large, ended = second
                     speed = (large - small) / (ended - begun)
-                    first, second = max(0.0, begun - small / speed), speed
+                    first = max(0.0, begun - small / speed)
+                    second = speed
                 pairs[kind] = float(first), float(second)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(

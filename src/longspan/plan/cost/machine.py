@@ -18,13 +18,14 @@ from longspan.files import read_json
 from longspan.plan.check import check_choice, check_count, check_number
 from longspan.plan.cost.cost import (
     Cost,
-    Rows,
+    PricedRows,
     StateCost,
     attention_and_message_seconds,
     attention_imbalance,
     constants_of_shape,
 )
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
+from longspan.plan.messages import fetched_share
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
 
@@ -87,7 +88,8 @@ def price_types(cost: Cost, group: Group, call: AttentionCall, node_size: int) -
     prime degree has no two levels: its a2a+p2p is a ring. Query heads that the exchanging members do not divide make a
     type impossible.
     """
-    degree, sizes = group.degree, group.hierarchical_context_parallel_sizes
+    degree = group.degree
+    sizes = group.hierarchical_context_parallel_sizes
     inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
     nodes = [slot // node_size for slot in group.slots]
     together = min(nodes.count(node) for node in nodes)
@@ -104,7 +106,8 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     n² / Σ n rows, or those of a chunk if that is shorter. Under a narrow window or chunk a ring sends only what its
     members see.
     """
-    degree, laid_out = group.degree, group.laid_out
+    degree = group.degree
+    laid_out = group.laid_out
     around = degree // inner  # members of a ring
     sizes = (inner, around) if kind != "all_gather" else (1, degree)
     if call.heads % inner:
@@ -114,7 +117,7 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     counts = np.array([tokens, call.squares(laid_out), degree, together, squares, sizes[1]], dtype=np.float64)
     rows, pairs, members, neighbours, causal, ring = counts
     even = call.window or call.chunk or not call.causal  # members of a ring see about as much as each other
-    price = Rows(
+    price = PricedRows(
         tokens=rows,
         squares=pairs,
         degree=members,
@@ -127,27 +130,6 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     computed, shown = attention_and_message_seconds(dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price)
     exposed = float(shown) if degree > 1 else 0.0
     return TypePrice(kind, sizes, float(computed) + exposed, exposed)
-
-
-def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> float:
-    """Return the share of a ring's rows that members send if they send only what others see; 1.0 where a ring is used.
-    It depends on lengths only. Members send what is seen where that is at most half of a ring's rows, and at most twice
-    the rows of the members: a ring holds that many rows of others. A document has at most 2 · degree runs, which here
-    count as equally long. Under a window each sees window − 1 rows before it, and under chunks the rows from the start
-    of its first row's chunk on.
-    """
-    if degree == 1 or (window is None and chunk is None):
-        return 1.0
-    rows = np.asarray(lengths, dtype=np.int64)
-    foreign = (degree - 1) * rows
-    if window is not None:
-        before_run = min(window - 1, int(rows.max()))  # a huge window must not overflow
-        foreign = np.minimum(foreign, 2 * degree * before_run)
-    if chunk is not None:
-        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
-        foreign = np.minimum(foreign, (starts % chunk).sum(1))
-    seen_rows, member_rows = int(foreign.sum()), int(rows.sum())
-    return seen_rows / ((degree - 1) * member_rows) if seen_rows <= min((degree - 1) / 2, 2) * member_rows else 1.0
 
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
@@ -163,18 +145,25 @@ KNOWN: dict[str, tuple[float, float, float, float, int] | None] = {
     "B200": (2250 / 989, 8.0 / 4.8, 360e9, 40e9, 180),
 }
 # Bytes of memory that layers read and write besides their products, of H200s (bench/records/predictions.md):
-LAYER_BYTES, COMPILED_SHARE = 520, 0.73  # norms, gates, sums, for each row and number of its width
+LAYER_BYTES = 520  # norms, gates, sums, for each row and number of its width
+COMPILED_SHARE = 0.73
 LOGIT_BYTES = 34  # of the loss, for each row and logit
-MERGE_BYTES, GATHER_BYTES = 44, 32  # a ring's step adds to its output, a gather lays out rows: for each row and number
+MERGE_BYTES = 44  # a ring's step adds to its output, for each row and number
+GATHER_BYTES = 32  # a gather lays out rows
 CHANNEL_BYTES = 160  # a state-space layer's convolution, norms and gates, for each row and channel
-WEIGHT_COPY_BYTES, UPDATE_BYTES = 2.2, 11.2  # FSDP2's copies of a weight, and the optimizer's
+WEIGHT_COPY_BYTES = 2.2  # FSDP2's copies of a weight
+UPDATE_BYTES = 11.2  # of the optimizer
 # Rates over that of dense products in bfloat16: float8 with its conversions, scans of state-space layers, and their
 # passes that make a run's states for others.
-FLOAT8_SPEED, SCAN_SPEED, SUMMARY_SPEED = 1350 / 700, 60 / 700, 100 / 700
+FLOAT8_SPEED = 1350 / 700
+SCAN_SPEED = 60 / 700
+SUMMARY_SPEED = 100 / 700
 SHARDING_SHARE = 0.47  # of FSDP2's messages in a micro-batch, that shows
 # Of a layer's launches, those that FSDP2 adds in every micro-batch (many-micro-batches-2xH100.md), also on one slot,
 # and what is left of them where no attention crosses hosts (many-micro-batches-H200.md).
-SHARDED_LAUNCHES, SHARDED_LAUNCHES_OF_ONE, REPLAYED_LAUNCHES = 0.3, 0.6, 0.54
+SHARDED_LAUNCHES = 0.3
+SHARDED_LAUNCHES_OF_ONE = 0.6
+REPLAYED_LAUNCHES = 0.54
 FORWARD_LAUNCHES = 1 / 4  # a forward pass alone, of a layer's launches (evaluations-2xH100.md)
 RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
@@ -293,7 +282,8 @@ class Machine:
             raise PlanError(
                 f"no figures of {name!r}; known are {', '.join(KNOWN)}, or measure with longspan bench calibrate"
             )
-        usual, scale = cls(), KNOWN[name]
+        usual = cls()
+        scale = KNOWN[name]
         if scale is None:
             return usual
         products, memory, inside, across, gib = scale
@@ -315,7 +305,8 @@ class Machine:
     @classmethod
     def cpus(cls) -> "Machine":
         """Make the machine of CPUs with gloo, by orders of magnitude: none is measured, they only rank plans."""
-        rate, link = 0.02e12, Link.of(500e-6, 1e9)
+        rate = 0.02e12
+        link = Link.of(500e-6, 1e9)
         return cls(
             device="cpu",
             product_flops_per_second=rate,
@@ -362,7 +353,9 @@ class Machine:
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
-        kind, count, frozen = settings.recomputation, settings.recomputed_layers, settings.frozen
+        kind = settings.recomputation
+        count = settings.recomputed_layers
+        frozen = settings.frozen
         share = recomputed_layer_share(shape, kind, count)
         cost = self._shape_cost(shape, settings.bytes_per_number)
         forward = self._add_row_seconds(cost, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6)
@@ -391,7 +384,8 @@ class Machine:
         pass_seconds = LAYER_BYTES * (COMPILED_SHARE if compiled else 1.0) / self.memory_bytes_per_second
         # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.
         layers = (shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds * passes
-        head_weights, rate = shape.hidden * shape.logits, self.product_flops_per_second
+        head_weights = shape.hidden * shape.logits
+        rate = self.product_flops_per_second
         logits = settings.target_share * shape.logits * LOGIT_BYTES / self.memory_bytes_per_second
         unused = (1 - settings.target_share) * products * 2 * head_weights / rate
         layer_weights = shape.weights - head_weights
@@ -405,20 +399,35 @@ class Machine:
         )
 
     def _add_sharding_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
-        """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts. Each of w slots
+        """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts.
+
+        seconds(g, s) = copies · (g + s) + wire(g, s), where g gathers and s sums of n weights over w slots take
+        wire(g, s)    = n (w − 1) / w · (g · number + s · max(4, number)) / speed, of which SHARDING_SHARE shows;
+        a micro-batch takes seconds(2, 1), forward alone (1, 0); the end of a step what is done once in it;
+        update        = UPDATE_BYTES · n / w / memory + 4 bytes · 2 (c − 1) / c · n / w / link, over c copies;
+        rows          = exchanges · bytes of routed rows · (ep − 1) / ep, at the slower of both links.
+
+        Each of w slots
         gets (w − 1) / w of the weights in each gather (forward and backward), and of their gradients in the sum, in
         float32 at least; a share of these always shows. What comes once a step is its `closing_seconds`. The optimizer
         updates a slot's shard, and a ring over c copies brings it 2 (c − 1) / c of its gradients. Rows go to the ep
         slots that have their experts, and come back: a layer exchanges twice forward, twice again if it is recomputed,
         and twice backward, with nothing to hide it.
         """
-        forward, number, memory = cost.passes == "forward", settings.bytes_per_number, self.memory_bytes_per_second
-        tp, ep, width = settings.weight_ranks or settings.tp, settings.ep, settings.shards
-        dense, experts = (shape.stored_weights - shape.stored_experts) / tp, shape.stored_experts / ep
+        forward = cost.passes == "forward"
+        number = settings.bytes_per_number
+        memory = self.memory_bytes_per_second
+        tp = settings.weight_ranks or settings.tp
+        ep = settings.ep
+        width = settings.shards
+        dense = (shape.stored_weights - shape.stored_experts) / tp
+        experts = shape.stored_experts / ep
         expert_ranks = tp / ep  # over which FSDP2 shards a rank's experts in a slot, below 1 where slots share experts
         replayed = 0 < width * settings.dp_replicate <= self.node_size and not forward  # a measured machine knows it
         launches = REPLAYED_LAUNCHES if replayed and not self.world else 1.0
-        micro_batch, hidden, closing = cost.micro_batch_seconds, 0.0, 0.0
+        micro_batch = cost.micro_batch_seconds
+        hidden = 0.0
+        closing = 0.0
         if width:
             sent = dense * (width - 1) / width
             sent += experts * max(0.0, width * expert_ranks - 1) / (width * expert_ranks)
@@ -442,7 +451,8 @@ class Machine:
                 closing += cost.micro_batch_seconds * settings.free  # nothing runs beside it: all of it shows
         rows = 0.0
         if ep > 1 and shape.expert_layers:
-            exchanges, near = 2.0 if forward else 4.0 + 2.0 * recomputed, min(ep, self.node_size)
+            exchanges = 2.0 if forward else 4.0 + 2.0 * recomputed
+            near = min(ep, self.node_size)
             row_bytes = exchanges * shape.routed_numbers * number / ep
             inside, across = self.inside.exchange, self.across.exchange
             near_seconds = row_bytes * (near - 1) / inside.bytes_per_second
@@ -474,8 +484,11 @@ class Machine:
         products, so their weights get the difference. `turns` are the bytes that a ring moves of a number of a key or
         value: twice itself, and its gradient, in float32 at least.
         """
-        tflops, memory = self.product_flops_per_second / 1e12, self.memory_bytes_per_second
-        scans, summaries, channel = tflops * SCAN_SPEED, tflops * SUMMARY_SPEED, CHANNEL_BYTES / memory
+        tflops = self.product_flops_per_second / 1e12
+        memory = self.memory_bytes_per_second
+        scans = tflops * SCAN_SPEED
+        summaries = tflops * SUMMARY_SPEED
+        channel = CHANNEL_BYTES / memory
         states = StateCost.from_shape(
             shape, scan_tflops=scans, summary_tflops=summaries, channel_seconds=channel, step_latency=self.step_seconds
         )

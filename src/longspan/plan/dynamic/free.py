@@ -1,8 +1,9 @@
-"""Plans in free mode, where only slots that share a group wait for each other: documents are given to lanes.
+"""Plans in free mode, where only slots that share a group wait for each other: documents are given to queues.
 
-A lane is a run of slots inside a block that works through micro-batches of its own; only its total time counts. A
-document that fits no lane, or would make one end late, is worked on by several lanes together (a *gang*). Gangs come
-first, in one order, so that lanes wait for each other as little as possible; then every lane is on its own.
+A queue is a run of slots inside a block that works through micro-batches of its own; only its total time counts. A
+document that fits no queue, or would make one end late, is worked on by several queues together (a *long group*). Long
+groups come first, in one order, so that queues wait for each other as little as possible; then every queue is on its
+own. Each constant was the best of a few for the step over its bound: bench/records/planner-sweep.md has the others.
 """
 
 import numpy as np
@@ -12,163 +13,172 @@ from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.fixed import pack_first_fit
 
-GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
+GOALS = (1.003, 1.01, 1.02)  # when queues should end, against the mean work of a slot
 FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
-FILLED = 0.9  # of the rows of a lane's micro-batches, on average
-LARGE = 0.03  # share of the step on a lane, above which an item may become a gang
-MOST_LANES = 16  # in a gang that is made to end earlier
+FILLED = 0.9  # share of the rows of a queue's micro-batches, on average
+LARGE = 0.03  # share of the step on a queue, above which an item may become a long group
+MOST_QUEUES = 16  # in a long group that is made to end earlier
+WORTH_TRYING = 1.5  # slot seconds against those of the best number of queues, up to which a group tries more queues
 
 
 def plan_free(problem: Problem) -> list[MicroBatch]:
     mean = problem.mean_slot_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
-    plans = (_fill_lanes(problem, goal * mean).make_candidate() for goal in goals)
+    plans = (_fill_queues(problem, goal * mean).make_candidate() for goal in goals)
     _, candidate, division = min(plans, key=lambda plan: plan[0])
     return make_micro_batches(candidate, division)
 
 
-def _fill_lanes(problem: Problem, goal: float) -> "_Lanes":
-    """Documents that no lane holds come first, then large items, which not every lane holds or which take much of the
-    step: for these many lanes must still be free. Small items come last, and make lanes end together.
+def _fill_queues(problem: Problem, goal: float) -> "_Queues":
+    """Documents that no queue holds come first, then large items, which not every queue holds or which take much of the
+    step: for these many queues must still be free. Small items come last, and make queues end together.
     """
-    lanes = _Lanes(problem)
-    width = lanes.width[lanes.usable]
-    gangs = problem.tokens > width.max() * problem.cap
-    large = ~gangs & ((problem.work / width.max() > LARGE * goal) | (problem.tokens > width.min() * problem.cap))
-    for item in np.flatnonzero(gangs).tolist():
-        lanes.place_gang(item)
+    queues = _Queues(problem)
+    width = queues.width[queues.usable]
+    spread = problem.tokens > width.max() * problem.cap
+    large = ~spread & ((problem.work / width.max() > LARGE * goal) | (problem.tokens > width.min() * problem.cap))
+    for item in np.flatnonzero(spread).tolist():
+        queues.place_in_group(item)
     for item in np.flatnonzero(large).tolist():
-        lanes.place_large_item(item, goal)
-    lanes.place_small_items(np.flatnonzero(~gangs & ~large).tolist())
-    return lanes
+        queues.place_large_item(item, goal)
+    queues.place_small_items(np.flatnonzero(~spread & ~large).tolist())
+    return queues
 
 
-class _Lanes:
-    """Lanes while they are being filled.
+class _Queues:
+    """Queues while they are being filled.
 
-    Columns by lane: `parts` its slots, `width` how many they are, `gang_end` when its last gang ends, `end` when all of
-    its work does, `next_micro_batch` its first one after gangs, and `items` those that it works on alone. A micro-batch
-    on the widest lane waits for its launch and for messages; its rows, `FILLED` of the cap, share these seconds.
+    Columns by queue: `parts` its slots, `width` how many they are, `group_end` when its last long group ends, `end`
+    when all of its work does, `next_micro_batch` its first one after long groups, and `items` those that it works on
+    alone. A micro-batch on the widest queue waits for its launch and for messages; its rows, `FILLED` of the cap, share
+    these seconds.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, cost = problem, problem.request.cost
+        self.problem = problem
+        cost = problem.request.cost
         self.parts = [part for block in problem.blocks for part in problem.split_into_runs(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
-        self.usable = np.array([width in problem.degrees for _, width in self.parts])  # others only work in gangs
+        self.usable = np.array([width in problem.degrees for _, width in self.parts])  # others only work in long groups
         self.launch = cost.micro_batch_seconds  # what a micro-batch costs in addition to its work
-        self.gang_end: Floats = np.zeros(len(self.parts))
+        self.group_end: Floats = np.zeros(len(self.parts))
         self.end: Floats = np.zeros(len(self.parts))
         self.next_micro_batch: list[int] = [0] * len(self.parts)
         self.items: list[list[int]] = [[] for _ in self.parts]
-        self.gangs: list[LongDocument] = []
+        self.long_groups: list[LongDocument] = []
         fixed_seconds = self.launch + float(cost.latency_seconds(int(self.width.max())))  # of a micro-batch
         self.work = problem.work + fixed_seconds / (FILLED * problem.cap) * problem.tokens  # seconds on one slot
 
-    def place_gang(self, item: int) -> None:
-        """More and more lanes are tried, until they take 1.5 times as many slot seconds as the best number of lanes."""
+    def place_in_group(self, item: int) -> None:
+        """The number of queues with the least slot seconds, up to one that takes `WORTH_TRYING` times as many."""
         order = np.argsort(self.end, kind="stable")
-        best, chosen = (np.inf, np.inf), order
+        best = (np.inf, np.inf)
+        chosen = order
         least_degree = max(1, -(-int(self.problem.tokens[item]) // self.problem.cap))
         for count in range(1, len(order) + 1):
-            lanes = order[:count]
-            degree = self._gang_degree(lanes)
-            is_last_idle = int(self.width[lanes[:-1]].sum()) >= degree
-            if is_last_idle or degree < least_degree:  # the last lane gives no slot, or the document is over the cap
+            queues = order[:count]
+            degree = self._group_degree(queues)
+            is_last_idle = int(self.width[queues[:-1]].sum()) >= degree
+            if is_last_idle or degree < least_degree:  # the last queue gives no slot, or the document is over the cap
                 continue
-            seconds = self._gang_seconds(item, lanes)
+            seconds = self._group_seconds(item, queues)
             score = (degree * seconds, seconds)
             if score < best:
-                best, chosen = score, lanes
-            if degree == self.problem.max_cp or degree * seconds > 1.5 * best[0]:
+                best, chosen = score, queues
+            if degree == self.problem.max_cp or degree * seconds > WORTH_TRYING * best[0]:
                 break
-        self._make_gang(item, chosen)
+        self._make_group(item, chosen)
 
     def place_large_item(self, item: int, goal: float) -> None:
-        """Give an item to the lane that ends earliest with it, or, past the goal, to several that end earlier."""
+        """Give an item to the queue that ends earliest with it, or, past the goal, to several that end earlier."""
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
-        lane = int(ends.argmin())
-        gang, end = self._choose_lanes(item, goal) if ends[lane] > goal else (None, np.inf)
-        if gang is not None and end < ends[lane]:
-            self._make_gang(item, gang)
-        else:
-            self.end[lane] = ends[lane]
-            self.items[lane].append(item)
+        queue = int(ends.argmin())
+        is_one_document = len(self.problem.documents[item]) == 1  # `_group_seconds` prices no other
+        if ends[queue] > goal and is_one_document:
+            queues, end = self._choose_slots(item, goal)
+            if queues is not None and end < ends[queue]:
+                self._make_group(item, queues)
+                return
+        self.end[queue] = ends[queue]
+        self.items[queue].append(item)
 
-    def _choose_lanes(self, item: int, goal: float) -> tuple[Ints | None, float]:
-        """The fewest lanes that end a document by the goal, or those that end it earliest; also returns when. A gang
-        follows the last gang of its lanes, and what a lane works on alone comes after its gangs. None for a pack of
-        documents, since `_gang_seconds` prices one document, and where no number of lanes makes a degree.
+    def _choose_slots(self, item: int, goal: float) -> tuple[Ints | None, float]:
+        """The fewest queues that end a document by the goal, or those that end it earliest, and when that is; None
+        where no number of queues makes a degree. A long group follows the last one of its queues, and what a queue
+        works on alone comes after its long groups.
         """
         best, earliest = None, np.inf
-        order = np.argsort(self.end, kind="stable")[:MOST_LANES]
-        if len(self.problem.documents[item]) > 1:
-            return None, earliest
+        order = np.argsort(self.end, kind="stable")[:MOST_QUEUES]
         for count in range(2, len(order) + 1):
-            lanes = order[:count]
-            if int(self.width[lanes].sum()) not in self.problem.degrees:
+            queues = order[:count]
+            if int(self.width[queues].sum()) not in self.problem.degrees:
                 continue
-            gang_end = self.gang_end[lanes].max() + self._gang_seconds(item, lanes)
-            end = float((self.end[lanes] - self.gang_end[lanes]).max() + gang_end)
+            group_end = self.group_end[queues].max() + self._group_seconds(item, queues)
+            end = float((self.end[queues] - self.group_end[queues]).max() + group_end)
             if end < earliest:
-                best, earliest = lanes, end
+                best, earliest = queues, end
             if end <= goal:
                 break
         return best, earliest
 
-    def _gang_degree(self, lanes: Ints) -> int:
-        return self.problem.widest_degree(int(self.width[lanes].sum()))
+    def _group_degree(self, queues: Ints) -> int:
+        return self.problem.widest_degree(int(self.width[queues].sum()))
 
-    def _gang_seconds(self, item: int, lanes: Ints) -> float:
-        tokens, degree = int(self.problem.tokens[item]), self._gang_degree(lanes)
+    def _group_seconds(self, item: int, queues: Ints) -> float:
+        tokens = int(self.problem.tokens[item])
+        degree = self._group_degree(queues)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)
 
-    def _make_gang(self, item: int, lanes: Ints) -> None:
-        """A gang begins when the last of its lanes has ended its earlier gangs; each lane works on its own items after
-        all its gangs. The last lane gives only as many slots as the degree needs.
+    def _make_group(self, item: int, queues: Ints) -> None:
+        """A long group begins when the last of its queues has ended its earlier ones; each queue works on its own items
+        after all its long groups. The last queue gives only as many slots as the degree needs.
         """
-        seconds, local = self._gang_seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
-        self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
-        self.end[lanes] = self.gang_end[lanes] + local
-        members: list[int] = lanes.tolist()
-        micro_batch = max(self.next_micro_batch[lane] for lane in members)
-        degree, parts = self._gang_degree(lanes), Parts()
-        for lane in members:
-            self.next_micro_batch[lane] = micro_batch + 1
-            start, width = self.parts[lane]
+        seconds = self._group_seconds(item, queues)
+        local = self.end[queues] - self.group_end[queues]
+        self.group_end[queues] = self.group_end[queues].max() + seconds
+        self.end[queues] = self.group_end[queues] + local
+        members: list[int] = queues.tolist()
+        micro_batch = max(self.next_micro_batch[queue] for queue in members)
+        degree = self._group_degree(queues)
+        parts = Parts()
+        for queue in members:
+            self.next_micro_batch[queue] = micro_batch + 1
+            start, width = self.parts[queue]
             parts.append((start, min(width, degree - sum(count for _, count in parts))))
         rows = -(-int(self.problem.tokens[item]) // degree)
-        self.gangs.append(LongDocument(micro_batch, item, parts, rows, seconds - self.launch))
+        self.long_groups.append(LongDocument(micro_batch, item, parts, rows, seconds - self.launch))
 
     def place_small_items(self, items: list[int]) -> None:
-        """A lane is one bin here, with room for all rows. All bins are in one micro-batch of 0 seconds: how late they
+        """A queue is one bin here, with room for all rows. All bins are in one micro-batch of 0 seconds: how late they
         end is then when they end.
         """
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
             bins.add_bin(0, part, long=-1, seconds=end, rows=int(self.problem.tokens.sum()))
         LeastLoaded(bins, [0.0], self.problem).place_items(items, 0, self.problem.tokens.tolist(), self.work.tolist())
-        for lane_items, short in zip(self.items, bins.short, strict=True):
-            lane_items.extend(short)
+        for queue_items, short in zip(self.items, bins.short, strict=True):
+            queue_items.extend(short)
 
     def make_candidate(self) -> tuple[float, Candidate, list[list[int]]]:
-        """A lane's micro-batches take as many items, longest first, as its slots have rows for. The candidate's
-        durations are 0: in free mode no lane waits for the end of a micro-batch.
+        """A queue's micro-batches take as many items, longest first, as its slots have rows for. The candidate's
+        durations are 0: in free mode no queue waits for the end of a micro-batch.
         """
-        bins, lane_of_bin = Bins(), list[int]()
-        for lane, part in enumerate(self.parts):
-            items, first = sorted(self.items[lane]), len(bins.seconds)
+        bins = Bins()
+        queue_of_bin = list[int]()
+        for queue, part in enumerate(self.parts):
+            items = sorted(self.items[queue])
+            first = len(bins.seconds)
             places = pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap) if items else []
             for m in range(max(places, default=-1) + 1):
-                bins.add_bin(self.next_micro_batch[lane] + m, part, long=-1, seconds=0.0, rows=self.problem.cap)
-                lane_of_bin.append(lane)
+                bins.add_bin(self.next_micro_batch[queue] + m, part, long=-1, seconds=0.0, rows=self.problem.cap)
+                queue_of_bin.append(queue)
             for item, place in zip(items, places, strict=True):
                 bins.short[first + place].append(item)
-        count = 1 + max([-1, *bins.micro_batch, *(gang.micro_batch for gang in self.gangs)])
-        candidate = Candidate(self.problem, np.zeros(count), self.gangs, bins)
+        count = 1 + max([-1, *bins.micro_batch, *(group.micro_batch for group in self.long_groups)])
+        candidate = Candidate(self.problem, np.zeros(count), self.long_groups, bins)
         seconds, division = divide_bins(candidate, level=False)
-        end = self.gang_end.copy()
-        np.add.at(end, np.array(lane_of_bin, dtype=np.int64), seconds + self.launch)
+        end = self.group_end.copy()
+        np.add.at(end, np.array(queue_of_bin, dtype=np.int64), seconds + self.launch)
         return float(end.max()), candidate, division

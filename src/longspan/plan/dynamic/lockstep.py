@@ -4,7 +4,7 @@ Top down: `search_candidate` tries durations, and `place_items` fills micro-batc
 first, each on slots of its own at the degree that wastes least (`DegreeTable`), then short ones in the *bins* that are
 left: runs of equally busy slots in a block. `divide_bins` decides how the slots of a bin share its short documents, and
 `make_micro_batches` makes the groups. Constants without a reason beside them were the best of a few for the step over
-its bound in the cases of bench/plans/planner.py.
+its bound: bench/records/planner-sweep.md has the others, by `bench/plans/planner.py --sweep NAME`.
 """
 
 from collections import defaultdict
@@ -29,10 +29,20 @@ SLACK = (1.005, 1.03)
 SLACK_OF_FEW = (*SLACK, 1.07, 1.15, 1.3, 1.6)
 Limits = tuple[tuple[float, float], ...]
 Known = set[tuple[bytes, bytes, float]]  # what was placed: durations, which items are long, reach
-LIMITS, LIMITS_OF_FEW = ((0.15, 0.8), (0.5, 0.4)), ((0.0, 0.0), (0.15, 0.4))  # share and reach: see `Settings`
+LIMITS = ((0.15, 0.8), (0.5, 0.4))  # share and reach: see `Settings`
+LIMITS_OF_FEW = ((0.0, 0.0), (0.15, 0.4))
 # What random changes choose from.
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
 REACHES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+# What random changes multiply durations by: the least factor, and how far it goes above that.
+AS_THEY_CAME = (0.985, 0.02)  # durations as bins ended: mostly a little less, so that the next search packs tighter
+ONE_DURATION = (0.9, 0.2)
+MOVED_SHARE = (-0.05, 0.1)  # of a duration, to another micro-batch
+ALL_DURATIONS = (0.98, 0.04)  # where other documents become long ones
+JUST_FITS = 1.0005  # times a document's seconds: its micro-batch must hold it although sums are rounded
+LEAST_DURATION = 1e-6  # of the mean work of a slot
+SHOWN_LATENCY = 0.5  # share of a short group's latency in a gap: some gaps have groups, and others single slots
+SHORT_FROM = (3, 4)  # from this share of the items on, longest first, documents are as dense as those that fill gaps
 
 LARGE = 2500  # items and bins, from which on fewer settings are tried first
 CLASSES = 192  # different lengths, above which nearly equal ones share their degrees
@@ -117,7 +127,9 @@ def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
 
 def search_candidate(problem: Problem, steps: int) -> Candidate:
     """Try first settings, then change the best ones `steps` times; steps are counted so that all hosts agree."""
-    table, random, known = DegreeTable.for_problem(problem), Random(0), Known()
+    table = DegreeTable.for_problem(problem)
+    random = Random(0)
+    known = Known()
     best, settings = _best_first_candidate(problem, table, known)
     for _ in range(steps):
         changed = _change_settings(best, settings, random)
@@ -132,11 +144,12 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
     is tried with two steepnesses of every number and slack, then with the others of the best number and slack, then
     with other limits.
     """
-    multiple, few = problem.request.micro_batch_multiple, problem.has_few_items
+    multiple = problem.request.micro_batch_multiple
+    few = problem.has_few_items
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
     counts = sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
     slacks, limits = (SLACK_OF_FEW, LIMITS_OF_FEW) if few else (SLACK, LIMITS)
-    tried = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
+    trials = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
 
     def try_settings(
         counts: Sequence[int], steepnesses: Sequence[float], slacks: Sequence[float], limits: Limits
@@ -146,18 +159,18 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
             for slack, limit in product(slacks, limits):
                 settings = Settings(slack * durations, *limit)
                 if (candidate := place_items(problem, table, settings, known)) is not None:
-                    tried.append((candidate, settings, (count, steepness, slack)))
-        tried.sort(key=lambda of: of[0].seconds)  # stable: of equal ones the first stays the first
+                    trials.append((candidate, settings, (count, steepness, slack)))
+        trials.sort(key=lambda trial: trial[0].seconds)  # stable: of equal ones the first stays the first
 
     if len(problem.tokens) + problem.least_micro_batches * len(problem.blocks) < LARGE:
         try_settings(counts, STEEPNESS, slacks, limits)
     else:
         try_settings(counts, STEEPNESS[1::2], slacks, limits[-1:])
-        count, _, slack = tried[0][2]
+        count, _, slack = trials[0][2]
         try_settings([count], STEEPNESS[::2], [slack], limits[-1:])
-        count, steepness, slack = tried[0][2]
+        count, steepness, slack = trials[0][2]
         try_settings([count], [steepness], [slack], limits[:-1])
-    return tried[0][:2]
+    return trials[0][:2]
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
@@ -183,25 +196,31 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
     shorter; up to a twentieth of one moved to another; one as long as one of its long documents takes at another
     degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower with three kinds.
     """
+
+    def draw(bounds: tuple[float, float]) -> float:
+        return bounds[0] + bounds[1] * random.random()
+
     durations, share, reach = settings
-    durations, mean = durations.copy(), best.problem.mean_slot_seconds
-    change, micro_batch = int(5 * random.random()), int(len(durations) * random.random())
+    durations = durations.copy()
+    mean = best.problem.mean_slot_seconds
+    change = int(5 * random.random())
+    micro_batch = int(len(durations) * random.random())
     if change == 0:
-        durations = best.durations / mean * (0.985 + 0.02 * random.random())
+        durations = best.durations / mean * draw(AS_THEY_CAME)
     elif change == 1:
-        durations[micro_batch] *= 0.9 + 0.2 * random.random()
+        durations[micro_batch] *= draw(ONE_DURATION)
     elif change == 2:
-        moved = (0.1 * random.random() - 0.05) * durations[micro_batch]
+        moved = draw(MOVED_SHARE) * durations[micro_batch]
         durations[micro_batch] -= moved
         durations[int(len(durations) * random.random())] += moved
     elif change == 3:
         long = [document for document in best.long if document.micro_batch == micro_batch]
         if long:
-            durations[micro_batch] = 1.0005 * _seconds_at_other_degree(best.problem, long, random) / mean
+            durations[micro_batch] = JUST_FITS * _seconds_at_other_degree(best.problem, long, random) / mean
     else:
         share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
-        durations *= 0.98 + 0.04 * random.random()
-    return Settings(np.maximum(durations, 1e-6), share, reach)
+        durations *= draw(ALL_DURATIONS)
+    return Settings(np.maximum(durations, LEAST_DURATION), share, reach)
 
 
 def _seconds_at_other_degree(problem: Problem, long: list[LongDocument], random: Random) -> float:
@@ -243,7 +262,7 @@ class DegreeTable:
         inside = degrees <= problem.widest_in_node
         seconds = problem.request.cost.group_seconds(column, column * column, degrees, inside)
         rows = -(-column // degrees)
-        short = len(problem.tokens) * 3 // 4
+        short = len(problem.tokens) * SHORT_FROM[0] // SHORT_FROM[1]
         density = float(problem.work[short] / problem.tokens[short])
         work = problem.request.cost.work_seconds(longest, longest**2)
         latency = problem.request.cost.latency_seconds(np.arange(1, problem.widest_block + 1))
@@ -254,7 +273,8 @@ class DegreeTable:
         """Seconds of each item in a group of its own (across blocks or within one, items, degrees); NaN if never long.
         Priced once, as hundreds of candidates of a step look them up.
         """
-        problem, may_be_long = self.problem, self.item_class >= 0
+        problem = self.problem
+        may_be_long = self.item_class >= 0
         tokens = problem.tokens[may_be_long][:, None]
         inside = np.array([False, True])[:, None, None] & (self.degrees <= problem.widest_in_node)
         seconds = np.full((2, len(may_be_long), len(self.degrees)), np.nan)
@@ -273,7 +293,7 @@ class DegreeTable:
         problem = self.problem
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
         latency = self.latency[np.minimum(self.degrees, problem.widest_block) - 1]
-        gap = np.maximum(room - 0.5 * latency, 0.0)
+        gap = np.maximum(room - SHOWN_LATENCY * latency, 0.0)
         fillable = np.minimum(gap, (self.short_density * (problem.cap - self.rows))[:, None, :])
         waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - self.work[:, None, None]
         idle_of_short = np.maximum(durations - problem.short_row_seconds * problem.cap, 0.0)
@@ -329,7 +349,8 @@ def place_items(problem: Problem, table: DegreeTable, settings: Settings, known:
 
 class _Placing:
     def __init__(self, problem: Problem, table: DegreeTable, durations: Floats) -> None:
-        self.problem, self.table = problem, table
+        self.problem = problem
+        self.table = table
         self.durations: list[float] = durations.tolist()
         self.free: list[FreeSlots] = [FreeSlots(problem.blocks, problem.degrees) for _ in self.durations]
         self.long: list[LongDocument] = []
@@ -343,12 +364,14 @@ class _Placing:
         width, waste = self.table.choose_degrees(np.array(self.durations), reach)  # (classes, micro-batches)
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
-        widths, classes = width.tolist(), self.table.item_class[items]
+        widths = width.tolist()
+        classes = self.table.item_class[items]
         across, in_block = (self._seconds_at_widths(items, width[classes], inside).tolist() for inside in (0, 1))
         for row, (item, item_class) in enumerate(zip(items, classes.tolist(), strict=True)):
             best_first: list[int] = order[item_class][: possible[item_class]]
             for m in best_first:
-                free, degree = self.free[m], widths[item_class][m]
+                free = self.free[m]
+                degree = widths[item_class][m]
                 if degree > free.total:
                     continue
                 if (in_block if free.has_block(degree) else across)[row][m] <= self.durations[m]:
@@ -365,7 +388,8 @@ class _Placing:
         """`prices` are the item's seconds across nodes and within one; a last block that has taken in a smaller last
         node has slots of both, which are across nodes.
         """
-        parts, problem = self.free[micro_batch].take_slots(width), self.problem
+        parts = self.free[micro_batch].take_slots(width)
+        problem = self.problem
         seconds = prices[len(parts) == 1 and problem.shares_node(*parts[0])]
         rows = -(-int(problem.tokens[item]) // width)
         for part in parts:
@@ -398,7 +422,8 @@ class _Placing:
     def place_short(self, items: list[int]) -> None:
         """Give each item to the bin that ends earliest with it; one that fits none starts another micro-batch."""
         work, tokens = self.problem.work.tolist(), self.problem.tokens.tolist()
-        position, ready = 0, 0  # items placed, micro-batches whose free slots are bins
+        position = 0  # items placed
+        ready = 0  # micro-batches whose free slots are bins
         while True:
             for m in range(ready, len(self.durations)):
                 for part in self.free[m].remaining_runs():
@@ -442,13 +467,21 @@ class LeastLoaded:
         """Give items, from position `first` on, to bins; returns the position of the first that fits none, or their
         number.
         """
-        room, late, busy, short = self.bins.room, self.late, self.bins.seconds, self.bins.short
-        waiting, changed = 0, self.heaps  # rows of the roomiest bin that waits; heaps whose first may be too full
+        room = self.bins.room
+        late = self.late
+        busy = self.bins.seconds
+        short = self.bins.short
+        waiting = 0  # rows of the roomiest bin that waits
+        changed = self.heaps  # whose first may be too full
         for position in range(first, len(items)):
             item = items[position]
-            rows, seconds, earliest, chosen = tokens[item], work[item], np.inf, None
+            rows = tokens[item]
+            seconds = work[item]
+            earliest = np.inf
+            chosen = None
             if rows <= waiting:
-                waiting, changed = 0, self.heaps
+                waiting = 0
+                changed = self.heaps
             for _, idle, full in changed:
                 while full and -full[0][0] >= rows:
                     b = heappop(full)[1]
@@ -463,7 +496,8 @@ class LeastLoaded:
                     earliest, chosen = end, heap
             if chosen is None:
                 return position
-            b, changed = chosen[1][0][1], (chosen,)
+            b = chosen[1][0][1]
+            changed = (chosen,)
             heapreplace(chosen[1], (earliest, b))
             late[b] = earliest
             busy[b] += seconds / chosen[0]
@@ -480,12 +514,15 @@ def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list
     as the slowest of its micro-batch, and shares the fewest with which it does; otherwise it shares what makes it
     fastest. All are shared if a group must have more than one slot.
     """
-    problem, bins = candidate.problem, candidate.bins
+    problem = candidate.problem
+    bins = candidate.bins
     tokens, work = problem.tokens.tolist(), problem.work.tolist()
     ways = defaultdict[int, list[tuple[float, list[int]]]](list)  # of each bin: when it ends, and slots
     for b, shared, seconds, rows in _price_sharing(candidate):
-        width, places = bins.width[b], [-1] * shared
-        slots, rows_of_slots = [(seconds, slot) for slot in range(width)], [rows] * width
+        width = bins.width[b]
+        places = [-1] * shared
+        slots = [(seconds, slot) for slot in range(width)]
+        rows_of_slots = [rows] * width
         for item in bins.short[b][shared:]:
             end, slot = slots[0]
             heapreplace(slots, (end + work[item], slot))
@@ -511,17 +548,22 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
     A long document of one part takes all slots of its bin, as the shared group does, and so joins that. One of several
     parts runs before the short ones.
     """
-    problem, bins = candidate.problem, candidate.bins
-    choices, groups = list[tuple[int, int, float, int]](), list[tuple[int, int, int]]()
+    problem = candidate.problem
+    bins = candidate.bins
+    choices = list[tuple[int, int, float, int]]()
+    groups = list[tuple[int, int, int]]()
     for b, short in enumerate(bins.short):
         if not short:
             continue
-        first, base_seconds, base_rows = (0, 0, 0), 0.0, 0
+        first = (0, 0, 0)
+        base_seconds = 0.0
+        base_rows = 0
         if (long := bins.long[b]) >= 0 and len(candidate.long[long].parts) == 1:
             rows = int(problem.tokens[candidate.long[long].item])
             first = rows, rows * rows, 1
         elif long >= 0:
-            base_seconds, base_rows = candidate.long[long].seconds, candidate.long[long].rows
+            base_seconds = candidate.long[long].seconds
+            base_rows = candidate.long[long].rows
         columns = (problem.tokens[short], problem.squares[short], problem.document_counts[short])
         sums = [list(accumulate(column.tolist(), initial=start)) for column, start in zip(columns, first, strict=True)]
         counts = [count for count in SHARE_COUNTS if count < len(short)] if problem.min_cp == 1 else []
@@ -537,9 +579,10 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
     shares_node = start // node == (start + width - 1) // node
     cost = problem.request.cost
     seconds = cost.group_seconds(tokens, squares, width, shares_node, np.maximum(documents, 1))
-    seconds, rows = np.where(tokens > 0, seconds, 0.0).tolist(), (-(-tokens // width)).tolist()
-    for (b, count, base_seconds, base_rows), of_group, group_rows in zip(choices, seconds, rows, strict=True):
-        yield b, count, base_seconds + of_group, base_rows + group_rows
+    seconds = np.where(tokens > 0, seconds, 0.0).tolist()
+    rows = (-(-tokens // width)).tolist()
+    for (b, count, base_seconds, base_rows), group_seconds, group_rows in zip(choices, seconds, rows, strict=True):
+        yield b, count, base_seconds + group_seconds, base_rows + group_rows
 
 
 def make_micro_batches(candidate: Candidate, division: list[list[int]]) -> list[MicroBatch]:

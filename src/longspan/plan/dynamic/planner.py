@@ -41,7 +41,8 @@ EffortName = Literal["fast", "balanced", "thorough"]
 Priced = tuple[float, list[MicroBatch]]  # predicted seconds of a step of these micro-batches
 
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
-COMPARED_SLOTS, COMPARED_DOCUMENTS = 1024, 20000  # up to which fixed degrees are tried; above, from DISTANT on
+COMPARED_SLOTS = 1024  # up to which fixed degrees are tried; above, from DISTANT on
+COMPARED_DOCUMENTS = 20_000
 DISTANT = 1.05
 HALVED_SLOTS = 64  # up to which plans of degrees that are powers of two are searched too, on measured links
 
@@ -116,7 +117,8 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
     25 GB/s takes up to 10 % longer. Plans of one degree are compared where few slots and documents make that cheap, or
     where all others stay far from the goal.
     """
-    request, plans = problem.request, list[Priced]()
+    request = problem.request
+    plans = list[Priced]()
 
     def add_plan(micro_batches: list[MicroBatch]) -> None:
         plans.append((request.step_seconds(micro_batches), micro_batches))
@@ -183,7 +185,8 @@ def _sort_documents(batch: MicroBatch) -> MicroBatch:
 
 # ---- few items
 
-MOST_ITEMS, MOST_SLOTS = 40, 64  # of a step that is planned so: there are too many ways to group more
+MOST_ITEMS = 40  # of a step that is planned so: there are too many ways to group more
+MOST_SLOTS = 64
 MOST_GROUPS = 24  # in a micro-batch
 MOST_MOVES = 60  # tried in a micro-batch
 
@@ -248,7 +251,8 @@ def _improve_arrangement(problem: Problem, arrangement: Arrangement) -> Arrangem
     moves_left = MOST_MOVES
     while moves_left > 0:
         for groups in _groups_after_moves(arrangement):
-            trial, moves_left = _arrange_groups(problem, groups), moves_left - 1
+            trial = _arrange_groups(problem, groups)
+            moves_left = moves_left - 1
             if trial is not None and trial.seconds < arrangement.seconds:
                 arrangement = trial
                 break
@@ -267,7 +271,9 @@ def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
         remaining = [other for other in slowest if other != item]
         for receiver in range(len(groups)):
             changed = [group + [item] * (place == receiver) for place, group in enumerate(groups)]
-            yield changed + [remaining] * bool(remaining)
+            if remaining:
+                changed.append(remaining)
+            yield changed
 
 
 def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | None:
@@ -278,7 +284,9 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | 
     if widths is None:
         return None
     order: list[int] = np.argsort(-widths, kind="stable").tolist()
-    free, slots, inside_node = FreeSlots(problem.blocks, problem.degrees), list[tuple[int, ...]](), list[bool]()
+    free = FreeSlots(problem.blocks, problem.degrees)
+    slots = list[tuple[int, ...]]()
+    inside_node = list[bool]()
     for width in widths[order].tolist():
         parts = free.take_slots(width)
         slots.append(slots_in_parts(parts))
@@ -296,7 +304,8 @@ def _group_widths(problem: Problem, sizes: Ints) -> Ints | None:
     """
     degrees = np.array(problem.degrees, dtype=np.int64)
     tokens, squares, documents = sizes[:, :, None]
-    cost, inside = problem.request.cost, degrees <= problem.widest_in_node
+    cost = problem.request.cost
+    inside = degrees <= problem.widest_in_node
     seconds: Floats = cost.group_seconds(tokens, squares, degrees, inside, documents)
     seconds = np.where(-(-tokens // degrees) <= problem.cap, seconds, np.inf)  # (groups, degrees)
     ends = np.unique(seconds[np.isfinite(seconds)])

@@ -63,7 +63,8 @@ class Problem:
     def degrees_to_try(self) -> Ints:
         """Return degrees for long documents: all low ones, then each a sixth or a node higher, in whole nodes."""
         choices = list(self.degrees[: bisect_right(self.degrees, max(EXACT_DEGREES, 2 * self.min_cp))])
-        last, node = choices[-1], self.request.node_size
+        last = choices[-1]
+        node = self.request.node_size
         while last < self.max_cp:
             whole_nodes = (last + max(node, last // 6)) // node * node
             higher = min(self.max_cp, max(last + 1, whole_nodes))
@@ -236,7 +237,8 @@ class FreeSlots:
         parts: Parts = []
         while width:
             size = self._smallest_fit(width, avoid_remnant=not parts) or max(n for n, b in enumerate(self.by_left) if b)
-            block, count = self.by_left[size].pop(), min(size, width)
+            block = self.by_left[size].pop()
+            count = min(size, width)
             start, all_slots = self.blocks[block]
             parts.append((start + all_slots - size, count))
             self.left[block] = size - count

@@ -38,7 +38,7 @@ class EncoderShape:
     """
 
     width: int
-    head_size: int = _HEAD_MULTIPLE
+    head_dim: int = _HEAD_MULTIPLE
     full_layers: int
     block_weights: int
     embed_weights: int = 0
@@ -57,7 +57,8 @@ class EncoderShape:
         Raises PlanError for one without images, or with a tower that is not priced.
         """
         model = ConfigReader.read_whole_model(config)
-        vision, text = model.section("vision_config"), ConfigReader.read_language_model(config)
+        vision = model.section("vision_config")
+        text = ConfigReader.read_language_model(config)
         if not model.family.images or not vision.count("depth", "num_hidden_layers"):
             raise PlanError(
                 f"{model.where} ({model.model_type or 'no model_type'}) has no tower that its configuration prices; "
@@ -75,7 +76,8 @@ class EncoderShape:
         pair of patches that see each other takes 12 x width; windows that an edge cuts count as whole ones. Of parts
         that are not `trained` only forward counts.
         """
-        pair, flops = (12 if trained == "all" else 4) * self.width, 0
+        pair = (12 if trained == "all" else 4) * self.width
+        flops = 0
         for rows in images:
             patches = self.patch_count(rows)
             pairs = self.full_layers * (patches + self.class_rows) ** 2 + self.window_layers * patches * self.window**2
@@ -87,7 +89,9 @@ class EncoderShape:
         weight's own gradient. Frozen parts run forward only. The first layer that is trained (the patch embedding, or
         the projector's entry) needs no gradient of its input.
         """
-        patches, tower, projector = self.patch_count(rows), trained == "all", trained != "none"
+        patches = self.patch_count(rows)
+        tower = trained == "all"
+        projector = trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
         flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
         flops -= 2 * self.entry_weights * rows if trained == "projector" else 0
@@ -100,9 +104,9 @@ class EncoderShape:
         of an output row, which stands for several patches. Layers that attend to all patches of an image grow with
         their square; those with windows have as many pairs a patch as a window has.
         """
-        padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        padded = -(-self.head_dim // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()
-        attention = machine.attention_flops_per_second * (self.head_size / padded if gpu else 1)
+        attention = machine.attention_flops_per_second * (self.head_dim / padded if gpu else 1)
         again = again if trained != "none" else 0  # nothing is trained: there is no backward pass
         pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention
         rows = self.rows or 1
@@ -135,14 +139,16 @@ def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> Encod
     takes merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it; there
     is one, and another for each layer that DeepStack reads. A patch has the pixels of one frame or several.
     """
-    width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _read_size(vision, "merge")
+    width = vision.count("embed_dim", "hidden_size")
+    layers = vision.count("depth")
+    merge = _read_size(vision, "merge")
     mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     windows, window = read_window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
     pixels = (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch") ** 2
     return EncoderShape(
         width=width,
-        head_size=width // vision.count("num_heads"),
+        head_dim=width // vision.count("num_heads"),
         full_layers=layers - windows,
         window_layers=windows,
         window=window,
@@ -158,26 +164,33 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
     projects each patch; others (LLaVA) project the features of one layer or several by two linears, without the class
     row unless it is kept.
     """
-    width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
+    width = vision.count("hidden_size")
+    layers = vision.count("num_hidden_layers")
     patches = (vision.count("image_size") // _read_size(vision, "patch")) ** 2
     class_rows = int("clip" in vision.model_type)
-    layers_read, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
+    layers_read = [layers]
+    rows = model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family.images == "pooled":
-        projector, entry = width * hidden, 0
+        projector = width * hidden
+        entry = 0
     elif model.family.images == "patches":
         projector = entry = width * hidden
         rows = patches
     else:
         features: Any = model.value("vision_feature_layer")
-        features = [-2 if features is None else features] if isinstance(features, int | None) else features
+        if features is None:
+            features = -2
+        if isinstance(features, int):
+            features = [features]
         layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]  # 0 is the embedding
         entry = hidden * len(layers_read) * width
-        projector, rows = entry + hidden**2, patches + class_rows
+        projector = entry + hidden**2
+        rows = patches + class_rows
         # Unless all rows are kept, the first one is dropped, whether it is a class row or not.
         rows -= model.value("vision_feature_select_strategy") != "full"
     return EncoderShape(
         width=width,
-        head_size=width // vision.count("num_attention_heads"),
+        head_dim=width // vision.count("num_attention_heads"),
         full_layers=max(layers_read),
         block_weights=max(layers_read) * width * (4 * width + 2 * vision.count("intermediate_size")),
         embed_weights=width * (vision.count("num_channels") or 3) * _read_size(vision, "patch") ** 2,

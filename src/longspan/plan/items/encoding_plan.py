@@ -82,7 +82,8 @@ class ModalityRows:
         start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
         first_span = np.searchsorted(self.spans.stop, start, side="right")
         end_span = np.searchsorted(self.spans.start, stop, side="left")
-        segment, span = np.repeat(np.arange(len(start)), end_span - first_span), expand_runs(first_span, end_span)
+        segment = np.repeat(np.arange(len(start)), end_span - first_span)
+        span = expand_runs(first_span, end_span)
         begin = np.maximum(start[segment], self.spans.start[span])
         size = np.minimum(stop[segment], self.spans.stop[span]) - begin
         local = segments.offset[segment] + begin - start[segment]
@@ -148,7 +149,8 @@ class ItemTable:
     @cached_property
     def targets(self) -> tuple[int, ...]:
         """How many tokens each document predicts: all but placeholders and the first, which nothing predicts."""
-        spans, masked = self._spans, np.zeros(len(self.lengths), dtype=np.int64)
+        spans = self._spans
+        masked = np.zeros(len(self.lengths), dtype=np.int64)
         start, stop = spans.start - spans.document * self._stride, spans.stop - spans.document * self._stride
         np.add.at(masked, spans.document, stop - np.maximum(start, 1))
         return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
@@ -173,12 +175,14 @@ class ItemTable:
 
     def _sort_spans(self) -> _Spans:
         """A row of the table has the fields of `_Spans`, and last the number of its item, for the check of overlaps."""
-        rows, next_row = list[tuple[int, ...]](), dict.fromkeys(self.modalities, 0)
+        rows = list[tuple[int, ...]]()
+        next_row = dict.fromkeys(self.modalities, 0)
         numbers = {modality: number for number, modality in enumerate(self.modalities)}
         for index, item in enumerate(self.items):
             self._check_item(index, item)
             for start, stop in item.spans:
-                base, row = item.document * self._stride, next_row[item.modality]
+                base = item.document * self._stride
+                row = next_row[item.modality]
                 rows.append((base + start, base + stop, row, numbers[item.modality], item.document, index))
                 next_row[item.modality] = row + stop - start
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
@@ -191,7 +195,8 @@ class ItemTable:
                 f"item {index} ({item.modality}) is of document {item.document}; there are "
                 f"{plural(len(self.lengths), 'document')}"
             )
-        length, end = self.lengths[item.document], 0
+        length = self.lengths[item.document]
+        end = 0
         for start, stop in item.spans:
             if not end <= start < stop <= length:
                 raise DataError(
@@ -325,8 +330,10 @@ def plan_items(
 
 @lru_cache(maxsize=8)
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
-    rows, home = table.rows_of_modality(modality), needed_by.home
-    cap, largest = planning.max_rows_per_slot, int(np.argmax(rows.counts))
+    rows = table.rows_of_modality(modality)
+    home = needed_by.home
+    cap = planning.max_rows_per_slot
+    largest = int(np.argmax(rows.counts))
     if cap is not None and (count := rows.counts[largest]) > cap * planning.max_cp:
         raise PlanError(
             f"{table.item_text(int(rows.items[largest]))} has {count} rows, more than the {cap * planning.max_cp} that "
@@ -358,7 +365,8 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
     ranks split the rows of a slot, each needs those in its part, with indices from its beginning.
     """
     pp = needed_by.depths_at if depth else 0
-    home, multiple = needed_by.home, needed_by.row_multiple
+    home = needed_by.home
+    multiple = needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
     for micro_batch in needed_by.micro_batches:
         by_slot = _item_rows_of_slots(rows, micro_batch, home.slots, depth)

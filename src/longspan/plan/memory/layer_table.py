@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 from longspan.plan.cost.machine import AttentionCall, Machine, resolve_compiled_parts
-from longspan.plan.head_split import count_exchange_slices, count_head_groups, head_split
 from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.messages import count_exchange_slices, count_head_groups, head_split
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import (
@@ -25,7 +25,8 @@ from longspan.plan.shape.layers import (
     read_mixer_shape,
 )
 
-WIDE, INDEX = 4, 8  # bytes of a number of float32, and of int64
+WIDE = 4  # bytes of a number of float32
+INDEX = 8  # of int64
 # Float32 tensors of values that torch's operations hold in a scan, without a delta rule and with one (counted on a CPU,
 # and of peaks in bench/records/measured.json).
 TORCH_SCANS = {False: 18, True: 26}
@@ -69,10 +70,12 @@ def slot_loads(
     def exchange(group: Group, node_size: int) -> tuple[str, int]:
         """The type of most layers of a group, and how many members exchange heads under it (1: it does not)."""
         types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-        kind, sizes = max(types, key=types.count), group.hierarchical_context_parallel_sizes
+        kind = max(types, key=types.count)
+        sizes = group.hierarchical_context_parallel_sizes
         if kind == "auto":
             price = machine.fastest_type(group, call, node_size=node_size)
-            kind, sizes = price.cp_comm_type, price.sizes
+            kind = price.cp_comm_type
+            sizes = price.sizes
         return kind, {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
 
     def load(plan: Plan, batch: MicroBatch, slot: int, *, later: bool) -> SlotLoad:
@@ -110,7 +113,7 @@ def slot_loads(
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Bytes of a part of a layer for all rows of a slot. Backward needs what is `saved`, of which `attention` (output
     and log-sum-exp) stays under "selective", `exchanged` too under "exchanged", and `lasting` wherever the layer runs
     again. The backward pass holds `work` besides.
@@ -122,11 +125,12 @@ class Part:
     exchanged: float = 0.0
     lasting: float = 0.0
 
-    def __add__(self, other: "Part") -> "Part":
+    def __add__(self, other: "LayerPart") -> "LayerPart":
         """Parts run one after another, so that the larger work counts."""
-        attention, exchanged = self.attention + other.attention, self.exchanged + other.exchanged
+        attention = self.attention + other.attention
+        exchanged = self.exchanged + other.exchanged
         work = max(self.work, other.work)
-        return Part(self.saved + other.saved, work, attention, exchanged, self.lasting + other.lasting)
+        return LayerPart(self.saved + other.saved, work, attention, exchanged, self.lasting + other.lasting)
 
 
 @dataclass(frozen=True)
@@ -161,10 +165,12 @@ class LayerTable:
         """Bytes of a layer's input, of which a rank has 1 / tp under sequence parallelism."""
         return self.bytes_of_rows(self.hidden_size // self.tp if self.settings.sequence_parallel else self.hidden_size)
 
-    def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[Part, Part]:
+    def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[LayerPart, LayerPart]:
         """Return the part of a layer that mixes rows, and its MLP or experts, each with its norms and its input."""
-        post_norms, mixing, feed = self.read.family.post_norms, Part(), Part()
-        post_norm = self.norm_part(self.hidden_size) if post_norms else Part()
+        post_norms = self.read.family.post_norms
+        mixing = LayerPart()
+        feed = LayerPart()
+        post_norm = self.norm_part(self.hidden_size) if post_norms else LayerPart()
         if kind.mixes and (mixer := read_mixer_shape(self.read)):
             mixing += self.mixer_part(mixer)
         if kind.attention:
@@ -183,28 +189,31 @@ class LayerTable:
     def _norms_by_kernels(self) -> bool:
         return self.compiled_parts == "layers" or (self.settings.gpu and self.settings.fused_norms)
 
-    def norm_part(self, width: float, groups: float = 1, *, saves_input: bool = True) -> Part:
+    def norm_part(self, width: float, groups: float = 1, *, saves_input: bool = True) -> LayerPart:
         """An RMS norm of rows of `width` numbers, with a root for each of its `groups`; its output is not counted.
         Kernels and graphs save the input. torch's operations save rows in float32, and those divided by their root mean
         square for the gradient of a trained weight.
         """
-        roots, wide = self.bytes_of_rows(groups, WIDE), self.bytes_of_rows(width, WIDE)
+        roots = self.bytes_of_rows(groups, WIDE)
+        wide = self.bytes_of_rows(width, WIDE)
         if self._norms_by_kernels:
-            return Part(roots + self.bytes_of_rows(width) * saves_input)
-        return Part(roots + wide * (1 + self.settings.trains_all), 3 * wide)
+            return LayerPart(roots + self.bytes_of_rows(width) * saves_input)
+        return LayerPart(roots + wide * (1 + self.settings.trains_all), 3 * wide)
 
-    def linears_part(self, width: float, *targets: str) -> Part:
+    def linears_part(self, width: float, *targets: str) -> LayerPart:
         """Linears of one input of this width: it is saved if one is trained or has an adapter (its rows too)."""
         adapters = sum(map(self.settings.has_adapter, targets))
         saves = bool(self.settings.trains_all or adapters)
-        return Part(self.bytes_of_rows(width) * saves + self.bytes_of_rows(self.settings.lora_rank * adapters))
+        return LayerPart(self.bytes_of_rows(width) * saves + self.bytes_of_rows(self.settings.lora_rank * adapters))
 
-    def attention_part(self) -> Part:
+    def attention_part(self) -> LayerPart:
         """Projections, norms of heads, rotary angles, attention, and for some families a gate as wide as the queries.
         With more tensor-parallel ranks than key/value heads each rank has a copy of one head. A configuration does not
         name the gate: its width follows from the weights counted beyond the four projections.
         """
-        read, tp, widths = self.read, self.tp, attention_widths(self.read)
+        read = self.read
+        tp = self.tp
+        widths = attention_widths(self.read)
         query, key = widths.query / tp, widths.key / min(tp, key_value_heads(read))
         heads, kv_heads = read.count("num_attention_heads") / tp, max(1.0, key_value_heads(read) / tp)
         gate = max(0.0, attention_weights(read).all / self.hidden_size / tp - 2 * query - 2 * widths.key / tp)
@@ -213,7 +222,7 @@ class LayerTable:
         if read.family.head_norms:
             part += self.norm_part(query + key, heads + kv_heads)
         if gate:  # as projected beside the queries, and as attention's output is multiplied
-            part += Part(self.bytes_of_rows(2 * gate if self._norms_by_kernels else gate))
+            part += LayerPart(self.bytes_of_rows(2 * gate if self._norms_by_kernels else gate))
         call = self.attention_call_part(query, key, heads, kv_heads)
         # The projection saves attention's output, which attention saves too unless it was exchanged.
         is_shared = (
@@ -223,7 +232,8 @@ class LayerTable:
 
     def head_exchange_slices(self) -> tuple[int, int, int]:
         """In how many slices queries are exchanged, and keys and values, and how often each key/value head is."""
-        heads, members = self.read.count("num_attention_heads") // self.tp, self.load.members
+        heads = self.read.count("num_attention_heads") // self.tp
+        members = self.load.members
         kv_heads = max(1, key_value_heads(self.read) // self.tp)
         if members == 1 or heads % members or heads % kv_heads:
             return 1, 1, 1  # members cannot share the heads out
@@ -232,23 +242,27 @@ class LayerTable:
         slices = count_exchange_slices(split, numbers, self.settings.compute_bytes)
         return slices, slices // split.slices_per_kv_head(slices), split.kv_copies
 
-    def attention_call_part(self, query: float, key: float, heads: float, kv_heads: float) -> Part:
+    def attention_call_part(self, query: float, key: float, heads: float, kv_heads: float) -> LayerPart:
         """Attention of local rows: queries, keys, values, output and log-sum-exp, exchanged where types exchange heads.
         A ring holds four blocks of keys and values (two that travel and two that are read), a gather two; their
         gradients are summed in float32. Backward computes groups of heads one after another, and holds the buffers of
         one group. Of exchanged heads a message is held as it is sent and as it is received: of the output's gradient,
         of a `lean` layer's queries, keys and values too, and of their gradients, three slices at a time.
         """
-        load, number, (slices, key_slices, copies) = self.load, self.settings.compute_bytes, self.head_exchange_slices()
-        out, keys, lse = self.bytes_of_rows(query), self.bytes_of_rows(2 * key), self.bytes_of_rows(heads, WIDE)
+        load = self.load
+        number = self.settings.compute_bytes
+        slices, key_slices, copies = self.head_exchange_slices()
+        out = self.bytes_of_rows(query)
+        keys = self.bytes_of_rows(2 * key)
+        lse = self.bytes_of_rows(heads, WIDE)
         blocks = (4 * load.ring_rows + 2 * load.gathered_rows) * key * number
         blocks += 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows) + self.bytes_of_rows(query, WIDE)
         groups = count_head_groups(
             self.bytes_of_rows(query, WIDE), slices if load.exchanged_rows else max(1, int(kv_heads))
         )
         if not load.exchanged_rows:
-            return Part(2 * out + keys + lse, 2 * out + keys + blocks / groups, out + lse)
-        local = Part(2 * out + keys + lse, 0.0, out + lse)
+            return LayerPart(2 * out + keys + lse, 2 * out + keys + blocks / groups, out + lse)
+        local = LayerPart(2 * out + keys + lse, 0.0, out + lse)
         keys += 2 * (copies - 1) * load.exchanged_rows * key * number
         key_gradients = keys * (WIDE / number if copies > 1 else 1)  # of copies of heads they are summed in float32
         in_flight = 3 / (slices + 2) * out * (4 if self.lean else 3)
@@ -257,23 +271,26 @@ class LayerTable:
         sums_of_keys = keys * WIDE / number * slices / key_slices**2
         work = out * (1 + self.lean) + key_gradients + in_flight + sums_of_keys
         work += blocks / (slices if groups > 1 else 1)
-        return replace(local, work=work) if self.lean else Part(2 * out + keys + lse, work, out + lse, 2 * out + keys)
+        return (
+            replace(local, work=work) if self.lean else LayerPart(2 * out + keys + lse, work, out + lse, 2 * out + keys)
+        )
 
     @property
     def _mlp_has_gate(self) -> bool:
         return self.read.value("mlp_hidden_act") is None
 
-    def mlp_part(self, width: float) -> Part:
+    def mlp_part(self, width: float) -> LayerPart:
         """An MLP with its input, whose `width` tensor-parallel ranks split."""
-        gate, inside = self._mlp_has_gate, width / self.tp
+        gate = self._mlp_has_gate
+        inside = width / self.tp
         part = self.linears_part(self.hidden_size, *(("gate_proj", "up_proj") if gate else ("up_proj",)))
         part += self.linears_part(inside, "down_proj")
         activated = self.compiled_parts == "none"  # compiled, the gate's activation is made again
         tensors = 2 + activated if gate else 1
-        part += Part(tensors * self.bytes_of_rows(inside), (1 + gate) * self.bytes_of_rows(inside))
+        part += LayerPart(tensors * self.bytes_of_rows(inside), (1 + gate) * self.bytes_of_rows(inside))
         return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), (2 + gate) * self.hidden_size * inside)
 
-    def _tiled_part(self, part: Part, saved: float, weights: float) -> Part:
+    def _tiled_part(self, part: LayerPart, saved: float, weights: float) -> LayerPart:
         """A part that may run on one tile of rows after another: so much is saved, the rest is of one tile. A pass also
         holds its result or its gradient, and sums the gradients of `weights` over tiles, in float32 at least.
         """
@@ -281,32 +298,36 @@ class LayerTable:
         if not 0 < tile_rows < self.load.rows:
             return part
         work = (part.saved + part.work) * tile_rows / self.load.rows + self.bytes_of_rows(self.hidden_size)
-        return Part(saved, work + weights * max(WIDE, self.settings.compute_bytes) * self.settings.trains_all)
+        return LayerPart(saved, work + weights * max(WIDE, self.settings.compute_bytes) * self.settings.trains_all)
 
-    def experts_part(self) -> Part:
+    def experts_part(self) -> LayerPart:
         """A router, the experts that rows visit with their weighted sums, and the experts that every row visits. A
         router makes the weights and the number of each visited expert, and in most families the probabilities of all
         experts. The order of visits by expert, with its inverse, is kept even where the layer is recomputed; a tile
         makes its own again. A row is copied for each visit; with `ep` copies travel to other ranks and back.
         """
-        read, trained, own_gate = self.read, self.settings.trains_all, self.read.family.own_expert_gate
-        weights, latent = feed_forward_weights(read, "experts"), read.count("moe_latent_size")
+        read = self.read
+        trained = self.settings.trains_all
+        own_gate = self.read.family.own_expert_gate
+        weights = feed_forward_weights(read, "experts")
+        latent = read.count("moe_latent_size")
         visits = read.count("num_experts_per_tok", "num_experts_per_token")
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
         probabilities = self.bytes_of_rows(0 if own_gate else read.experts_attribute_and_count()[1], WIDE)
-        router = Part(
+        router = LayerPart(
             self.bytes_of_rows(self.hidden_size) * trained
             + self.bytes_of_rows(visits)
             + self.bytes_of_rows(visits, INDEX)
             + probabilities
         )
-        copies, product = self.bytes_of_rows(visits * (latent or self.hidden_size)), self.bytes_of_rows(visits * width)
+        copies = self.bytes_of_rows(visits * (latent or self.hidden_size))
+        product = self.bytes_of_rows(visits * width)
         # results, what the first product made, and its gate; for trained weights the copies and the product too
         gates = (4 if own_gate else int(not self.settings.gpu)) * self._mlp_has_gate
         order = self.bytes_of_rows(2 * visits, INDEX)
         saved = copies + (1 + self._mlp_has_gate + gates) * product + (copies + product) * trained + order
         work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
-        experts = Part(saved, work, lasting=order)
+        experts = LayerPart(saved, work, lasting=order)
         part = router + self._tiled_part(experts, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
         # size that is left then makes a weight for each row. Their input is the router's.
@@ -314,14 +335,14 @@ class LayerTable:
             (weights.all - weights.of_experts) // self.hidden_size - read.experts_attribute_and_count()[1] - 2 * latent
         )
         width, is_weighted = divmod(left, 2 + self._mlp_has_gate)
-        weighted = self.bytes_of_rows(1 + self.hidden_size) * bool(is_weighted)
+        weighted = self.bytes_of_rows(1 + self.hidden_size) if is_weighted else 0.0
         return (
-            part + (self.mlp_part(width) + Part(weighted - self.bytes_of_rows(self.hidden_size) * trained))
+            part + (self.mlp_part(width) + LayerPart(weighted - self.bytes_of_rows(self.hidden_size) * trained))
             if width
             else part
         )
 
-    def mixer_part(self, mixer: MixerShape) -> Part:
+    def mixer_part(self, mixer: MixerShape) -> LayerPart:
         """A state-space layer, whose heads are divided over tensor-parallel ranks. A short convolution saves what the
         projection made, gated, convolved, gated again. Mamba 2 saves convolved rows, values, keys, queries, steps and
         states; a gated delta net unit keys and queries, values, rates and decays. Both have a gated norm, and four
@@ -329,14 +350,19 @@ class LayerTable:
         chunk's pairs of rows; torch keeps the float32 input of unit vectors. In backward kernels hold the states before
         all chunks, and some tensors of rows.
         """
-        settings, tp = self.settings, self.tp
-        inner, channels, heads = mixer.last / self.hidden_size / tp, mixer.channels / tp, mixer.heads / tp
+        settings = self.settings
+        tp = self.tp
+        inner = mixer.last / self.hidden_size / tp
+        channels = mixer.channels / tp
+        heads = mixer.heads / tp
         part = self.linears_part(self.hidden_size, *(("in_proj_qkvz", "in_proj_ba") if mixer.delta else ("in_proj",)))
         part += self.linears_part(inner, "out_proj")
         if not heads:
-            return part + Part(self.bytes_of_rows(5 * inner), self.bytes_of_rows(4 * inner))
-        kernels, norm_kernel = settings.gpu and settings.scan_kernels, settings.gpu and settings.fused_norms
-        number, wide = settings.compute_bytes if kernels else WIDE, self.bytes_of_rows(inner, WIDE)
+            return part + LayerPart(self.bytes_of_rows(5 * inner), self.bytes_of_rows(4 * inner))
+        kernels = settings.gpu and settings.scan_kernels
+        norm_kernel = settings.gpu and settings.fused_norms
+        number = settings.compute_bytes if kernels else WIDE
+        wide = self.bytes_of_rows(inner, WIDE)
         chunks = self.bytes_of_rows(mixer.state / tp / CHUNK)  # states before all chunks
         saved = (
             self.bytes_of_rows(channels + heads)
@@ -352,4 +378,4 @@ class LayerTable:
             saved += self.bytes_of_rows(channels)
             saved += self.bytes_of_rows(2 * inner) if norm_kernel else 4 * wide + 2 * self.bytes_of_rows(inner)
             work = 3 * chunks + 3 * wide
-        return part + Part(saved, work if kernels else TORCH_SCANS[mixer.delta] * wide)
+        return part + LayerPart(saved, work if kernels else TORCH_SCANS[mixer.delta] * wide)

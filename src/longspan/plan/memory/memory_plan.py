@@ -19,7 +19,7 @@ from longspan.plain_text import gib_text
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
-from longspan.plan.memory.settings import MEASURES, Bytes, FixedMemory, Measure, MemoryBudget, MemorySettings
+from longspan.plan.memory.settings import MEASURES, Bytes, CheckpointPolicy, FixedMemory, MemoryBudget, MemorySettings
 from longspan.plan.memory.stage_bytes import ModelNumbers, StageBytes, make_stages
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import ConfigReader
@@ -50,7 +50,7 @@ class MemoryPlan:
 
     device: Bytes
     host: Bytes
-    measures: tuple[Measure, ...]
+    measures: tuple[CheckpointPolicy, ...]
     rows: int
     gathered_once: bool = False
     summed_once: bool = False
@@ -72,7 +72,7 @@ class MemoryPlan:
         """Count the memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
 
         Words are "none", "exchanged", "selective", "full", "selective+host" and "full+host": what a layer keeps, as at
-        `Measure`, and whether that waits on the host.
+        `CheckpointPolicy`, and whether that waits on the host.
         `config` is a transformers configuration, object or dict, a config.json or its folder. `machine` decides which
         communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
         """
@@ -99,14 +99,17 @@ class MemoryPlan:
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
-        limit = f" of {gib_text(budget.device)}" if budget else ""
-        extras = [once_a_step_text(self.gathered_once, self.summed_once)] + [
-            ", states on the host"
-        ] * self.offload_states
-        extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
+        extras = [once_a_step_text(self.gathered_once, self.summed_once)]
+        if self.offload_states:
+            extras.append(", states on the host")
+        if self.mlp_tile_rows:
+            extras.append(f", MLPs in tiles of {self.mlp_tile_rows:,} rows")
         layers = min(self.segment_layers, len(self.measures))
-        extras += [f", segments of {plural(layers, 'layer')}"] * bool(layers)
-        used = gib_text(self.device.total).removesuffix(" GiB" * bool(budget)) + limit
+        if layers:
+            extras.append(f", segments of {plural(layers, 'layer')}")
+        used = gib_text(self.device.total)
+        if budget:
+            used = used.removesuffix(" GiB") + f" of {gib_text(budget.device)}"
         host = f"{gib_text(self.host.total)} of host memory"
         return f"memory: {measures_text(self.measures)}{''.join(extras)}; {used} used, and {host}"
 
@@ -122,7 +125,7 @@ def once_a_step_text(gathered: bool, summed: bool) -> str:
 
 def measures_text(measures: Sequence[object]) -> str:
     """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"; `measures` has a word of
-    `Measure` for each layer.
+    `CheckpointPolicy` for each layer.
     """
     words = [str(word) for word in measures]
     counts = Counter(words)
@@ -150,7 +153,8 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        plans, read = [plan] if isinstance(plan, Plan) else list(plan), ConfigReader.read_language_model(config)
+        plans = [plan] if isinstance(plan, Plan) else list(plan)
+        read = ConfigReader.read_language_model(config)
         loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
         numbers = ModelNumbers.from_configuration(config, home, settings)
@@ -184,13 +188,13 @@ class MemoryNeeds:
         Raises PlanError for a word that is no measure, and for another number of words than layers.
         """
         settings = self.places[0].settings
-        known: dict[str, Measure] = {str(word): word for word in MEASURES}
+        known: dict[str, CheckpointPolicy] = {str(word): word for word in MEASURES}
         layer_words = (measures,) * self.layers if isinstance(measures, str) else tuple(measures)
         if unknown := [word for word in layer_words if word not in known]:
             raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(MEASURES)}")
         if (count := len(layer_words)) != self.layers:
             raise PlanError(f"{count} measures were given for {self.layers} layers, depths included; give one a layer")
-        words: tuple[Measure, ...] = tuple(known[word] for word in layer_words)
+        words: tuple[CheckpointPolicy, ...] = tuple(known[word] for word in layer_words)
         moments = (moment for place in self.places for moment in place.bytes_at_moments(self.loads, words))
         hosts = (place.host_bytes(self.loads, words) for place in self.places)
         return MemoryPlan(
@@ -216,7 +220,8 @@ def _count_waiting_micro_batches(
     """
     if home.pp == 1:
         return 1.0
-    chunks, ranks_behind = settings.vpp, home.pp - pipeline_rank - 1
+    chunks = settings.vpp
+    ranks_behind = home.pp - pipeline_rank - 1
     warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
     return min(warm_up + 1, micro_batches * chunks) / chunks
 
@@ -246,7 +251,7 @@ def seconds_beyond_settings(
     included, or less (negative); and of a step those for states on the host.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    word: Measure = memory.recomputation
+    word: CheckpointPolicy = memory.recomputation
     one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
     layer_seconds = prices.seconds(replace(memory, offload_states=False))
     priced_seconds = prices.seconds(replace(memory, offload_states=False, measures=one_measure))
@@ -273,7 +278,7 @@ class MemoryPrices:
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
         return layers + self._sharding_seconds(memory) + state_copies
 
-    def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
+    def least_seconds(self, needs: MemoryNeeds, words: Sequence[CheckpointPolicy]) -> float:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
         settings = needs.places[0].settings
         prices = self._layer_seconds[bool(settings.mlp_tile_rows)]
@@ -290,10 +295,14 @@ class MemoryPrices:
         hides SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer that keeps all counts as one that
         recomputes.
         """
-        place, load, settings = self.place, self.load, self.place.settings
+        place = self.place
+        load = self.load
+        settings = self.place.settings
         moves = load.exchanged_rows or load.ring_rows or load.gathered_rows
-        degree, layers = place.home.slots if moves else 1, len(place.numbers.kinds)
-        rows, documents = load.rows * degree, max(1, load.runs // 2)
+        degree = place.home.slots if moves else 1
+        layers = len(place.numbers.kinds)
+        rows = load.rows * degree
+        documents = max(1, load.runs // 2)
         costs = CostSettings(
             depths=settings.depths,
             frozen=not settings.trains_all,
@@ -330,11 +339,13 @@ class MemoryPrices:
         work; what comes once a step counts in equal parts for its micro-batches. 0 where they are unsharded, or always
         whole.
         """
-        place, once = self.place, 1 / self.place.micro_batches
+        place = self.place
+        once = 1 / self.place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:
             return 0.0
         gathers, sums = once if kept.gathered_once else 2.0, once if kept.summed_once else 1.0
-        layers, settings = place.numbers.layers, place.settings
+        layers = place.numbers.layers
+        settings = place.settings
         gathered, summed = sum(numbers.whole for numbers in layers), sum(numbers.trained for numbers in layers)
         sent = gathers * gathered * settings.compute_bytes + sums * summed * settings.reduce_bytes
         wire_seconds = sent * (place.shards - 1) / place.shards / self.machine.sharding_bytes_per_second
@@ -364,7 +375,8 @@ def choose_memory(
     ones the first choice wins. Segments, groups of layers that run forward once more in backward, are tried only where
     no plan without them fits. Raises PlanError, with the bytes, where no choice fits.
     """
-    machine, fixed = machine or Machine(), fixed or FixedMemory()
+    machine = machine or Machine()
+    fixed = fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     # An eighth more: with few layers another choice may need about 1 % less than the leanest.
@@ -375,13 +387,15 @@ def choose_memory(
             continue
         choices = list(memory_choices(needs, segmented))
         bounds = sorted((prices.least_seconds(choice, pair), i) for i, (choice, *pair) in enumerate(choices))
-        fastest, best = None, (math.inf, len(choices))  # seconds, and the number of the choice
+        fastest = None
+        best = (math.inf, len(choices))  # seconds, and the number of the choice
         for bound in bounds:
             if bound > best:
                 break
             memory = fit_with_fewest_slow_layers(*choices[bound[1]], budget)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
-                fastest, best = memory, candidate
+                fastest = memory
+                best = candidate
         if fastest is not None:
             return fastest
     leanest = min(
@@ -405,12 +419,15 @@ def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
     return [0, SEGMENT_LAYERS] if fixed.measure != "none" else [0]
 
 
-def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure, Measure]]:
+def memory_choices(
+    needs: MemoryNeeds, fixed: FixedMemory
+) -> Iterator[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
     """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster.
     Settings that are not fixed come the fastest first, and only where they change anything. "exchanged" equals
     "selective" where no load exchanges heads, and is left out.
     """
-    place, settings = needs.places[0], needs.places[0].settings
+    place = needs.places[0]
+    settings = needs.places[0].settings
     can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface
     can_offload = settings.gpu and settings.state_numbers > 0
     sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is
@@ -419,7 +436,7 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
     by_hand = fixed.gathered_once, fixed.summed_once
     sharding = [tuple(a if b is None else b for a, b in zip(once, by_hand, strict=True)) for once in sharding]
     exchanges = any(load.exchanged_rows for load in needs.loads)
-    words: list[Measure] = [word for word in fixed.measures if exchanges or word != "exchanged"]
+    words: list[CheckpointPolicy] = [word for word in fixed.measures if exchanges or word != "exchanged"]
     for segments, tile_rows, offload_states, (gathered_once, summed_once) in product(
         _segment_sizes_to_try(fixed),
         [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_rows is None else [fixed.mlp_tile_rows],
@@ -440,7 +457,9 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
                 yield changed, slow, fast
 
 
-def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[MemoryNeeds, Measure, Measure]]:
+def _leanest_choices(
+    needs: MemoryNeeds, fixed: FixedMemory
+) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
     # Any other choice needs more memory, but in a model of few layers, where another one may need about 1 % less.
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}  # on the host, or not
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
@@ -465,7 +484,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
 
 
 def fit_with_fewest_slow_layers(
-    needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget
+    needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, budget: MemoryBudget
 ) -> MemoryPlan | None:
     """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
     More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;

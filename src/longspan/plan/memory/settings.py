@@ -49,10 +49,10 @@ def bytes_hint(size: int) -> str:
     return f"it is a number of bytes, and fewer than a CUDA context takes; {meant} GiB are {meant << 30}"
 
 
-Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
+CheckpointPolicy = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
 # What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output
 # and log-sum-exp, and what a2a types exchanged; the same without what was exchanged; its input; these on the host.
-MEASURES: tuple[Measure, ...] = get_args(Measure)
+MEASURES: tuple[CheckpointPolicy, ...] = get_args(CheckpointPolicy)
 STATE_BUCKET_BYTES = 256 << 20
 """States in a bucket that an update copies from the host, of which two are on the device: 5 ms of a bus of 55 GB/s, a
 thousand times what it takes to start a copy."""
@@ -147,12 +147,14 @@ class FixedMemory:
     segment_layers: int | None = None
 
     @property
-    def measures(self) -> tuple[Measure, ...]:
+    def measures(self) -> tuple[CheckpointPolicy, ...]:
         """The measures that layers may have, in the order of MEASURES. Raises PlanError where the keys leave none.
         "none" and "exchanged" have no form on the host: with `offload` true "none" is a choice only if `measure` is not
         fixed, for the layers that fit without moving. "exchanged" is a form of "selective".
         """
-        measures: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
+        measures: list[CheckpointPolicy] = [
+            w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure
+        ]
         if self.offload is not None:
             free = self.measure is None  # then some layers may keep all
             measures = [w for w in measures if ("+" in w) == self.offload or (w == "none" and free)]

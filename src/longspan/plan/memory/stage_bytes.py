@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.cost.cost import REPLAYED_NUMBERS
 from longspan.plan.memory.layer_table import LayerTable, SlotLoad
-from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Bytes, Measure, MemorySettings, places_in_layer_segments
+from longspan.plan.memory.settings import (
+    STATE_BUCKET_BYTES,
+    Bytes,
+    CheckpointPolicy,
+    MemorySettings,
+    places_in_layer_segments,
+)
+from longspan.plan.messages import REPLAYED_NUMBERS
 from longspan.plan.shape.layers import (
     ConfigReader,
     LayerKind,
@@ -50,7 +56,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageLayers:
     """What the ranks of one pipeline position hold: layers by index (depths behind the last), and parts of the root."""
 
     layers: tuple[int, ...]
@@ -88,7 +94,8 @@ class ModelNumbers:
             if uncounted:
                 raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")
         ModelShape.of(config)  # for its error
-        hidden, of_depth = read.count("hidden_size"), depth_kinds(read)
+        hidden = read.count("hidden_size")
+        of_depth = depth_kinds(read)
         kinds = layer_kinds(read)
         mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
 
@@ -101,7 +108,8 @@ class ModelNumbers:
         }
         first, *others = (_count_layer_parameters(read, kind, mixer, home, settings) for kind in of_depth)
         depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
-        tower, shape = Numbers(), None
+        tower = Numbers()
+        shape = None
         if settings.encoder_rows:
             from longspan.plan.items.encoder_shape import EncoderShape
 
@@ -120,7 +128,7 @@ class ModelNumbers:
             tower_shape=shape,
         )
 
-    def root_numbers(self, stage: Stage) -> Numbers:
+    def root_numbers(self, stage: StageLayers) -> Numbers:
         """Count the parameters of embedding and head on a stage; a stage with both has tied ones once."""
         count = stage.embeds + stage.predicts
         return sum([self.head] * (min(1, count) if self.tied else count), Numbers())
@@ -140,7 +148,8 @@ def _count_layer_parameters(
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
     dense = sum(weights.all - weights.of_experts for weights in parts)
     norms = (1 + bool(kind.feeds)) * read.count("hidden_size")
-    whole, share = dense / home.tp + norms + experts / home.ep, (dense + experts) / home.tp + norms
+    whole = dense / home.tp + norms + experts / home.ep
+    share = (dense + experts) / home.tp + norms
     if settings.trains_all:
         return Numbers(whole, whole, share, share)
     linears = _adapter_linears(read, kind, mixer)
@@ -155,7 +164,8 @@ def _adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | No
     four projections. A mixer's input projections make what the convolution reads (`channels`), a gate, and a number for
     each head (two in a delta net); those of short convolutions, without heads, two gates.
     """
-    hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
+    hidden = read.count("hidden_size")
+    linears = list[tuple[str, float, float]]()
     if kind.attention:
         query, key = attention_widths(read)
         gate = max(0, attention_weights(read).all // hidden - 2 * query - 2 * key)
@@ -197,18 +207,18 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -> tuple[Stage, ...]:
+def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -> tuple[StageLayers, ...]:
     """Return what each pipeline rank holds of a model; layers of depths are on the last stage. With virtual stages rank
     r has stages r, r + pp and so on.
     """
     count = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: list[Sequence[int]] = [*stage_layers(numbers.decoder_layers, count)]
     parts[-1] = range(parts[-1][0], len(numbers.layers))
-    stages = list[Stage]()
+    stages = list[StageLayers]()
     for rank in range(home.pp):
         chunks = range(rank, count, home.pp)
         layers = tuple(layer for chunk in chunks for layer in parts[chunk])
-        stages.append(Stage(layers, embeds=0 in chunks, predicts=count - 1 in chunks))
+        stages.append(StageLayers(layers, embeds=0 in chunks, predicts=count - 1 in chunks))
     return tuple(stages)
 
 
@@ -223,8 +233,10 @@ AT_THE_LOSS = 3  # rows between layers: before the last norm and after it, and t
 OF_WIDE_NORM = 2  # so many rows more where no fused kernel runs the last norm, which then goes through float32
 # Of a tower's block: tensors as wide as the tower that it keeps (two norms' inputs and outputs, q, k, v, output),
 # gradients as wide as half of its MLP in backward, and bytes of a number of rotated queries and keys.
-BLOCK_ROWS, BLOCK_GRADIENTS, BLOCK_ROTARY = 8, 3, 8
-_Key = tuple[LayerKind, SlotLoad, Measure, bool, int]  # the rows of a tile last
+BLOCK_ROWS = 8
+BLOCK_GRADIENTS = 3
+BLOCK_ROTARY = 8
+_Key = tuple[LayerKind, SlotLoad, CheckpointPolicy, bool, int]  # the rows of a tile last
 
 
 @dataclass(frozen=True)
@@ -247,7 +259,7 @@ class StageBytes:
     home: Layout
     settings: MemorySettings
     numbers: ModelNumbers
-    stage: Stage
+    stage: StageLayers
     in_flight: float = 1.0
     groups: int = 0
     micro_batches: int = 1
@@ -292,7 +304,9 @@ class StageBytes:
     @cached_property
     def resident_bytes(self) -> Bytes:
         """Shards of weights and states, and on a GPU CUDA's context and NCCL's communicators."""
-        settings, home, numbers = self.settings, self.home, self.all_numbers
+        settings = self.settings
+        home = self.home
+        numbers = self.all_numbers
         frozen = numbers.share - numbers.trained_share
         weights = frozen * settings.parameter_bytes + numbers.trained_share * settings.weight_bytes
         # two over all slots, one for every other axis of the home, and those of the plan's groups
@@ -319,14 +333,15 @@ class StageBytes:
             return gradients
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
-    def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
+    def layer_bytes(self, layer: int, load: SlotLoad, measure: CheckpointPolicy) -> LayerBytes:
         """Return what one layer keeps of a load and holds while it runs, counted once for all layers of a kind. A layer
         that recomputes holds what it did not keep when it runs backward. The first layer of a depth of prediction also
         keeps the tensors around the depth's layers.
         """
         numbers = self.numbers
         depth_index = layer - numbers.decoder_layers  # among the layers of all depths; negative for a decoder layer
-        kind, begins_depth = numbers.kinds[layer], depth_index >= 0 and depth_index % numbers.depth_layers == 0
+        kind = numbers.kinds[layer]
+        begins_depth = depth_index >= 0 and depth_index % numbers.depth_layers == 0
         key = kind, load, measure, begins_depth, self.settings.mlp_tile_rows
         if key not in self.layers_so_far:
             word, _, host = measure.partition("+")
@@ -341,12 +356,12 @@ class StageBytes:
             widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
             on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
             backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
-            self.layers_so_far[key] = LayerBytes(on_device, size * bool(host), backward)
+            self.layers_so_far[key] = LayerBytes(on_device, size if host else 0.0, backward)
         return self.layers_so_far[key]
 
-    def waiting_bytes(self, load: SlotLoad, measures: Sequence[Measure]) -> list[LayerBytes]:
+    def waiting_bytes(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
         """What each layer of this stage keeps until its segment, whose first layer keeps its input, runs backward."""
-        words: list[Measure] = [measures[i] for i in self.stage.layers]
+        words: list[CheckpointPolicy] = [measures[i] for i in self.stage.layers]
         layers = list[LayerBytes]()
         places = places_in_layer_segments(words, self.settings.segment_layers)
         for i, place, word in zip(self.stage.layers, places, words, strict=True):
@@ -362,11 +377,14 @@ class StageBytes:
         Kept are the encoded rows, and what a tower's blocks that are trained keep of the patches (if recomputed, only
         while they run backward). A row is `merge`² patches, or all images have one size.
         """
-        shape, settings, rows = self.numbers.tower_shape, self.settings, self.settings.encoder_rows
+        shape = self.numbers.tower_shape
+        settings = self.settings
+        rows = self.settings.encoder_rows
         if shape is None:
             return 0.0, 0.0, 0.0
         patches = rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)
-        layers, number = shape.full_layers + shape.window_layers, settings.compute_bytes
+        layers = shape.full_layers + shape.window_layers
+        number = settings.compute_bytes
         mlp_width = shape.block_weights / layers / shape.width - 4 * shape.width  # of all products of the MLP
         blocks = patches * layers * (BLOCK_ROWS * shape.width + mlp_width) * number
         blocks *= settings.encoder_trained == "all"
@@ -374,9 +392,10 @@ class StageBytes:
         encoded = rows * self.hidden_row_bytes
         return encoded + blocks * (not settings.encoder_recomputed), encoded + blocks, work
 
-    def bytes_at_moments(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
+    def bytes_at_moments(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
-        base, settings = vars(self.resident_bytes), self.settings
+        base = vars(self.resident_bytes)
+        settings = self.settings
         # An update of states that wait on the host has two buckets of them.
         states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if settings.offload_states else self.state_bytes
         yield Bytes(**base | {"gradients": int(self.gradient_bytes(self.all_numbers)), "states": states})
@@ -387,16 +406,29 @@ class StageBytes:
                 moment["work"] += replays
                 yield Bytes(**base | {name: int(size) for name, size in moment.items()})
 
-    def _bytes_in_micro_batch(self, load: SlotLoad, measures: Sequence[Measure]) -> Iterator[dict[str, float]]:
-        settings, layers, stage = self.settings, self.numbers.layers, self.stage
+    def _bytes_in_micro_batch(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> Iterator[dict[str, float]]:
+        """At the loss, then backward through layer i, last first, then the sums; the bytes of a moment are the sum of
+
+        gradients  shards of the layers behind i, nothing where whole ones stay;
+        gathered   root + W_i + W_(i−1), which is fetched ahead, or Σ W where weights stay, + gradients on their way;
+        kept       Σ_(j<i) kept_j · micro-batches in flight, + what layer i and its segment make again;
+        work       what the layer's backward pass holds, or one tensor of rows while its gradients are summed.
+
+        W_i are the numbers of a layer's weights in the compute type, with float8 copies where they stay.
+        """
+        settings = self.settings
+        layers = self.numbers.layers
+        stage = self.stage
         sharded = settings.shard_parameters
-        waiting, number = self.waiting_bytes(load, measures), settings.compute_bytes * sharded
+        waiting = self.waiting_bytes(load, measures)
+        number = settings.compute_bytes * sharded
         in_place = self.stays_whole or not sharded  # weights and gradients
         # float8 copies of layers (rows and columns) stay where the weights do
         float8 = 2.0 * (settings.float8 and (in_place or self.stays_gathered))
         whole = [layers[i].whole * (number + float8) for i in stage.layers]
         root = self.numbers.root_numbers(stage)
-        gathered, row = root.whole * number, load.rows * self.hidden_row_bytes
+        gathered = root.whole * number
+        row = load.rows * self.hidden_row_bytes
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
         # Gradients of earlier micro-batches: shards, or whole ones to the end of the step.
         all_gradients = self.gradient_bytes(self.all_numbers)
@@ -412,11 +444,13 @@ class StageBytes:
         # gradients of the head, and of an embedding that depths read, wait from here on
         heads = (1 + (settings.depths > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
-        words: list[Measure] = [measures[i] for i in stage.layers]
+        words: list[CheckpointPolicy] = [measures[i] for i in stage.layers]
         running = [self.layer_bytes(i, load, word) for i, word in zip(stage.layers, words, strict=True)]
-        places, sent = places_in_layer_segments(words, settings.segment_layers), 0.0
+        places = places_in_layer_segments(words, settings.segment_layers)
+        sent = 0.0
         for i in reversed(range(len(waiting))):
-            first, numbers = i - places[i], layers[stage.layers[i]]
+            first = i - places[i]
+            numbers = layers[stage.layers[i]]
             activations -= waiting[i].kept
             # What the layers of a segment before this one keep since it ran forward again, and what is fetched ahead.
             before = zip(running[first:i], waiting[first:i], strict=True)
@@ -425,7 +459,11 @@ class StageBytes:
             if in_place:
                 others = waits + sum(whole) - whole[i] + whole_gradients
             else:
-                here_too = sum(whole[:i]) if settings.gathered_once else arrives * whole[i - 1] * bool(i)
+                here_too = 0.0
+                if settings.gathered_once:
+                    here_too = sum(whole[:i])
+                elif arrives and i:
+                    here_too = whole[i - 1]
                 others = waits + here_too + sum(whole[i + 1 :]) * self.stays_gathered
             moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "work": running[i].backward}
             yield moment | {"kept": here + running[i].kept + running[i].host}
@@ -441,7 +479,8 @@ class StageBytes:
             gradients = self.gradient_bytes(largest)
         yield {"gradients": gradients, "gathered": sums, "work": row}
         if self.numbers.tower_shape:
-            tower, (_, activations, work) = self.numbers.tower, self.image_bytes
+            tower = self.numbers.tower
+            _, activations, work = self.image_bytes
             gathered = tower.whole * number * (1 + arrives) + self.summing_bytes(tower)
             yield {"gradients": all_gradients, "gathered": gathered, "kept": activations, "work": work}
 
@@ -450,18 +489,20 @@ class StageBytes:
         gradient of the head, with a sum in float32 at least if there are several. Then the head's gradient is scaled
         into a new tensor, and a float32 sum is cast. Each depth of prediction keeps such a sum as well.
         """
-        settings, number = self.settings, self.settings.compute_bytes
+        settings = self.settings
+        number = self.settings.compute_bytes
         vocabulary = self.read.count("vocab_size") / self.home.tp
         bytes_of_logit = 2 * number + (0 if settings.gpu else max(4, number))
         most_rows = settings.loss_chunk_rows or max(1, int(CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit)))
         chunks = -(-load.rows // most_rows)
         sums = max(4, number) if chunks > 1 else number  # bytes of a number of the head's gradient
         logits = -(-load.rows // chunks) * vocabulary * bytes_of_logit
-        chunk, scaling = sums * (chunks > 1) + number, 2 * sums + number * (sums != number)
+        chunk = sums * (chunks > 1) + number
+        scaling = 2 * sums + number * (sums != number)
         trained = self.numbers.head.trained
         return trained * sums * settings.depths + max(logits + trained * chunk, trained * scaling)
 
-    def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
+    def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes that wait on the host: activations of the load that has most there, and states."""
         activations = max(sum(layer.host for layer in self.waiting_bytes(load, measures)) for load in loads)
         return Bytes(kept=int(activations * self.in_flight), states=self.state_bytes * self.settings.offload_states)

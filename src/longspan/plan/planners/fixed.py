@@ -116,7 +116,8 @@ def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanO
     """Return the smallest degree that slots and heads allow and whose caps hold the longest document; all slots if none
     does: a planner then raises the error that says why.
     """
-    cap, types = options.rows, check_comm_types(options.cp_comm_type)
+    cap = options.rows
+    types = check_comm_types(options.cp_comm_type)
     fits = [d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d)]
     return next((d for d in fits if heads_allow_degree(d, options.heads, types, home.tp)), home.slots)
 
@@ -156,7 +157,8 @@ class Packer:
         """
         fewest_bins = self._sort_bins(pack_first_fit(self.lengths, self.room))
         yield self._place_bins(self._balance_groups(fewest_bins))
-        groups, multiple = len(self.inside), self.request.micro_batch_multiple
+        groups = len(self.inside)
+        multiple = self.request.micro_batch_multiple
         fewest_micro_batches = self._round_up_to_multiple(1 + int(fewest_bins.max()) // groups)
         for count in (fewest_micro_batches, fewest_micro_batches + multiple):
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
@@ -169,7 +171,8 @@ class Packer:
         """Return the seconds of the step, exactly rounded, so that all hosts prefer the same assignment. In lockstep
         the slowest group of each micro-batch counts, in free mode the busiest group.
         """
-        matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
+        matrix = self._seconds_of_places(assignment, self.inside)
+        launch = self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
             return self.request.cost.lockstep_seconds(matrix.max(axis=1).tolist())
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
@@ -196,8 +199,10 @@ class Packer:
 
     def _balance_groups(self, assignment: Integers) -> Integers:
         """Groups are placed later, so all are priced inside a node."""
-        groups, count = len(self.inside), self._count_micro_batches(assignment)
-        batch, new_assignment = assignment // groups, assignment.copy()
+        groups = len(self.inside)
+        count = self._count_micro_batches(assignment)
+        batch = assignment // groups
+        new_assignment = assignment.copy()
         documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, documents in enumerate(documents_of_batches):
             ids: list[int] = documents.tolist()
@@ -214,8 +219,10 @@ class Packer:
         """In lockstep groups inside a node get the slowest bins, as messages are faster there. In free mode groups with
         the least work in the micro-batches before get them, as only a group's total counts.
         """
-        groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
-        load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
+        groups = len(self.inside)
+        matrix = self._seconds_of_places(assignment, inside=True)
+        load = np.zeros(groups)
+        place = np.empty(matrix.shape, dtype=np.int64)
         for m, seconds in enumerate(matrix):
             penalty = ~self.inside if self.request.mode == "lockstep" else load
             place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(penalty, kind="stable")
@@ -223,7 +230,8 @@ class Packer:
         return place.reshape(-1)[assignment]
 
     def _assign_by_group(self) -> Integers:
-        groups, all_rows = len(self.inside), sum(self.lengths)
+        groups = len(self.inside)
+        all_rows = sum(self.lengths)
         group_of_document = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
         assignment = np.empty_like(group_of_document)
         for group in range(groups):
@@ -276,7 +284,9 @@ def plan_padded(
     """
     request = Request.from_arguments(lengths, home, options, keywords)
     cp = request.check_degree(home, cp)
-    groups, count, pad = request.slots // cp, len(request.lengths), max(request.lengths, default=0)
+    groups = request.slots // cp
+    count = len(request.lengths)
+    pad = max(request.lengths, default=0)
     # Without a limit of rows there is one micro-batch.
     at_once = max(1, groups * (count if request.rows is None or not pad else request.rows * cp // pad))
     batches: list[MicroBatch] = []

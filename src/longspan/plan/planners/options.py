@@ -126,14 +126,16 @@ class Request(PlanOptions):
         """Make a request of a planner's arguments, checked: of `options`, or the defaults, with keywords in place of
         fields. Raises PlanError, or LayoutError for a bad length.
         """
-        documents, options = check_lengths(lengths), replace(options or PlanOptions(), **(keywords or {}))
+        documents = check_lengths(lengths)
+        options = replace(options or PlanOptions(), **(keywords or {}))
         if not documents and not options.allow_empty:
             raise PlanError(
                 "there are no documents to plan and allow_empty is False; give lengths, or leave allow_empty out for a "
                 "step of dummy micro-batches"
             )
         check_work_fits_int64(len(documents), max(documents, default=0))
-        types, sizes = check_comm_types(options.cp_comm_type), options.hierarchical_context_parallel_sizes
+        types = check_comm_types(options.cp_comm_type)
+        sizes = options.hierarchical_context_parallel_sizes
         values: dict[str, Any] = vars(options) | {
             "cp_comm_type": types[0] if isinstance(options.cp_comm_type, str) else types,
             "hierarchical_context_parallel_sizes": sizes if sizes is None or isinstance(sizes, int) else tuple(sizes),
@@ -147,10 +149,11 @@ class Request(PlanOptions):
         tensor-parallel rank; 0 means unknown. An a2a size below 1 counts as 1 here, and is refused when the degree is
         known.
         """
-        sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
+        sizes = self.hierarchical_context_parallel_sizes
+        heads = (self.heads or 0) // self.tp
         a2a_size = 1
         if "a2a+p2p" in self.types:
-            a2a_size = 0 if sizes is None else max(1, sizes if isinstance(sizes, int) else sizes[0])
+            a2a_size = 0 if sizes is None else max(1, _first_size(sizes))
         cost = replace(self.cost, node_size=self.node_size).under(self.types, a2a_size, heads=heads)
         return cost.for_partition(self.partition)
 
@@ -283,11 +286,17 @@ class Request(PlanOptions):
     def _give_type(self, group: Group, way: Cost) -> Group:
         """A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it."""
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
-        types = kind if isinstance(self.cp_comm_type, str) else tuple(kind if t == "auto" else t for t in self.types)
+        types = kind
+        if not isinstance(self.cp_comm_type, str):
+            types = tuple(kind if named == "auto" else named for named in self.types)
         sizes = group.hierarchical_context_parallel_sizes
         if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
             sizes = fit_level_sizes(way.a2a_size, group.degree)
         return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
+
+
+def _first_size(sizes: int | Sequence[int]) -> int:
+    return sizes if isinstance(sizes, int) else sizes[0]
 
 
 def check_degree_suits_heads(request: Request, degree: int) -> None:
@@ -295,8 +304,9 @@ def check_degree_suits_heads(request: Request, degree: int) -> None:
     `a2a+p2p` to a first size. Key/value heads limit nothing: where there are fewer than slots, the same head goes to
     several.
     """
-    sizes, heads = request.hierarchical_context_parallel_sizes, (request.heads or 0) // request.tp
-    first = sizes if isinstance(sizes, int) else sizes[0] if sizes else 1
+    sizes = request.hierarchical_context_parallel_sizes
+    heads = (request.heads or 0) // request.tp
+    first = _first_size(sizes) if sizes else 1
     for kind, members, name in (("a2a", degree, "cp"), ("a2a+p2p", first, "a first size of")):
         if kind not in request.types or heads_allow_degree(members, request.heads, ("a2a",), request.tp):
             continue

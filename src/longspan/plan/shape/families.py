@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any, Literal
 
 # Styles of tensor parallelism, by transformers' names and ours (model/tensor_parallel/styles.py)
-COLWISE, ROWWISE = "colwise", "rowwise"
+COLWISE = "colwise"
+ROWWISE = "rowwise"
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 EMBEDDING = "embedding_rowwise"
 PACKED = "packed_colwise"  # of a linear that makes two things of equal width, such as a gate and what it weighs

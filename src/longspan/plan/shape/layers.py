@@ -77,7 +77,8 @@ class ConfigReader:
         if value is None:
             return 0
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            name, text = next(name for name in names if self.value(name) is not None), repr(value)
+            name = next(name for name in names if self.value(name) is not None)
+            text = repr(value)
             raise PlanError(f"{name} of {self.where} is {text[:40]}{'…' * (len(text) > 40)}; it must be a count")
         return value
 
@@ -170,7 +171,9 @@ def sliding_window(read: ConfigReader) -> int:
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
     is_hybrid = kind == "hybrid"  # attention and a mixer side by side
-    attention = ATTENTION[0] if is_hybrid else kind if kind in ATTENTION else ""
+    attention = kind if kind in ATTENTION else ""
+    if is_hybrid:
+        attention = ATTENTION[0]
     if separate:
         feeds = {"mlp": "dense", "moe": "experts"}.get(kind, "")
     elif _is_mamba2(read) or read.family.shared_blocks:  # no MLP of its own: Zamba 2's counts with the shared block
@@ -240,7 +243,8 @@ class Widths(NamedTuple):
 
 def attention_widths(read: ConfigReader) -> Widths:
     """Latent attention counts as it is computed, with full heads; a shared block attends to rows twice as wide."""
-    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+    heads = read.count("num_attention_heads")
+    hidden = read.count("hidden_size")
     if has_latent_attention(read):
         width = heads * sum(_latent_head_sizes(read)) // 2
         return Widths(width, width)
@@ -276,8 +280,11 @@ def _shared_block_weights(read: ConfigReader, hidden: int, query: int, key: int)
     configured, of queries, keys and values, each with 2 · hidden numbers in and as many out.
     """
     attention = 2 * hidden * (query + 2 * key) + query * hidden
-    width, rank = read.count("intermediate_size") or 4 * hidden, read.count("adapter_rank")
-    adapters = rank * (hidden + 2 * width) + 12 * rank * hidden * bool(read.value("use_shared_attention_adapter"))
+    width = read.count("intermediate_size") or 4 * hidden
+    rank = read.count("adapter_rank")
+    adapters = rank * (hidden + 2 * width)
+    if read.value("use_shared_attention_adapter"):
+        adapters += 12 * rank * hidden
     return Weights(attention + 3 * hidden * width + adapters + hidden * hidden, hidden * hidden)
 
 
@@ -304,7 +311,8 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         one = bool(read.count("intermediate_size_mlp"))
         shared = width * (one or read.count("n_shared_experts", "num_shared_experts"))
     weights = products * ((narrow_width or hidden) * visited * width + hidden * shared)
-    experts, expert_weights = read.experts_attribute_and_count()[1], products * (narrow_width or hidden) * width
+    experts = read.experts_attribute_and_count()[1]
+    expert_weights = products * (narrow_width or hidden) * width
     all_weights = weights + 2 * hidden * narrow_width + hidden * (experts + gated)
     # No last product: the router's weights multiply what experts return, so that backward needs it.
     return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
@@ -331,8 +339,10 @@ def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
     """Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a row,
     and the rotary part of keys, which all heads share, straight from the row.
     """
-    heads, (size, value) = read.count("num_attention_heads"), _latent_head_sizes(read)
-    rank, query_rank = read.count("kv_lora_rank"), read.count("q_lora_rank")
+    heads = read.count("num_attention_heads")
+    size, value = _latent_head_sizes(read)
+    rank = read.count("kv_lora_rank")
+    query_rank = read.count("q_lora_rank")
     queries = query_rank * (hidden + heads * size) if query_rank else hidden * heads * size
     if read.family.wide_latent_queries:
         queries += query_rank * heads * (size + 2 * value)
@@ -413,7 +423,8 @@ def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
     if kind in readers:
         return readers[kind](read, hidden)
     width = read.count("conv_L_cache")
-    weights, last = 4 * hidden * hidden + hidden * width, hidden * hidden
+    weights = 4 * hidden * hidden + hidden * width
+    last = hidden * hidden
     return MixerShape(kind=kind, weights=weights, last=last, channels=hidden, width=width)
 
 

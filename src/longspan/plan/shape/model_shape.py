@@ -108,7 +108,9 @@ class ModelShape:
         mixer = read_mixer_shape(read)
         _check_can_be_priced(read, mixer)
         kinds = layer_kinds(read) + depth_kinds(read) * depths
-        hidden, window, chunk = read.count("hidden_size"), sliding_window(read), read.count("attention_chunk_size")
+        hidden = read.count("hidden_size")
+        window = sliding_window(read)
+        chunk = read.count("attention_chunk_size")
         weights_of_kinds = {kind: _layer_weights(read, kind, mixer) for kind in dict.fromkeys(kinds)}
         layers = [weights_of_kinds[kind] for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
@@ -164,7 +166,8 @@ def _check_can_be_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
     layer has such a part, or if the configuration names no layers. Latent attention is priced only in a model with a
     mixer, as Kimi's are, and with the size of a value head, or where all rows choose their keys.
     """
-    types, kinds = layer_types(read), layer_kinds(read)
+    types = layer_types(read)
+    kinds = layer_kinds(read)
     is_indexed = bool(types) and {*types} <= {*INDEXED} and bool(read.count("index_topk"))
     unpriced: list[str] = []
     if has_latent_attention(read) and not is_indexed and not (mixer and read.count("v_head_dim")):

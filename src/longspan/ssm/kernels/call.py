@@ -205,7 +205,7 @@ class Forward(Protocol):
 class Backward(Protocol):
     """The backward pass over some runs."""
 
-    def entry_gradients(self, runs: Integers) -> Tensor:
+    def initial_state_gradients(self, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, with 0 at final states."""
         ...
 
@@ -230,13 +230,13 @@ class SavedScan(NamedTuple):
 class ScanKernel:
     """A kernel by its name.
 
-    `lacks(recurrence)` returns what it would need and does not have, "" for nothing; `half` says whether it takes q, k
-    and v in half precision (otherwise they are cast to float32). `forward(inputs, runs, scale)` and
+    `unsupported_reason(recurrence)` returns what it would need and does not have, "" for nothing; `half` says whether
+    it takes q, k and v in half precision (otherwise they are cast to float32). `forward(inputs, runs, scale)` and
     `backward(inputs, runs, scale, saved)` begin passes, in which q is multiplied by `scale`.
     """
 
     name: str
-    lacks: Callable[[Recurrence], str]
+    unsupported_reason: Callable[[Recurrence], str]
     forward: Callable[[Inputs, LocalRuns, float], Forward]
     backward: Callable[[Inputs, LocalRuns, float, SavedScan], Backward]
     half: bool = False

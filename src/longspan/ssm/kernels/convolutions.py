@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan.ssm.kernels.call import LocalRuns
-from longspan.ssm.kernels.packages import fla_function, fla_lack, triton_kernel
+from longspan.ssm.kernels.packages import fla_function, fla_unsupported_call_reason, triton_kernel
 
 
 class RowsBefore(NamedTuple):
@@ -102,7 +102,8 @@ def _torch_write_first_outputs(
 def _torch_arrived_gradients(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> Tensor:
-    rows, arrived = x.index_select(0, first.rows), arrived.detach().requires_grad_()
+    rows = x.index_select(0, first.rows)
+    arrived = arrived.detach().requires_grad_()
     with torch.enable_grad():
         out = _convolve_runs(rows, arrived, convolution, first.before)
     return torch.autograd.grad(out, arrived, dout.index_select(0, first.rows))[0]
@@ -144,7 +145,8 @@ def _launch_arguments(
     y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     weight, bias, silu = convolution
-    (runs, width), channels = first.arrived.shape, x.shape[1]
+    runs, width = first.arrived.shape
+    channels = x.shape[1]
     tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)  # without bias it is not read
     places = (first.starts, first.counts, first.arrived, *y.stride(), *x.stride())
     sizes = {"CHANNELS": channels, "BEFORE": width, "BIAS": bias is not None, "SILU": silu, "BLOCK": _BLOCK}
@@ -193,4 +195,4 @@ FLA_CONVOLUTION = ConvolutionKernel("fla", _fla_forward, _fla_backward, write_fi
 
 
 def choose_convolution(x: Tensor) -> ConvolutionKernel:
-    return TORCH_CONVOLUTION if fla_lack(x.dtype, x.device) else FLA_CONVOLUTION
+    return TORCH_CONVOLUTION if fla_unsupported_call_reason(x.dtype, x.device) else FLA_CONVOLUTION

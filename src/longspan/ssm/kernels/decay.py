@@ -14,7 +14,7 @@ from longspan.ssm.kernels.packages import (
     add_batch_dim,
     chunk_cumsum,
     fla_function,
-    fla_lack,
+    fla_unsupported_call_reason,
     gradients_like_inputs,
     run_index_arguments,
     triton_kernel,
@@ -59,10 +59,10 @@ def scan_chunks(
     return final
 
 
-def decay_lack(recurrence: Recurrence) -> str:
+def decay_unsupported_reason(recurrence: Recurrence) -> str:
     if recurrence.delta:
         return "a recurrence without a delta term"
-    return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_unsupported_call_reason(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class _Decays:
@@ -86,7 +86,9 @@ class DecayForward:
     """A forward pass; see `Forward`. What each chunk adds to the state does not depend on the entering states."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        self._inputs, self._runs, self._scale = inputs, runs, scale
+        self._inputs = inputs
+        self._runs = runs
+        self._scale = scale
         self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
         self._additions = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
         self.activations: tuple[Tensor] = (self._decays.g,)
@@ -112,19 +114,22 @@ class DecayBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
+        self._inputs = inputs
+        self._runs = runs
+        self._scale = scale
+        self._saved = saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
         self._added_gradients = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)
         self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
-    def entry_gradients(self, runs: Integers) -> Tensor:
+    def initial_state_gradients(self, runs: Integers) -> Tensor:
         """Chunks are scanned from the last: the gradient that comes from the chunk behind fades by a chunk's decay, and
         the gradient of the chunk's own outputs is added.
         """
         zero = torch.zeros_like(self._saved.states)
-        entry_gradients = scan_chunks(self._added_gradients, self._decays.whole, zero, self._runs, backwards=True)
-        return pick_rows(entry_gradients, runs)
+        gradients = scan_chunks(self._added_gradients, self._decays.whole, zero, self._runs, backwards=True)
+        return pick_rows(gradients, runs)
 
     def prepare_chunks(self) -> None:
         """The states that enter chunks are computed once more: forward did not keep them."""

@@ -27,7 +27,7 @@ from longspan.ssm.kernels.packages import (
     add_batch_dim,
     chunk_cumsum,
     fla_function,
-    fla_lack,
+    fla_unsupported_call_reason,
     gradients_like_inputs,
     run_index_arguments,
     triton_kernel,
@@ -61,7 +61,8 @@ class Pieces:
     @cached_property
     def pieces_with_maps(self) -> tuple[LocalRuns, slice]:
         """The pieces from `first` to before `stop` as runs of their own, and which of all rows are theirs."""
-        lengths, begin = self.runs.lengths, int(self.runs.lengths[: self.first].sum())
+        lengths = self.runs.lengths
+        begin = int(self.runs.lengths[: self.first].sum())
         runs = LocalRuns(lengths[self.first : self.stop], self.runs.device)
         return runs, slice(begin, begin + runs.rows)
 
@@ -106,30 +107,30 @@ class Pieces:
             )
         return result
 
-    def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
+    def run_initial_state_gradients(self, initial: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces.
 
         Pieces are followed backwards: the gradient at the state that enters a piece is that of the piece's outputs,
         plus the gradient at its final state through its transposed M.
         """
         last_pieces = self._starts[runs] + self._counts[runs] - 1
-        result = pick_rows(entry_gradients, last_pieces - self.first)
+        result = pick_rows(initial, last_pieces - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             continuing = np.flatnonzero(self._counts[runs] > place)
             maps = last_pieces[continuing] - place - self.first
             gradient_before = map_states(
-                pick_rows(transitions, maps).mT, pick_rows(result, continuing), pick_rows(entry_gradients, maps)
+                pick_rows(transitions, maps).mT, pick_rows(result, continuing), pick_rows(initial, maps)
             )
             result = _replace_rows(result, continuing, gradient_before)
         return result
 
-    def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
+    def leaving_gradients(self, leaving: Tensor, initial: Tensor | None, transitions: Tensor) -> Tensor:
         """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
 
         Each piece but a run's last gets the gradient at the state that enters the next piece. Without cuts pieces are
         runs.
         """
-        if entry_gradients is None or not self.has_cuts:
+        if initial is None or not self.has_cuts:
             return leaving
         last_pieces = self._starts + self._counts - 1
         result = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
@@ -140,9 +141,7 @@ class Pieces:
             put_rows(
                 result,
                 pieces_after - 1,
-                map_states(
-                    pick_rows(transitions, maps).mT, pick_rows(result, pieces_after), pick_rows(entry_gradients, maps)
-                ),
+                map_states(pick_rows(transitions, maps).mT, pick_rows(result, pieces_after), pick_rows(initial, maps)),
             )
         return result
 
@@ -186,21 +185,21 @@ def compute_run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     return states, transitions
 
 
-def compute_entry_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> Tensor:
+def initial_state_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> Tensor:
     """Compute gradients (R, H, K, V), float32, of the outputs by the states that enter runs, at least one."""
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
-    entry_gradients = _new_state(rows, count, heads, size, width)
+    gradients = _new_state(rows, count, heads, size, width)
     arguments = [rows[name] for name in ("q", "k", "w")] + [
         _decay_rows(rows),
         rows["do"],
         rows["dv"],
-        entry_gradients,
+        gradients,
         runs.ends,
         scale,
     ]
     shared = {"Q_SHARED": heads // rows["q"].shape[2], **_kernel_sizes(rows, width, CHUNK)}
-    triton_kernel("entry_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
-    return entry_gradients
+    triton_kernel("initial_state_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
+    return gradients
 
 
 def _kernel_sizes(rows: NamedRows, width: int, chunk: int) -> dict[str, Any]:
@@ -228,7 +227,8 @@ class DeltaStates:
     """Forward: maps of pieces, and the states that enter chunks. `transitions`: M of the pieces that have maps."""
 
     def __init__(self, rows: NamedRows, pieces: Pieces) -> None:
-        self._rows, self._pieces = rows, pieces
+        self._rows = rows
+        self._pieces = pieces
         map_runs, map_rows = pieces.pieces_with_maps
         self.transitions: Tensor
         self._states, self.transitions = compute_run_maps({name: x[:, map_rows] for name, x in rows.items()}, map_runs)
@@ -259,40 +259,44 @@ class DeltaGradients:
     """Backward: gradients of the outputs by the states that enter pieces, and gradients at the states of chunks."""
 
     def __init__(self, rows: NamedRows, pieces: Pieces, transitions: Tensor, scale: float) -> None:
-        self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
-        self._entry_gradients: Tensor | None = None
+        self._rows = rows
+        self._pieces = pieces
+        self._transitions = transitions
+        self._scale = scale
+        self._initial_state_gradients: Tensor | None = None
 
-    def entry_gradients(self, runs: Integers) -> Tensor:
-        return self._pieces.run_entry_gradients(self._map_gradients(), self._transitions, runs)
+    def initial_state_gradients(self, runs: Integers) -> Tensor:
+        return self._pieces.run_initial_state_gradients(self._map_gradients(), self._transitions, runs)
 
     def leaving_gradients(self, leaving: Tensor) -> Tensor:
         """Without cut runs pieces are runs, and the maps of pieces are not needed."""
-        entry_gradients = self._map_gradients() if self._pieces.has_cuts else None
-        return self._pieces.leaving_gradients(leaving, entry_gradients, self._transitions)
+        initial = self._map_gradients() if self._pieces.has_cuts else None
+        return self._pieces.leaving_gradients(leaving, initial, self._transitions)
 
     def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients at the states that leave chunks, and at the values that rows add.
 
         `states` are those that enter pieces, `leaving` the gradients at their final states.
         """
-        scan_gradients, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
+        scan_gradients = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu")
+        runs = self._pieces.runs
         chunk_arguments = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_index_arguments(runs)}
         dh, _, dv = scan_gradients(**self._rows, h0=states, dht=leaving, scale=self._scale, **chunk_arguments)
         return dh, dv
 
     def _map_gradients(self) -> Tensor:
-        if self._entry_gradients is None:
+        if self._initial_state_gradients is None:
             map_runs, map_rows = self._pieces.pieces_with_maps
-            self._entry_gradients = compute_entry_gradients(
+            self._initial_state_gradients = initial_state_gradients(
                 {name: x[:, map_rows] for name, x in self._rows.items()}, map_runs, self._scale
             )
-        return self._entry_gradients
+        return self._initial_state_gradients
 
 
-def kimi_lack(recurrence: Recurrence) -> str:
+def kimi_unsupported_reason(recurrence: Recurrence) -> str:
     if not recurrence.delta or not recurrence.by_channel:
         return "a delta rule of a decay for each key number"
-    return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_unsupported_call_reason(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class KimiForward:
@@ -300,7 +304,8 @@ class KimiForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
-        self._runs, self._scale = pieces.runs, scale
+        self._runs = pieces.runs
+        self._scale = scale
         self._q, k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g, self._runs)
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
@@ -327,7 +332,9 @@ class KimiBackward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
-        self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
+        self._inputs = inputs
+        self._runs = pieces.runs
+        self._scale = scale
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         q, k, v, _, beta = add_batch_dim(inputs)
@@ -339,7 +346,7 @@ class KimiBackward:
         _, dv = chunk_kernel(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, chunk_size=CHUNK, **indices)
         rows = {"q": qg, "k": kg, "w": w, "gk": self._g, "do": self._do, "dv": dv}
         self._states = DeltaGradients(rows, pieces, transitions, scale)
-        self.entry_gradients = self._states.entry_gradients
+        self.initial_state_gradients = self._states.initial_state_gradients
 
     def prepare_chunks(self) -> None:
         """Do nothing during the exchange: `gradients` computes the states of chunks too."""
@@ -367,10 +374,10 @@ class KimiBackward:
 _WY = "ops.gated_delta_rule.wy_fast"
 
 
-def delta_lack(recurrence: Recurrence) -> str:
+def delta_unsupported_reason(recurrence: Recurrence) -> str:
     if not recurrence.delta or recurrence.by_channel:
         return "a delta rule of one decay a head"
-    return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_unsupported_call_reason(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class DeltaForward:
@@ -381,7 +388,8 @@ class DeltaForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
-        self._runs, self._scale = pieces.runs, scale
+        self._runs = pieces.runs
+        self._scale = scale
         self._q, self._k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
         chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
@@ -407,7 +415,9 @@ class DeltaBackward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
-        self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
+        self._inputs = inputs
+        self._runs = pieces.runs
+        self._scale = scale
         self._g, self._a, transitions, self._entering = saved.activations
         self._q, self._k, self._v, _, self._beta = add_batch_dim(inputs)
         indices = run_index_arguments(self._runs)
@@ -418,7 +428,7 @@ class DeltaBackward:
         chunk_kernel = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
         dv = chunk_kernel(**self._shared_rows, scale=scale, chunk_size=CHUNK, **indices)
         self._states = DeltaGradients({**self._shared_rows, "w": self._w, "dv": dv}, pieces, transitions, scale)
-        self.entry_gradients = self._states.entry_gradients
+        self.initial_state_gradients = self._states.initial_state_gradients
         self._h = self._new_values = inputs.v[:0]  # results of `compute_chunk_states`, once `prepare_chunks` has run
 
     def prepare_chunks(self) -> None:

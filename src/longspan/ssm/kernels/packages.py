@@ -46,11 +46,12 @@ NEEDED = (0, 6)  # version of fla-core
 _HALF = (torch.bfloat16, torch.float16)
 _LARGEST_KEY = 256  # numbers of a key in fla's kernels, at most
 # On GPUs of compute capability 9 these versions of Triton, from the first to before the second, give wrong gradients.
-_HOPPER, _WRONG_TRITON = 9, ((3, 4, 0), (3, 7, 1))
+_HOPPER = 9
+_WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
 
 
 @cache
-def fla_device_lack(device: torch.device) -> str:
+def fla_unsupported_reason(device: torch.device) -> str:
     """What this installation or CUDA device lacks for fla's kernels, for an error; "" for nothing."""
     try:
         installed = version("fla-core")
@@ -70,7 +71,9 @@ def fla_device_lack(device: torch.device) -> str:
     return ""
 
 
-def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
+def fla_unsupported_call_reason(
+    dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2
+) -> str:
     """What a recurrence would need to be run by fla's kernels; "" for nothing. Default sizes suit each kernel."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
@@ -78,7 +81,7 @@ def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_
         return f"bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
     if key_size > _LARGEST_KEY or key_size % 2 or value_size % 2:
         return f"even sizes of heads, of keys {_LARGEST_KEY} at most, got {key_size} and {value_size}"
-    return fla_device_lack(device)
+    return fla_unsupported_reason(device)
 
 
 @cache

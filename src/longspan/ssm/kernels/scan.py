@@ -41,15 +41,18 @@ def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device)
     """First chunks of all runs come first, longest runs first: the runs that have an i-th chunk are the first few, and
     these chunks are scanned together. Where a short chunk has no row, `rows` has the index `total`, of the zero row.
     """
-    size, total = np.array(lengths, dtype=np.int64), sum(lengths)
-    counts, starts = -(-size // chunk), np.cumsum(size) - size
+    size = np.array(lengths, dtype=np.int64)
+    total = sum(lengths)
+    counts = -(-size // chunk)
+    starts = np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
     run, place = np.repeat(order, counts[order]), expand_runs(np.zeros_like(order), counts[order])
     place_order = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
     run, place = run[place_order, None], place[place_order]
     row_of_run = place[:, None] * chunk + np.arange(chunk)
     rows = np.where(row_of_run < size[run], starts[run] + row_of_run, total).reshape(-1)
-    filled_places, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
+    filled_places = np.flatnonzero(rows < total)
+    back = np.empty(total, dtype=np.int64)
     back[rows[filled_places]] = filled_places
     inverse = np.argsort(order, kind="stable")
     rows, back, order, inverse = (to_device(x, device) for x in (rows, back, order, inverse))
@@ -74,10 +77,14 @@ def scan(
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
         return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
 
-    k, v, g = cut_rows(k), cut_rows(v), cut_rows(g)
-    decay, chunk_decay = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
+    k = cut_rows(k)
+    v = cut_rows(v)
+    g = cut_rows(g)
+    decay = g.cumsum(2)
+    chunk_decay = g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
     later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(chunk_decay)], 2).flip(2).cumsum(2).flip(2)  # last − decay
-    new_values, state_share = v, None  # u and w
+    new_values = v  # u
+    state_share = None  # w
     fades = None if q is None and beta is None else _pair_decays(g)
     if beta is not None and fades is not None:
         weight = cut_rows(beta.unsqueeze(-1))
@@ -87,9 +94,12 @@ def scan(
         new_values, state_share = solution.split([v.shape[-1], k.shape[-1]], -1)
     inner = None if q is None or fades is None else _products_under_decay(cut_rows(q), k, fades)
     decayed_q = None if q is None else cut_rows(q) * decay.exp()
-    decayed_k, fading = (k * later_decay.exp()).mT, chunk_decay.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
+    decayed_k = (k * later_decay.exp()).mT  # (N, H, K, C)
+    fading = chunk_decay.exp().mT  # (N, H, K or 1, 1)
 
-    state, outs, chunks_done = initial.index_select(0, chunks.order), list[Tensor](), 0
+    state = initial.index_select(0, chunks.order)
+    outs = list[Tensor]()
+    chunks_done = 0
     for size in chunks.sizes:
         chunk_range = slice(chunks_done, chunks_done + size)
         entering = state[:size]
@@ -137,7 +147,9 @@ def summaries(
     cost or more, so the second half is left out where no run needs M. Without a delta term M (m, H, 1, 1) is the
     product of a run's decays. Only rows of runs in either list are scanned.
     """
-    heads, size, width = k.shape[1], k.shape[2], v.shape[2]
+    heads = k.shape[1]
+    size = k.shape[2]
+    width = v.shape[2]
     summed_runs = np.union1d(leaving, carrying)
     starts = (np.cumsum(lengths) - lengths)[summed_runs]
     rows = to_device(expand_runs(starts, starts + lengths[summed_runs]), k.device)
@@ -163,7 +175,8 @@ class TorchForward:
     """A forward pass; see `Forward`. Nothing is saved for backward, which scans again."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        self._inputs, self._runs = _repeat_heads(inputs, scale), runs
+        self._inputs = _repeat_heads(inputs, scale)
+        self._runs = runs
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
@@ -185,13 +198,11 @@ class TorchBackward:
             full_inputs = _repeat_heads(Inputs(*self._leaves), scale)  # pyright: ignore[reportArgumentType]
             self._out, self._final = scan(*full_inputs, self._entering, runs.lengths)
 
-    def entry_gradients(self, runs: Integers) -> Tensor:
+    def initial_state_gradients(self, runs: Integers) -> Tensor:
         """They are zero where no output depends on a state, as without rows. The graph is kept for `gradients`."""
-        (entry_gradients,) = torch.autograd.grad(
-            self._out, self._entering, self._dout, retain_graph=True, allow_unused=True
-        )
-        entry_gradients = torch.zeros_like(self._entering) if entry_gradients is None else entry_gradients
-        return pick_rows(entry_gradients, runs)
+        (gradients,) = torch.autograd.grad(self._out, self._entering, self._dout, retain_graph=True, allow_unused=True)
+        gradients = torch.zeros_like(self._entering) if gradients is None else gradients
+        return pick_rows(gradients, runs)
 
     def prepare_chunks(self) -> None:
         """Do nothing: the scan has run."""

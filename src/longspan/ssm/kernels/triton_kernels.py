@@ -82,13 +82,15 @@ def maps_kernel(
     while this one is computed.
     """
     first_unit: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS * COLUMNS
-    head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    run = tl.program_id(2).to(tl.int64)
     first_row = tl.load(ends + run)
     length = (tl.load(ends + run + 1) - first_row).to(tl.int32)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # columns of B, then those of M
     unit = value - first_unit
     key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
-    key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
+    key_mask = (key < SIZE)[None, :]
+    inside = (value < WIDTH)[:, None]
 
     keys = k + ((first_row + row)[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
     weights = w + ((first_row + row)[:, None] * HEADS + head) * SIZE + key[None, :]
@@ -111,7 +113,9 @@ def maps_kernel(
         if not BY_CHANNEL:
             new_values *= tl.exp2(chunk_decay - decay)[None, :]
         state = tl.dot(new_values.to(b_k.dtype), b_k, state * _chunk_fading(chunk_decay, BY_CHANNEL))
-        b_u, chunk_decay, decay = next_u, next_chunk_decay, next_decay
+        b_u = next_u
+        chunk_decay = next_chunk_decay
+        decay = next_decay
         weights += CHUNK * HEADS * SIZE
         keys += CHUNK * (HEADS // SHARED) * SIZE
 
@@ -122,14 +126,14 @@ def maps_kernel(
 
 
 @triton.jit
-def entry_gradients_kernel(
+def initial_state_gradients_kernel(
     q,
     k,
     w,
     g,
     do,
     dv,
-    entry_gradients,
+    initial_state_gradients,
     ends,
     scale,
     HEADS: tl.constexpr,
@@ -150,12 +154,14 @@ def entry_gradients_kernel(
     value columns of one head's G, for one run. With a decay by channel (BY_CHANNEL) q and k come decayed already. What
     the chunk before reads is loaded while this one is computed.
     """
-    head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    run = tl.program_id(2).to(tl.int64)
     first_row = tl.load(ends + run)
     length = (tl.load(ends + run + 1) - first_row).to(tl.int32)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
-    key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
+    key_mask = (key < SIZE)[None, :]
+    inside = (value < WIDTH)[:, None]
 
     begin = tl.maximum((length - 1) // CHUNK, 0) * CHUNK  # first row of the last chunk, which may be shorter
     rows = first_row + begin + row
@@ -163,7 +169,8 @@ def entry_gradients_kernel(
     queries = q + (rows[:, None] * (HEADS // Q_SHARED) + head // Q_SHARED) * SIZE + key[None, :]
     weights = w + (rows[:, None] * HEADS + head) * SIZE + key[None, :]
     value_offsets = (rows[None, :] * HEADS + head) * WIDTH + value[:, None]
-    outputs, values = do + value_offsets, dv + value_offsets
+    outputs = do + value_offsets
+    values = dv + value_offsets
     decays = g + ((first_row + begin) * HEADS + head) * (SIZE if BY_CHANNEL else 1)
 
     state = tl.zeros((COLUMNS, KEYS), dtype=tl.float32)
@@ -183,19 +190,23 @@ def entry_gradients_kernel(
         next_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
         next_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
         next_chunk_decay, next_decay = _load_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
-        gradient, decayed_do = tl.dot(state.to(b_k.dtype), tl.trans(b_k)), b_do.to(tl.float32) * scale
+        gradient = tl.dot(state.to(b_k.dtype), tl.trans(b_k))
+        decayed_do = b_do.to(tl.float32) * scale
         if not BY_CHANNEL:
             gradient *= tl.exp2(chunk_decay - decay)[None, :]
             decayed_do *= tl.exp2(decay)[None, :]
         state = tl.dot(decayed_do.to(b_q.dtype), b_q, state * _chunk_fading(chunk_decay, BY_CHANNEL))
         state = tl.dot((-gradient - b_dv).to(b_w.dtype), b_w, state)
-        b_do, b_dv, chunk_decay, decay = next_do, next_dv, next_chunk_decay, next_decay
+        b_do = next_do
+        b_dv = next_dv
+        chunk_decay = next_chunk_decay
+        decay = next_decay
         keys -= CHUNK * (HEADS // SHARED) * SIZE
         queries -= CHUNK * (HEADS // Q_SHARED) * SIZE
         weights -= CHUNK * HEADS * SIZE
 
     tl.store(
-        entry_gradients + ((run * HEADS + head) * SIZE + key[None, :]) * WIDTH + value[:, None],
+        initial_state_gradients + ((run * HEADS + head) * SIZE + key[None, :]) * WIDTH + value[:, None],
         state,
         mask=inside & key_mask,
     )
@@ -300,7 +311,9 @@ def write_first_kernel(
     run = tl.program_id(1)
     # 64 bits: in a transposed tensor channels lie as far apart as there are rows, and channel times stride passes 2^31.
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
+    start = tl.load(starts + run)
+    count = tl.load(counts + run)
+    table = tables + run * BEFORE
     for row in tl.static_range(BEFORE):
         inside = (channel < CHANNELS) & (count > row)
         result = _sum_taps(
@@ -343,7 +356,9 @@ def arrived_gradients_kernel(
     """
     run = tl.program_id(1)
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # 64 bits, as in `write_first_kernel`
-    start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
+    start = tl.load(starts + run)
+    count = tl.load(counts + run)
+    table = tables + run * BEFORE
     column = tl.arange(0, COLUMNS)[:, None]  # of the rows before the run
     total = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)
     for row in tl.static_range(BEFORE):

@@ -103,8 +103,8 @@ def update_block(
     v = v · square_decay + g² · square_weight, and p = p · decay − m / (√v · root_scale + eps) · rate. `scale` is that
     of clipping, `sign` −1 to maximise. All is computed in float32, and each operation rounds by itself (none are
     fused), so that torch's operations give the same bits. BY_CHANCE rounds results to bfloat16 stochastically, by
-    bits that follow from the two words of a `Key` and each number's place in the whole tensor; only then are these
-    words, `row` (the tensor's row of the table) and `offset` used.
+    bits that follow from the two words of a `RandomKey` and each number's place in the whole tensor; only then are
+    these words, `row` (the tensor's row of the table) and `offset` used.
     """
     lane = tl.arange(0, BLOCK)
     if MASKED:

@@ -91,7 +91,7 @@ def total_state_bytes(optimizer: Optimizer) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class StatePart:
     """Numbers `start` to `stop` of a parameter's local tensor, or all of one that is not `flat`, in its own strides.
 
     `last`: no part of this parameter follows.
@@ -116,18 +116,18 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class StateBucket:
     """Parts of parameters of one group that are updated together."""
 
     group: dict[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[StatePart, ...]
     bytes: int
 
 
-def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False) -> Iterator[Bucket]:
+def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False) -> Iterator[StateBucket]:
     """Cut parameters with gradients, or `every` one, into buckets; only one parameter that is not flat takes more."""
     for group in optimizer.param_groups:
-        parts, filled = list[Part](), 0
+        parts, filled = list[StatePart](), 0
         for parameter in group["params"]:
             if parameter.grad is None and not every:
                 continue
@@ -135,22 +135,22 @@ def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False)
             for part in _split_parameter(parameter, max(bucket_bytes // max(number_bytes, 1) // CUT, 1) * CUT):
                 part_bytes = number_bytes * (part.stop - part.start)
                 if parts and filled + part_bytes > bucket_bytes:
-                    yield Bucket(group, tuple(parts), filled)
+                    yield StateBucket(group, tuple(parts), filled)
                     parts, filled = [], 0
                 parts.append(part)
                 filled += part_bytes
         if parts:
-            yield Bucket(group, tuple(parts), filled)
+            yield StateBucket(group, tuple(parts), filled)
 
 
-def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[Part]:
+def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
     # A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     local = local_tensor(parameter.detach())
     gradient = local if parameter.grad is None else local_tensor(parameter.grad)
     flat = local.is_contiguous() and gradient.is_contiguous()
     for start in range(0, max(local.numel(), 1), most if flat else max(local.numel(), 1)):
         stop = min(local.numel(), start + most) if flat else local.numel()
-        yield Part(parameter, start, stop, flat, last=stop == local.numel())
+        yield StatePart(parameter, start, stop, flat, last=stop == local.numel())
 
 
 def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class OffloadedStates(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _update_buckets(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    def _update_buckets(self, buckets: Sequence[StateBucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         next_fetched = self._fetch_bucket(buckets[0], before) if buckets else None
         device_states = list[Tensor]()  # of the bucket before, until they are on the host
         for bucket, next_bucket in zip(buckets, [*buckets[1:], None], strict=True):
@@ -252,7 +252,7 @@ class OffloadedStates(Optimizer):
             self._copies.wait_for_fetch(fetched.arrived)
             device_states = self._store_bucket(bucket, self._update_bucket(bucket, fetched.states))
 
-    def _fetch_bucket(self, bucket: Bucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
+    def _fetch_bucket(self, bucket: StateBucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
         # Each part but the last counts steps in a copy: the count of a parameter moves on once.
         states, pairs = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
         for part in bucket.parts:
@@ -267,7 +267,7 @@ class OffloadedStates(Optimizer):
             states.append(state)
         return _Fetched(states, self._copies.fetch(pairs))
 
-    def _update_bucket(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _update_bucket(self, bucket: StateBucket, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels."""
         inner, stand_ins = self.inner, [part.make_stand_in() for part in bucket.parts]
         group = {**bucket.group, "params": stand_ins}
@@ -283,7 +283,7 @@ class OffloadedStates(Optimizer):
         finally:
             inner.param_groups, inner.state = self.param_groups, defaultdict(dict)
 
-    def _store_bucket(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
+    def _store_bucket(self, bucket: StateBucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
         """Returns the tensors to keep on the device until all are copied."""
         pairs = list[tuple[Tensor, Tensor]]()
         for part, new_state in zip(bucket.parts, states, strict=True):

@@ -35,7 +35,7 @@ NOISE_BITS, STREAMS = 16, 3  # random bits that round one number; a parameter an
 _KEY = struct.Struct("<2I")  # the two words of a key in a digest
 
 
-class Key(NamedTuple):
+class RandomKey(NamedTuple):
     """Two words of 32 bits from which a parameter's random bits follow in one update."""
 
     first: int
@@ -110,12 +110,12 @@ class RoundingBits:
         self._step, self._draws = -1, Counter[nn.Parameter]()
         self._places = dict[nn.Parameter, Places]()
 
-    def key(self, parameter: nn.Parameter) -> Key:
+    def key(self, parameter: nn.Parameter) -> RandomKey:
         """Return the key of the parameter's next update; in a new step of the world, updates are counted from 0."""
         if self._world.step != self._step:
             self.restart_counts()
         source = self._world.seed, self._step, self._draws[parameter], self._names.get(parameter, "")
-        return Key(*_KEY.unpack(hashlib.blake2b(repr(source).encode(), digest_size=_KEY.size).digest()))
+        return RandomKey(*_KEY.unpack(hashlib.blake2b(repr(source).encode(), digest_size=_KEY.size).digest()))
 
     def count_update(self, parameter: nn.Parameter, by: int = 1) -> None:
         """Count an update of the parameter, so that its next one in this step has another key; −1 takes one back."""
@@ -139,7 +139,7 @@ def numbers_per_chunk(device: torch.device) -> int:
     return 1 << 15 if device.type == "cpu" else 1 << 24
 
 
-def random_words(key: Key, places: Tensor) -> Tensor:
+def random_words(key: RandomKey, places: Tensor) -> Tensor:
     """Return a word of 32 random bits for each place, as int64 of the same shape.
 
     The first word of the key moves the sequence of the places' low words. The second one, and the high word of a place,
@@ -218,7 +218,7 @@ class Update(NamedTuple):
     mean: Tensor
     square: Tensor
     factors: Factors
-    key: Key | None = None
+    key: RandomKey | None = None
     places: Places | None = None
 
 
@@ -287,7 +287,7 @@ def _kernels() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.train.optim.adamw_kernels")
 
 
-class _Part(NamedTuple):
+class _ParameterPart(NamedTuple):
     parameter: nn.Parameter
     start: int
     last: bool
@@ -322,7 +322,7 @@ class OnePassAdamW(AdamW):
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
         )
-        self._rounding, self._parts = rounding, dict[nn.Parameter, _Part]()
+        self._rounding, self._parts = rounding, dict[nn.Parameter, _ParameterPart]()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -349,8 +349,8 @@ class OnePassAdamW(AdamW):
 
     @contextmanager
     def use_stand_ins(self, parts: Mapping[nn.Parameter, tuple[nn.Parameter, int, bool]]) -> Iterator[None]:
-        """Let the keys of `parts` stand in for parts of parameters: (parameter, start, last), as `_Part` has them."""
-        self._parts = {stand_in: _Part(*part) for stand_in, part in parts.items()}
+        """Let the keys of `parts` stand in for parts of parameters: (parameter, start, last), as a `_ParameterPart`."""
+        self._parts = {stand_in: _ParameterPart(*part) for stand_in, part in parts.items()}
         try:
             yield
         finally:
@@ -396,7 +396,7 @@ class OnePassAdamW(AdamW):
         update = Update(local_tensor(parameter.detach()), local_tensor(parameter.grad), mean, square, factors)
         if self._rounding is None or parameter.dtype != torch.bfloat16:
             return update
-        part = self._parts.get(parameter, _Part(parameter, 0, True))
+        part = self._parts.get(parameter, _ParameterPart(parameter, 0, True))
         places = self._rounding.places(part.parameter)
         places = places._replace(start=part.start) if part.start else places
         update = Update(*update[:5], self._rounding.key(part.parameter), places)

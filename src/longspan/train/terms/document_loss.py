@@ -115,7 +115,7 @@ def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums:
 
 
 class DocumentPasses:
-    """The sets of one step; given to its passes as `measure` once `compute_coefficients_ahead` has run.
+    """The sets of one step; given to its passes as `loss_fn` once `compute_coefficients_ahead` has run.
 
     An error of the caller's function is kept in `error`, and the passes go on.
     """
@@ -171,7 +171,7 @@ class DocumentPasses:
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         collected = CollectedLogProbs(passes.plan.lengths, self._chunk_rows, scores=self._scores)
-        run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), ahead)
+        run_passes(replace(passes, backward=False, routing=None, loss_fn=collected, depths=0, terms=()), ahead)
         sums = collected.sum_over_ranks(passes.world).sums
         self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
         self.forward_twice: int = len(indices)
@@ -239,7 +239,7 @@ def _head_is_adapted(model: nn.Module) -> bool:
 
 
 Loss = LossFunction | DocumentLoss | MicroBatchLoss | None
-Measure = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses
+LossFn = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses
 
 
 class LossTerm(Term):
@@ -255,7 +255,7 @@ class LossTerm(Term):
         self._world = world
         loss_text, failure = "", None
         try:
-            self.measure: Measure
+            self.loss_fn: LossFn
             self.divisor: float
             self.measure, self.divisor, loss_text = _read_loss(loss, divisor, inputs.plan, world, chunk_rows, scores)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
@@ -271,24 +271,24 @@ class LossTerm(Term):
             refuse_head_dropout(inputs.language_model, world, "MicroBatchLoss")
 
     def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, measure=self.measure, divisor=self.divisor)
+        return replace(passes, loss_fn=self.loss_fn, divisor=self.divisor)
 
     def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
-        if not isinstance(self.measure, DocumentPasses):
+        if not isinstance(self.loss_fn, DocumentPasses):
             return 0.0
-        self.measure.compute_coefficients_ahead(passes, batches)
-        return self.measure.loss_ahead()
+        self.loss_fn.compute_coefficients_ahead(passes, batches)
+        return self.loss_fn.loss_ahead()
 
     def raise_error(self) -> None:
-        if isinstance(self.measure, CrossEntropy):  # calls no function of the caller's
+        if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
             return
-        error = None if self.measure.error is None else _to_loss_error(self.measure.error, self._world)
+        error = None if self.loss_fn.error is None else _to_loss_error(self.loss_fn.error, self._world)
         if self._world.control.any_rank(error is not None):
             raise_first_error(self._world, error)
-        if isinstance(self.measure, TokenLoss) or not self.measure.check.differ_on_ranks(self._world):
+        if isinstance(self.loss_fn, TokenLoss) or not self.loss_fn.check.differ_on_ranks(self._world):
             return
         kind, given = "DocumentLoss", "sums"
-        if isinstance(self.measure, MicroBatchPasses):
+        if isinstance(self.loss_fn, MicroBatchPasses):
             kind, given = "MicroBatchLoss", "tokens"
         raise on_all_ranks(
             LossError(
@@ -298,7 +298,7 @@ class LossTerm(Term):
         )
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        return {"forward_twice": self.measure.forward_twice if isinstance(self.measure, DocumentPasses) else 0}
+        return {"forward_twice": self.loss_fn.forward_twice if isinstance(self.loss_fn, DocumentPasses) else 0}
 
 
 _COMPARISON = "losses, sets or divisors"
@@ -311,24 +311,24 @@ def _text_digest(text: str) -> str:
 
 def _read_loss(
     loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
-) -> tuple[Measure, float, str]:
+) -> tuple[LossFn, float, str]:
     if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
         kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, or None"
         raise LossError(f"loss is {short_text(loss)}; give {kinds}")
     if isinstance(loss, DocumentLoss):
         sets = loss.check_sets(plan)
-        measure, default = (
+        loss_fn, default = (
             DocumentPasses(loss.function, sets, plan, world, chunk_rows, scores),
             float(max(len(sets), 1)),
         )
     elif isinstance(loss, MicroBatchLoss):
-        measure = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
+        loss_fn = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
         sets, default = tuple(loss.also), 1.0
     else:
         sets, default = (), default_divisor(plan)
-        measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
+        loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
     used_divisor = default if divisor is None else check_divisor(divisor)
-    return measure, used_divisor, f"{type(measure).__name__} {used_divisor} {sets}"
+    return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {sets}"
 
 
 def check_divisor(divisor: Any) -> float:

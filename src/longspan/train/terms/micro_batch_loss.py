@@ -65,7 +65,7 @@ class MicroBatchLoss:
 
 
 class MicroBatchPasses:
-    """The measure of a step's passes under a MicroBatchLoss; an error of its function is kept in `error`."""
+    """The loss of a step's passes under a MicroBatchLoss; an error of its function is kept in `error`."""
 
     def __init__(self, loss: MicroBatchLoss, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
         self.error: Exception | None = None

@@ -26,7 +26,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plain_text import short_text
 from longspan.train.loss import CrossEntropy, Head
-from longspan.train.passes import Measure, Passes, Term
+from longspan.train.passes import LossFn, Passes, Term
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
 
@@ -75,12 +75,12 @@ class DepthsTerm(Term):
 
     def extend_passes(self, passes: Passes) -> Passes:
         mtp, targets, divisor = self._mtp, self._targets, passes.divisor
-        # What the measure returns is divided by the step's divisor afterwards.
+        # What the loss returns is divided by the step's divisor afterwards.
         shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
-        return replace(passes, measure=partial(self._measure_losses, passes.measure, shares), depths=self.depths)
+        return replace(passes, loss_fn=partial(self._measure_losses, passes.loss_fn, shares), depths=self.depths)
 
     def _measure_losses(
-        self, main: Measure, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
+        self, main: LossFn, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from longspan.comm import World
 from longspan.data.document import NO_TARGET
 from longspan.train.loss import Head
-from longspan.train.passes import Measure, Passes, Term
+from longspan.train.passes import LossFn, Passes, Term
 from longspan.train.read_rows import LocalBatch
 
 LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: on fewer the launches of kernels count
@@ -31,7 +31,7 @@ class SlotPaceTerm(Term):
         return replace(passes, measure=partial(self._measure_and_time, passes.measure))
 
     def _measure_and_time(
-        self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
+        self, measure: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:

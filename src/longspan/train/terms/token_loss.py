@@ -308,7 +308,7 @@ def tabulate_values(numbers: ValuesOfRows, also: Sequence[str], logits: Tensor, 
 
 
 class CollectedLogProbs:
-    """A measure that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
+    """A loss that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
 
     def __init__(self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = (), *, scores: int = 0) -> None:
         self._lengths, self._chunk_rows, self._also, self._scores = tuple(lengths), chunk_rows, also, scores

@@ -1,10 +1,22 @@
-"""How members that exchange heads deal them out, in integers: attention and plans share this."""
+"""What the members of a group send each other in attention, in integers: attention does so, and prices read it.
 
+Of heads that are exchanged, who computes which, and in how many slices; under a narrow window, whether members send
+just the rows that others see.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil, gcd
 
-from longspan.plan.cost.cost import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
+import numpy as np
+
+# Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
+EXCHANGE_SLICES = 2  # four took longer
+EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
+GATHER_SLICES = 2
+GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
+REPLAYED_NUMBERS = 1 << 24  # of queries at most, whose attention is replayed: launches of more hide behind the device
 
 QUERY_GRADIENT_BYTES = 1 << 30
 """The most bytes of a float32 gradient of queries that backward of attention makes at once; of a larger one, heads are
@@ -52,7 +64,8 @@ class HeadSplit:
 
         A slice is one or more whole runs, or a part of one: its key/value head is then that of other slices as well.
         """
-        heads, runs = self.member_heads, self.member_kv_heads
+        heads = self.member_heads
+        runs = self.member_kv_heads
         counts = range(min(at_most, heads), 0, -1)
         return next(n for n in counts if runs % n == 0 or (n % runs == 0 and heads % n == 0))
 
@@ -87,3 +100,25 @@ def count_exchange_slices(
     useful_slices = query_numbers * bytes_of_number // max(1, slice_bytes)  # slice_bytes 0: as many as can be
     groups = count_head_groups(4 * query_numbers, split.member_kv_heads)  # 4 bytes: sums are float32
     return split.slice_count(min(useful_slices, max(most, groups))) if useful_slices > 1 else 1
+
+
+def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> float:
+    """Return the share of a ring's rows that members send if they send only what others see; 1.0 where a ring is used.
+    It depends on lengths only. Members send what is seen where that is at most half of a ring's rows, and at most twice
+    the rows of the members: a ring holds that many rows of others. A document has at most 2 · degree runs, which here
+    count as equally long. Under a window each sees window − 1 rows before it, and under chunks the rows from the start
+    of its first row's chunk on.
+    """
+    if degree == 1 or (window is None and chunk is None):
+        return 1.0
+    rows = np.asarray(lengths, dtype=np.int64)
+    foreign = (degree - 1) * rows
+    if window is not None:
+        before_run = min(window - 1, int(rows.max()))  # a huge window must not overflow
+        foreign = np.minimum(foreign, 2 * degree * before_run)
+    if chunk is not None:
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
+        foreign = np.minimum(foreign, (starts % chunk).sum(1))
+    seen_rows = int(foreign.sum())
+    member_rows = int(rows.sum())
+    return seen_rows / ((degree - 1) * member_rows) if seen_rows <= min((degree - 1) / 2, 2) * member_rows else 1.0
