@@ -21,7 +21,7 @@ from longspan.config.file import to_toml
 from longspan.errors import ConfigError
 from tests.train.small import small_config
 
-THINGS = "tests.train.plans.own_things."
+THINGS = "tests.resolve.own_things."
 OWN = f"{THINGS}one_by_one"
 
 

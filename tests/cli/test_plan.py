@@ -14,7 +14,7 @@ from longspan.cli.main import main
 from longspan.config.file import load_config
 from longspan.plan import CostSettings, Machine, Plan
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.train.plans import find_run_cost
+from longspan.resolve.memory import find_run_cost
 from tests.plan.items.test_encoder_shape import QWEN3_VL_8B
 
 
@@ -165,7 +165,7 @@ def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_planner_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    own, words = "tests.train.plans.own_things.one_by_one", list[str]()
+    own, words = "tests.resolve.own_things.one_by_one", list[str]()
     for kind in ("p2p", "a2a+p2p"):
         words = ["--slots", "4", "--same", "6x900", "--max-tokens-per-slot", "1024", "--cp-comm-type", kind]
         words += ["--planner", own]

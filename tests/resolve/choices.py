@@ -6,11 +6,10 @@ prints what is chosen today for the cases whose names begin so, and writes it to
 """
 
 import json
-import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,11 +21,18 @@ from bench.plans import measured, recipes
 
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
+from longspan.data.run_order import most_step_tokens, order_lengths, set_epoch_steps
+from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.plan import MemoryBudget
 from longspan.plan.cost.machine import Machine
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.memory.settings import GPU_SHARE
+from longspan.resolve.choice import PlanChoice
+from longspan.resolve.facts import Facts
+from longspan.resolve.resolved import resolve
+from longspan.resolve.text import plan_type_text
+from longspan.resolve.ways import Way
 
 FILE = Path(__file__).with_name("choices.json")
 HOST = 128 << 30  # bytes of the host for a GPU
@@ -121,50 +127,35 @@ def _million_tokens() -> Iterator[Case]:
         yield Case(f"fair: {name}, 8 {gpu}", load_config(None, keys), model, Layout(8), gpu, steps=steps)
 
 
-def choose(case: Case) -> dict[str, Any]:
-    """What a run of this case chooses; "refused" where it is refused."""
-    from longspan.data.step_order import StepOrder
-    from longspan.errors import LongspanError
-    from longspan.plan import MemoryNeeds
-    from longspan.plan.memory.memory_plan import mean_step_seconds
-    from longspan.plan.ways import plan_type_text
-    from longspan.train.plans import PlanChoice, find_run_cost, query_heads
-    from longspan.train.plans.order import most_step_tokens, order_lengths, set_epoch_steps
-    from longspan.train.plans.resolve import choose_partition, choose_planner
-    from longspan.train.run_memory import UNEVEN, ComingSteps, RunMemory
-
-    config, model, home = case.config, case.model, case.home
+def facts_of(case: Case) -> tuple[RunConfig, Facts]:
+    """The configuration of a case with its number of steps, and the facts by which a run resolves it."""
+    config, home = case.config, case.home
     config = replace(config, context=replace(config.context, node_size=max(1, case.machine.node_size // home.tp)))
-    lengths_of_step: Callable[[int], Sequence[int]] = lambda step: case.steps[step % len(case.steps)]
-    longest, image_rows = max(map(max, case.steps), default=0), 0.0
-    if case.lengths:
-        order: StepOrder = order_lengths(config, np.asarray(case.lengths))
-        config = set_epoch_steps(config, order, lambda line: None)
-        lengths_of_step = order.lengths_of_step
-        held_out = set(order.evaluation)
-        longest = max(n for i, n in enumerate(case.lengths) if i not in held_out)
-        image_rows = case.image_rows * most_step_tokens(config, order)
-    heads, slots = query_heads(model), home.slots
-    first = [lengths_of_step(step) for step in range(4)]
-    log: Any = lambda line: None
-    cost = find_run_cost(config, model, log, gpu=True, slots=slots)
+    more: dict[str, Any] = {"budget": case.budget, "machine": case.machine, "home": home, "model": case.model}
+    if case.steps:
+        steps, longest = case.steps, max(map(max, case.steps))
+        lengths_of_step = lambda step: steps[step % len(steps)]  # noqa: E731
+        return config, Facts(lengths_of_step=lengths_of_step, steps=config.train.steps, longest=longest, **more)
+    order = order_lengths(config, np.asarray(case.lengths))
+    config = set_epoch_steps(config, order, lambda line: None)
+    held_out = set(order.evaluation)
+    longest = max(n for i, n in enumerate(case.lengths) if i not in held_out)
+    image_rows = case.image_rows * most_step_tokens(config, order)
+    more |= {"longest": longest, "image_rows": image_rows, "steps": config.train.steps}
+    return config, Facts(lengths_of_step=order.lengths_of_step, **more)
+
+
+def choose(case: Case) -> dict[str, Any]:
+    """What a run of this case chooses; "refused" where it is refused. The seconds are those of its first four steps."""
+    config, facts = facts_of(case)
     try:
-        config, _ = choose_partition(config, first, home, cost=cost, heads=heads)
-        ahead = ComingSteps(lengths_of_step, home, heads, 0, config.train.steps, longest=longest)
-        rows = math.ceil(UNEVEN * image_rows / slots)
-        rows = min(rows, config.encoder.max_rows or rows)
-        run = RunMemory(config=config, model=model, ahead=ahead, gpu=True, encoder_rows=rows)
-        config, memory = run.choose_memory(case.budget)
-        cost = find_run_cost(config, model, log, gpu=True, slots=slots, memory=memory)
-        config, _ = choose_planner(config, first, home, longest=longest, cost=cost, heads=heads)
+        resolved = resolve(config, facts)
     except LongspanError as error:
         return {"refused": re.sub(r" \(.*", "", str(error))}
-    choice = PlanChoice.training(config, cost=cost, heads=heads)
-    plans = [choice.plan(step, home) for step in first]
-    settings = run.memory_settings if config == run.config else replace(run, config=config).memory_settings
-    needs = MemoryNeeds.of(model, home, plans, settings, machine=case.machine)
-    seconds = mean_step_seconds(model, plans, memory, needs, case.machine, cost.shared_by(home.tp))
-    context = config.context
+    way, memory, context = Way(resolved.config, facts), resolved.memory, resolved.config.context
+    assert memory is not None
+    choice = PlanChoice.training(resolved.config, cost=resolved.cost, heads=facts.heads)
+    plans = [choice.plan(facts.lengths(step), facts.home) for step in range(4)]
     return {
         "planner": context.planner,
         "degree": context.context_parallel_size if choice.has_one_degree else 0,
@@ -175,7 +166,7 @@ def choose(case: Case) -> dict[str, Any]:
         "measures": measures_text(memory),
         "device": memory.device.total,
         "host": memory.host.total,
-        "seconds": float(f"{seconds:.6g}"),
+        "seconds": float(f"{way.step_seconds(plans, memory):.6g}"),
     }
 
 

@@ -37,10 +37,10 @@ from longspan.model.sharding import (
     reshards_after_forward,
 )
 from longspan.plan import MicroBatch, Plan
+from longspan.resolve.choice import PlanChoice, degrees_to_compare
+from longspan.train.device_memory import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
-from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
-from longspan.train.run_memory import measure_added_peak, unused_bytes
 from longspan.train.step import encoder_terms
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
 

@@ -23,10 +23,9 @@ from longspan.errors import ConfigError, import_object, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
+from longspan.resolve.choice import PlanChoice, check_planner_exists, home_of
 from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
-from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.run_cost import check_planner_exists
 
 # As in longspan.attention.KERNELS, which brings torch: keys are checked without it.
 ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "triton_gathered", "cpu_flash", "reference")

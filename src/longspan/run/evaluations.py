@@ -11,11 +11,11 @@ from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.evaluate import evaluate, list_degree_choices
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
+from longspan.resolve.choice import PlanChoice
 from longspan.run.progress import ProgressDisplay, SetWork
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
-from longspan.train.plans import PlanChoice
 from longspan.train.training import loss_of_pairs
 
 

@@ -37,6 +37,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.plan import Plan, PlanAhead
 from longspan.plan.plan import group_counts
+from longspan.resolve.choice import plan_steps
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final
 from longspan.run.facts import TrainResult
@@ -48,8 +49,12 @@ from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_coming_steps
-from longspan.train.plans import plan_steps
-from longspan.train.run_memory import allocator_retries, allocator_retries_text, peak_memory_bytes, peak_reserved_bytes
+from longspan.train.device_memory import (
+    allocator_retries,
+    allocator_retries_text,
+    peak_memory_bytes,
+    peak_reserved_bytes,
+)
 from longspan.train.starts import Starts
 
 WARNED_AFTER = 3  # steps one after another in which an allocator had to give memory back

@@ -1,0 +1,92 @@
+"""One search decides: the table of choices from before, and a dry run that prints the keys that a run takes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from longspan.cli.plans.answer import _answer_ways, _run_keys
+from longspan.cli.plans.gpu_run import GpuRun
+from longspan.cli.plans.question import Gpus
+from longspan.config.file import load_config, to_toml
+from longspan.config.keys import key_value
+from longspan.resolve.choice import PlanChoice
+from longspan.resolve.resolved import resolve
+from longspan.resolve.ways import Given, set_usual_mode
+from tests.resolve.choices import FILE, Case, cases, choose, facts_of
+
+PINNED: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+QUICK = ("gpt-oss-20b-lora-32k, 4 h200", "qwen3-8b, 36 layers, 4 h200, pp 1: 1 of 16,384 tokens")
+CASES = [case for case in cases() if case.name in PINNED]
+ROOM = 1.01  # of the predicted seconds of the pinned choice
+
+
+def _check_choice(case: Case) -> None:
+    pinned, chosen = PINNED[case.name], choose(case)
+    assert ("refused" in pinned) == ("refused" in chosen), (pinned, chosen)
+    if "seconds" in pinned:
+        assert chosen["seconds"] <= ROOM * pinned["seconds"], (pinned, chosen)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in QUICK], ids=lambda case: case.name)
+def test_choices_are_as_fast_as_the_pinned_ones(case: Case) -> None:
+    _check_choice(case)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in QUICK], ids=lambda case: case.name)
+def test_all_choices_are_as_fast_as_the_pinned_ones(case: Case) -> None:
+    _check_choice(case)
+
+
+def _check_dry_run(case: Case) -> None:
+    """The keys of an answer, of those that a run of the same facts takes; config.toml has them behind open keys."""
+    config, facts = facts_of(case)
+    resolved = resolve(config, facts).config
+    gpus = Gpus(machine=case.machine, count=len(case.home.ranks), bytes=1, host_bytes=1, name=case.gpu)
+    answer = _answer_ways("", GpuRun(config, gpus, case.model), facts, frozenset(), Given())
+    keys = _run_keys(answer.config, frozenset())
+    for name, value in keys.items():
+        section, _, key = name.partition(".")
+        of_run = key_value(getattr(resolved, section), key)
+        if name != "model.rope_scaling":  # which an answer sets where documents are longer than the model's positions
+            assert value == (list(of_run) if isinstance(of_run, tuple) else of_run), name
+    text = to_toml(config, chosen=resolved)
+    for key in ("planner", "max_tokens_per_slot", "mode"):
+        before, chosen = (key_value(x.context, key) for x in (config, resolved))
+        comment = f"  # chosen: {json.dumps(chosen)}" if chosen != before else ""
+        assert f"\n{key} = {json.dumps(before)}{comment}\n" in text, key
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in QUICK], ids=lambda case: case.name)
+def test_a_dry_run_prints_the_keys_that_the_run_takes(case: Case) -> None:
+    _check_dry_run(case)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", [case for case in CASES if "full" in case.name or "lora" in case.name], ids=str)
+def test_dry_runs_of_all_recipes_print_the_keys_that_the_run_takes(case: Case) -> None:
+    if "refused" not in PINNED[case.name]:
+        _check_dry_run(case)
+
+
+def test_nothing_is_planned_where_nothing_is_open() -> None:
+    (case,) = (case for case in CASES if case.name == QUICK[1])
+    _, facts = facts_of(case)
+    given = load_config(None, {"model.config": "x", "train.lr": 1e-5, "context.context_parallel_size": 2})
+    given = replace(given, context=replace(given.context, max_tokens_per_slot=8192))
+    fail = replace(facts, budget=None, lengths_of_step=lambda step: pytest.fail("no step is looked at"))
+    resolved = resolve(given, fail)
+    assert resolved.config == set_usual_mode(given) and resolved.memory is None and not resolved.reasons.ways
+    assert PlanChoice.training(resolved.config).degree == 2
+
+
+def test_what_is_open_is_decided_without_torch() -> None:
+    code = "import sys, longspan.resolve.resolved, longspan.resolve.kept_rows, longspan.resolve.longest; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
