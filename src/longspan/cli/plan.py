@@ -208,7 +208,11 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: P
     """Make the plan; also returns why the rows of a hybrid are dealt out as they are ("" for others)."""
     if flags.planner == "dynamic" and flags.cp:
         raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
-    planner = "fixed" if flags.planner == AUTO and flags.cp else flags.planner
+    planner = flags.planner
+    if planner == AUTO:  # as a run's key: degrees that are given decide it
+        limited = (flags.min_cp, flags.max_cp) != (1, 0)
+        planner = "dynamic" if limited else AUTO
+        planner = "fixed" if flags.cp else planner
     choice = PlanChoice(planner, flags.cp, flags.min_cp, flags.max_cp, options, prefix="--")
 
     def make_with_options(way: PlanOptions) -> Plan:

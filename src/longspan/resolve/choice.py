@@ -18,6 +18,7 @@ from longspan.errors import ConfigError, LongspanError, PlanError, import_object
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, heads_allow_degree, replace_argument_names
+from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords, Request
 from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_degree
@@ -94,6 +95,11 @@ class PlanChoice:
         options = _section_options(entry, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
         return cls._from_section(entry, options, entry.prefix)
+
+    @classmethod
+    def unpriced(cls, section: PlanSection, config: RunConfig, prefix: str, heads: int | None = None) -> "PlanChoice":
+        """Choose by the keys of a section, without a price: for checks."""
+        return cls._from_section(section, _section_options(section, config, DEFAULT_COST, heads), prefix)
 
     @classmethod
     def _from_section(cls, section: PlanSection, options: PlanOptions, prefix: str) -> "PlanChoice":
@@ -202,6 +208,8 @@ class PlanChoice:
         if not (self.has_one_degree or self.planner == "dynamic"):  # what a planner of one's own allows, it alone knows
             self.plan((longest,), home)
             return
+        if self._surely_fits(longest, home):
+            return
         options = self.options
         if self.has_one_degree:
             degree = self.degree or smallest_fitting_degree((longest,), home, options)
@@ -210,6 +218,16 @@ class PlanChoice:
         else:
             request = Request.from_arguments((longest,), home, options)
             request.check_degrees(self.min_degree, self.max_degree or None)
+
+    def _surely_fits(self, longest: int, home: Layout) -> bool:
+        """Whether slots and rows hold a document, and no heads or levels limit degrees; False: ask the planner."""
+        options = self.options
+        if "a2a" in self.comm_types or options.hierarchical_context_parallel_sizes:
+            return False
+        degree = (self.degree if self.has_one_degree else min(self.max_degree, home.slots)) or home.slots
+        rows = options.rows
+        holds = rows is None or longest <= rows * degree
+        return holds and (home.slots % degree == 0 if self.has_one_degree else self.min_degree <= degree)
 
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:

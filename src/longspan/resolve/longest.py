@@ -25,8 +25,7 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
     degree = (way.choice.degree if way.choice.has_one_degree else 0) or home.slots
     multiple = 2 * way.choice.options.row_multiple
     unit = -(-UNIT // multiple) * multiple
-    mode = "lockstep" if config.context.mode == AUTO else config.context.mode
-    way = way.with_context(planner="fixed", context_parallel_size=degree, max_tokens_per_slot=0, mode=mode)
+    way = way.with_context(planner="fixed", context_parallel_size=degree, max_tokens_per_slot=0)
     short = way.choice.plan((unit * degree,), home)
 
     def plan_of(units: int) -> Plan:

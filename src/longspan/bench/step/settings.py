@@ -280,8 +280,8 @@ def _set_limits(
     if context.max_tokens_per_slot == NOT_GIVEN:
         cap = 0 if documents.listed else 8192 if gpu else 256
         context = replace(context, max_tokens_per_slot=cap)
-    if context.context_parallel_size == NOT_GIVEN and flags.sequences:
-        context = replace(context, context_parallel_size=home.slots)
+    if context.context_parallel_size == NOT_GIVEN:  # 0: the fastest, chosen later
+        context = replace(context, context_parallel_size=home.slots if flags.sequences else 0)
     return replace(config, context=context)
 
 

@@ -12,7 +12,7 @@ from longspan.model.presets import PRESETS, find_published_preset
 from longspan.plan import MemoryBudget
 from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
-from longspan.plan.shape.model_shape import experts_missing_text, read_experts
+from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, read_experts
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
@@ -53,6 +53,7 @@ class GpuRun:
         if name := find_published_preset(model) if model else config.model.preset_name:
             preset = PRESETS[name]  # with an embedding row for each id of the run's tokenizer if it gives no number
             model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
+        ModelShape.of(model, depths=config.mtp.depths)  # raises for a model without sizes
         if home.ep > 1 and not read_experts(model).of_layer:  # in the words of a run that has loaded the model
             read = ConfigReader.read_whole_model(model)
             classes = read.value("architectures") or [read.model_type or read.where]
