@@ -23,7 +23,7 @@ from longspan.comm.all_ranks import (
     run_on_first_rank,
     silence_warnings_of_other_ranks,
 )
-from longspan.config.keys import NOT_GIVEN
+from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import corpus_line, documents_with_images
 from longspan.corpus.builder import build_documents
@@ -318,7 +318,9 @@ class _Evaluator:
         for name, documents in fit.sets.items():
             choice = PlanChoice.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
-                choose = partial(choose_degree, choice, [int(n) for n in documents.lengths], self.world.home, name=name)
+                lengths = [int(n) for n in documents.lengths]
+                is_open = fit.config.context.evaluation.planner == AUTO
+                choose = partial(choose_degree, choice, lengths, self.world.home, name=name, planner_open=is_open)
                 choice, reason = run_on_first_rank(self.world, choose, ConfigError)  # hosts may round differently
                 if reason:
                     self.log(reason)

@@ -145,14 +145,15 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
 
 
 def choose_degree(
-    choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = ""
+    choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", planner_open: bool = False
 ) -> tuple[PlanChoice, str]:
     """Choose the fastest degree for these documents, of evaluation set `name`, and say why.
 
-    A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason "". Raises
-    ConfigError if no degree is possible.
+    A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason "". With an
+    open planner dynamic plans stay where they are faster than all degrees. Raises ConfigError if none is possible.
     """
-    if choice.degree or not choice.has_one_degree or not len(lengths):
+    is_open = planner_open or (choice.has_one_degree and not choice.degree)
+    if not is_open or not len(lengths):
         return choice, ""
     try:
         dynamic = choice.min_degree, choice.max_degree
@@ -160,13 +161,16 @@ def choose_degree(
     except PlanError as error:
         ranks = plural(len(home.ranks), "rank")
         raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error
-    best = comparison.best
+    best, mixed = comparison.best, comparison.dynamic
+    if planner_open and mixed and mixed.predicted_seconds * choice.least_gain < best.planned.predicted_seconds:
+        return choice, f"dynamic plans are faster than one degree: {comparison.reason(name)}"
     options = replace(
         choice.options,
         cp_comm_type=best.options.cp_comm_type,
         hierarchical_context_parallel_sizes=best.options.hierarchical_context_parallel_sizes,
     )
-    return replace(choice, degree=best.cp, options=options), comparison.reason(name)
+    planner = "fixed" if planner_open else choice.planner
+    return replace(choice, planner=planner, degree=best.cp, options=options), comparison.reason(name)
 
 
 def _set_chosen_degree(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
