@@ -151,16 +151,19 @@ class Way:
         They grow by one ratio, of at least 2, and are multiples of what plans need: a slot has two parts of a document,
         each of a whole `row_multiple`. The most rows are those of the fullest slot if a step is one micro-batch: its
         rows of the longest document or the mean, plus UNIT for uneven groups; of dynamic plans at degree 1, which has
-        most.
+        most. Of few steps a limit that no packing exceeds is one more, as their groups may be as uneven.
         """
         choice, home, unit = self.choice, self.facts.home, 2 * self.choice.options.row_multiple
         longest = self.facts.longest_document
         least = _round_up(-(-longest // choice.widest_even_degree(home)), unit)
         degree = max(choice.degree, 1) if choice.has_one_degree else 1
-        most = max(longest // degree, -(-self.facts.most_tokens // home.slots)) + UNIT
+        mean_rows = -(-self.facts.most_tokens // home.slots)
+        most = max(longest // degree, mean_rows) + UNIT
         count = LIMITS[choice.has_one_degree]
         ratio = max(2.0, (max(most, least) / least) ** (1 / (count - 1)))
         limits = [_round_up(min(int(least * ratio**i), most), unit) for i in range(count)]
+        if self.facts.sees_all:
+            limits.append(_round_up(longest // degree + mean_rows, unit))
         return sorted({least, *(limit for limit in limits if limit > least)})
 
 
