@@ -58,7 +58,7 @@ LONGEST = (
     "train/steps/test_pipelined.py",
     "train/multimodal/test_oracle.py",
     "train/steps/test_step.py",
-    "train/test_run_memory.py",
+    "resolve/test_memory.py",
     "run/runs/test_mtp_run.py",
     "train/own_loss/test_exact.py",
 )

@@ -19,15 +19,16 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from longspan.cli.flags import parse_train
 from longspan.cli.main import main
 from longspan.cli.plan import PlanFlags
-from longspan.cli.plans.fit import Documents, RunOnGpus, fit_rank, fit_run
+from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import parse_question, read_gpus
 from longspan.config.defaults import resolve_defaults
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.model import load_model
 from longspan.plan import read_plans
+from longspan.resolve.choice import PlanChoice
+from longspan.resolve.ways import Way, fit_way
 from longspan.run.checks import check_config
-from longspan.train.plans import PlanChoice
 from tests.train.small import write_texts
 
 ROOT = Path(__file__).parent.parent
@@ -226,14 +227,15 @@ def test_tables_of_the_page_on_planning_are_those_of_their_records_and_commands(
     (command,) = re.findall(r"^longspan (plan --compare --distribution lognorm .*?) +#", page, re.MULTILINE)
     flags, question = parse_question(PlanFlags, command.split()[1:])
     config = resolve_defaults(question.config, flags.gpus)
-    run = RunOnGpus.with_model(config, read_gpus(flags, ""))
+    run = GpuRun.with_model(config, read_gpus(flags, ""))
     lengths, _ = read_lengths(flags, run.home.slots)
+    way = Way(config, run.facts_of_step(lengths))
     shown = re.findall(r"^(dynamic|fixed|padded)(?:, cp (\d+))? .* ([\d,]+) +\d+ +([\d.]+) s ", page, re.MULTILINE)
     assert len(shown) == 5
     for planner, degree, rows, seconds in shown:
         keys = {"planner": planner, "context_parallel_size": int(degree or 1), "cp_comm_type": "auto"}
-        ways = (run.with_context_keys(**keys, mode=mode) for mode in ("lockstep", "free"))
-        fit = min((fit_run(way, [Documents(lengths)]) for way in ways), key=fit_rank)
+        ways = (way.with_context(**keys, mode=mode) for mode in ("lockstep", "free"))
+        fit = min((fit_way(way, way.plan_steps([0])) for way in ways), key=lambda fit: fit.rank)
         assert f"{max(plan.most_rows for plan in fit.plans):,}" == rows
         assert fit.seconds == pytest.approx(float(seconds), rel=0.01), planner
 

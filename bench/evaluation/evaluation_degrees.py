@@ -35,8 +35,8 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.plan import Machine, Plan, PlanOptions, plan_fixed
+from longspan.resolve.choice import PlanChoice, query_heads
 from longspan.train.optim.optimizer import build_optimizer
-from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
 from longspan.versions import versions
 

@@ -24,7 +24,7 @@ from longspan.plan import (
     PlanOptions,
 )
 from longspan.plan.memory.settings import Bytes
-from longspan.plan.ways import plan_evaluation
+from longspan.resolve.evaluation import plan_evaluation
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "bench/records"

@@ -35,7 +35,8 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.dynamic import free, lockstep
-from longspan.plan.ways import list_type_options, plan_type_text
+from longspan.resolve.evaluation import list_type_options
+from longspan.resolve.text import plan_type_text
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
 LONGEST = 131072

@@ -38,16 +38,10 @@ from longspan.files import write_atomically
 from longspan.model.layers import decoder_layers, vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
-from longspan.train.plans import PlanChoice, home_of, query_heads
-from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
+from longspan.resolve.choice import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.world_facts import gather_facts, resolve_on_ranks
 from longspan.versions import versions
-
-
-def run_memory(config: RunConfig, configuration: Any, rows: int, world: World) -> RunMemory:
-    """What the memory of a run is planned by whose steps have one document of `rows` tokens."""
-    ahead = ComingSteps(lambda step: [rows], world.home, query_heads(configuration), 0, 1, (config.context.planner,))
-    return RunMemory(config=config, model=configuration, ahead=ahead, gpu=world.device.type == "cuda")
 
 
 def run_steps(
@@ -197,7 +191,9 @@ def main() -> None:
     record: dict[str, Any] = {"bench": "longest", "command": vars(flags) | {"out": str(flags.out)}, "keys": keys}
     record |= {"machine": machine_facts(), "versions": versions(), "steps": []}
     with World(home_of(config.parallel, ranks)) as world:
-        _, chosen = choose_memory_on_ranks(run_memory(config, configuration, flags.rows, world), world, print)
+        # The memory of a run whose steps have one document of so many tokens.
+        facts = gather_facts(config, world, configuration, lambda step: [flags.rows], 1, longest=flags.rows)
+        chosen = resolve_on_ranks(config, facts, world, print).memory
         for rows in ([flags.rows // flags.small] if flags.small else []) + [flags.rows]:
             row = run_steps(config, configuration, rows, chosen, world, history=flags.history and rows == flags.rows)
             gc.collect()

@@ -12,7 +12,7 @@ from longspan.data.document import Document
 from longspan.errors import ConfigError, EvaluationError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
-from longspan.train.plans import PlanChoice
+from longspan.resolve.choice import PlanChoice
 
 __all__ = ["LongspanLM"]
 

@@ -21,7 +21,7 @@ from longspan.config.file import to_toml
 from longspan.errors import ConfigError
 from tests.train.small import small_config
 
-THINGS = "tests.train.plans.own_things."
+THINGS = "tests.resolve.own_things."
 OWN = f"{THINGS}one_by_one"
 
 
@@ -108,10 +108,15 @@ def test_sequences_are_timed_together_or_alone_each_over_all_slots() -> None:
     assert together.batches() == [together]
 
 
-@pytest.mark.parametrize(("cap", "cp"), [(1024, 4), (2048, 2), (4096, 1)])
-def test_the_fixed_degree_is_the_smallest_that_holds_the_longest(cap: int, cp: int) -> None:
+@pytest.mark.parametrize(("cap", "least"), [(1024, 4), (2048, 2), (4096, 1)])
+def test_the_fixed_degree_is_the_fastest_that_holds_the_longest(cap: int, least: int) -> None:
     words = ["--lengths", "4096,10", "--planners", "fixed", "--context.max_tokens_per_slot", str(cap)]
-    assert settings(*words, ranks=4).config.context.context_parallel_size == cp
+    chosen = settings(*words, ranks=4)
+    degrees = [cp for cp in (1, 2, 4) if cp >= least]
+    others = [settings(*words, "--context.context_parallel_size", str(cp), ranks=4).plan("fixed") for cp in degrees]
+    seconds = [plan.predicted_seconds for plan in others]
+    assert chosen.plan("fixed").predicted_seconds == min(seconds)
+    assert chosen.config.context.context_parallel_size == degrees[seconds.index(min(seconds))]
 
 
 def test_gpus_compute_in_bfloat16_unless_told() -> None:

@@ -19,10 +19,10 @@ from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.documents import Corpus
+from longspan.data.run_order import make_step_order
 from longspan.model.weights.write import weight_unit
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans.order import make_step_order
 from tests.model.deep import deep_config
 from tests.train.small import small_config, train_rank
 

@@ -14,7 +14,7 @@ from longspan.cli.main import main
 from longspan.config.file import load_config
 from longspan.plan import CostSettings, Machine, Plan
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.train.plans import find_run_cost
+from longspan.resolve.memory import find_run_cost
 from tests.plan.items.test_encoder_shape import QWEN3_VL_8B
 
 
@@ -33,7 +33,7 @@ def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Plan,
 
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "": {"planner": "dynamic"},
+    "--max-cp 4": {"planner": "dynamic"},
     "--cp 2": {"planner": "fixed"},
     "--planner fixed": {"planner": "fixed"},
     "--planner padded": {"planner": "padded"},
@@ -52,11 +52,19 @@ def test_flags_reach_the_plan(lengths: str, capsys: pytest.CaptureFixture[str]) 
         assert {"lengths", "micro_batches", "targets", "predicted_seconds", "lower_bound_seconds"} <= answer.keys()
 
 
-def test_a_plan_without_a_degree_takes_the_smallest_that_fits(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["--lengths", lengths, "--slots", "6", "--planner", "fixed"]
-    for cap, degree in ((900, 1), (450, 2), (449, 3), (299, 6), (0, 1)):
-        plan, _ = planned([*base, "--max-tokens-per-slot", str(cap)], capsys)
-        assert {g.degree for m in plan.micro_batches for g in m.groups} == {degree}
+def test_a_plan_takes_the_fastest_of_what_is_not_given(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the degrees that hold the longest document; dynamic plans must gain a hundredth, as in a run."""
+    base = ["--lengths", lengths, "--slots", "6"]
+    for cap, least in ((900, 1), (450, 2), (449, 3), (299, 6), (0, 1)):
+        words = [*base, "--max-tokens-per-slot", str(cap)]
+        plan, _ = planned([*words, "--planner", "fixed"], capsys)
+        seconds = dict[int, float]()
+        for cp in (cp for cp in (1, 2, 4, 6) if cp >= least and 6 % cp == 0):
+            seconds[cp] = planned([*words, "--cp", str(cp)], capsys)[0].predicted_seconds
+        assert plan.predicted_seconds == min(seconds.values()), cap
+        dynamic = planned([*words, "--planner", "dynamic"], capsys)[0].predicted_seconds
+        assert planned(words, capsys)[0].planner == ("dynamic" if 1.01 * dynamic < min(seconds.values()) else "fixed")
+    base += ["--planner", "fixed"]
     words = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "3", "--cp", "6"]
     plan, _ = planned([*base, *words, "--partition", "contiguous"], capsys)
     (group,) = plan.micro_batches[0].groups
@@ -165,7 +173,7 @@ def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_planner_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    own, words = "tests.train.plans.own_things.one_by_one", list[str]()
+    own, words = "tests.resolve.own_things.one_by_one", list[str]()
     for kind in ("p2p", "a2a+p2p"):
         words = ["--slots", "4", "--same", "6x900", "--max-tokens-per-slot", "1024", "--cp-comm-type", kind]
         words += ["--planner", own]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,22 @@ from longspan.cli import machine, processes
 from longspan.cli.main import main
 from longspan.cli.plans import answer as plans_answer
 from longspan.cli.plans import question
-from longspan.cli.plans.fit import UNIT, RunOnGpus, find_fits, fit_run
+from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
+from longspan.config.sections import RunConfig
+from longspan.data.run_order import order_lengths
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
 from longspan.plan.shape.positions import can_scale_positions, position_limit
+from longspan.resolve.facts import Facts
+from longspan.resolve.memory import find_run_cost, run_memory_settings
+from longspan.resolve.resolved import resolve
+from longspan.resolve.ways import UNIT, Ranking, Way, fit_way, rank_ways, set_usual_mode
 from longspan.run.checks import check_config
-from longspan.train.plans import find_run_cost
-from longspan.train.plans.order import order_lengths
-from longspan.train.plans.resolve import choose_planner
-from longspan.train.plans.run_cost import run_memory_settings
 from tests.run.runs.test_images_run import model_folder, rows_with_images
 
 NAMES = [*Bytes().to_json()]
@@ -49,16 +51,12 @@ def one_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """A question that is asked again, to be printed in another form, is answered by what was found."""
     known = dict[str, Any]()
 
-    def once(find: Callable[..., Any]) -> Callable[..., Any]:
-        def found(*question: Any) -> Any:
-            text = f"{find.__name__} {question!r}"
-            known[text] = known.get(text) or find(*question)
-            return known[text]
+    def find(config: RunConfig, facts: Facts, given: Any) -> Any:
+        text = repr((config, replace(facts, lengths_of_step=list, targets_of_step=None), given))
+        known[text] = known.get(text) or rank_ways(config, facts, given)
+        return known[text]
 
-        return found
-
-    monkeypatch.setattr(plans_answer, "find_fits", once(find_fits))
-    monkeypatch.setattr(plans_answer, "find_longest", once(plans_answer.find_longest))
+    monkeypatch.setattr(plans_answer, "rank_ways", find)
 
 
 def ask(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -207,10 +205,11 @@ def test_the_planner_is_the_one_that_training_chooses(
     (tmp_path / "lengths.json").write_text(json.dumps(lengths))
     answer = ask(["--model", model, *GPUS, "--lengths", str(tmp_path / "lengths.json")], capsys)
     config = load_config(None, {"model.path": model, "train.lr": 1e-5, "run.machine": "h200"})
-    rows = replace(config, context=replace(config.context, max_tokens_per_slot=answer["rows"]))
-    cost, longest = find_run_cost(config, model, print, gpu=True, slots=4), max(lengths)
-    chosen, reason = choose_planner(rows, [lengths], Layout(4), longest=longest, cost=cost, heads=8)
-    assert chosen.context.planner == answer["keys"]["context.planner"], reason
+    gpus = Gpus(machine=Machine.known("H200"), count=4, bytes=5 << 30, host_bytes=2 << 30, name="H200")
+    resolved = resolve(config, GpuRun(config, gpus, model).facts_of_step(lengths))
+    context, keys = resolved.config.context, answer["keys"]
+    assert context.planner == keys["context.planner"], resolved.reasons.planner
+    assert context.max_tokens_per_slot == keys["context.max_tokens_per_slot"] and context.mode == keys["context.mode"]
     ways = {(way["planner"], way["degree"]): way["seconds"] for way in answer["alternatives"]}
     dynamic, fixed = ways.pop(("dynamic", None)), min(ways.values())
     assert dynamic <= fixed * 1.001, "both are cases of a dynamic plan that is as fast, or faster"
@@ -342,14 +341,21 @@ def test_commands_of_the_pages_need_no_download(
         Path(name).write_text(rows)
     Path("lengths.json").write_text("[36000, 36000, 36000, 8000, 1200, 500]")
     Path("machine.json").write_text(json.dumps(Machine(memory_bytes=80 << 30).to_json()))
-    monkeypatch.setattr(plans_answer, "find_fits", lambda run, steps, _: ([fit_run(largest(run), steps)], []))
-    monkeypatch.setattr(plans_answer, "find_longest", lambda run, _: (UNIT * run.home.slots, largest(run)))
+    monkeypatch.setattr(plans_answer, "rank_ways", lambda config, facts, _: Ranking((fit_largest(config, facts),)))
+    longest = lambda config, facts: (UNIT * facts.home.slots, largest(config, facts))  # noqa: E731
+    monkeypatch.setattr(plans_answer, "find_longest", longest)
     command = command.replace("1024x8192 --world 8192", "64x8192 --world 64")
     assert main(["plan", *command.split()]) == 0, capsys.readouterr().err
 
 
-def largest(run: RunOnGpus) -> RunOnGpus:
-    return run.with_context_keys(planner="fixed", context_parallel_size=run.home.slots, max_tokens_per_slot=65536)
+def largest(config: RunConfig, facts: Facts) -> Way:
+    keys: dict[str, Any] = {"context_parallel_size": facts.home.slots, "max_tokens_per_slot": 65536}
+    return Way(config, facts).with_context(planner="fixed", mode="lockstep", **keys)
+
+
+def fit_largest(config: RunConfig, facts: Facts) -> Any:
+    way = largest(config, facts)
+    return fit_way(way, way.plan_steps(facts.timed_steps))
 
 
 @pytest.mark.parametrize(
@@ -365,16 +371,18 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: b
     given = {"model.path": model, "context.cp_comm_type": "a2a", "context.max_tokens_per_slot": 16384}
     config = load_config(None, given | {"run.machine": "h200", "context.context_parallel_size": 2} | keys)
     gpus = Gpus(machine=Machine(), count=4, bytes=24 << 30, host_bytes=8 << 30, name="H200")
-    run = RunOnGpus.with_model(config, gpus)
-    plans = [run.plan((30000, 20000)), run.plan((9000,))]
-    memory = run.plan_memory(plans)
-    slots = run.home.slots
-    cost = find_run_cost(config, model, print, gpu=True, slots=slots, memory=memory).shared_by(run.home.tp)
-    assert run.cost() == find_run_cost(config, model, print, gpu=True, slots=slots)  # by which plans are made
+    run = GpuRun.with_model(config, gpus)
+    way = Way(set_usual_mode(config), run.facts([(30000, 20000), (9000,)].__getitem__, 2))
+    plans = way.plan_steps([0, 1])
+    memory = way.choose_memory(plans, run.budget)
+    slots, tp = run.home.slots, run.home.tp
+    machine = gpus.machine
+    cost = find_run_cost(config, model, print, gpu=True, machine=machine, slots=slots, memory=memory).shared_by(tp)
+    assert way.cost() == find_run_cost(config, model, print, gpu=True, machine=machine, slots=slots)
     priced = sum(plan.timeline(cost).step_seconds for plan in plans) / 2
-    seconds = run.step_seconds(plans, memory)
+    seconds = way.step_seconds(plans, memory)
     assert seconds > priced if extra else seconds == pytest.approx(priced)
-    assert run.step_seconds(plans[:1], memory) > run.step_seconds(plans[1:], memory)
+    assert way.step_seconds(plans[:1], memory) > way.step_seconds(plans[1:], memory)
 
 
 @pytest.mark.parametrize("gpu_bytes", [0, 80 << 30])

@@ -17,11 +17,13 @@ from longspan.config.sections import BestFigure, ModelConfig, RunConfig, SourceC
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
-from longspan.plan import Cost
+from longspan.plan import Cost, Machine
 from longspan.plan.check import COMM_TYPES
+from longspan.plan.shape.model_shape import QWEN3_8B
+from longspan.resolve.choice import PlanChoice, degrees_to_compare, plan_steps
+from longspan.resolve.facts import Facts
+from longspan.resolve.ways import Way
 from longspan.run.checks import check_config, check_longest_training_document, refuse_encoder_without_images
-from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
-from longspan.train.run_memory import plan_with_full_slots
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -365,7 +367,10 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed()
     config = load_config(None, A2A | {"context.eval_cp_comm_type": "a2a"})
     home, choice = Layout(8), PlanChoice.evaluation(config, heads=6)
     assert degrees_to_compare(home, choice) == (1, 2) and degrees_to_compare(Layout(6), choice) == (1, 2, 6)
-    assert {len(group.slots) for group in plan_with_full_slots(config, home, 64, 6).micro_batches[0].groups} == {2}
+    model = QWEN3_8B | {"num_attention_heads": 6}
+    facts = Facts(home=home, machine=Machine(), model=model, lengths_of_step=lambda step: [64], steps=1)
+    full = Way(config, facts).plan_full_slots(64)
+    assert {len(group.slots) for group in full.micro_batches[0].groups} == {2}
 
 
 def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:

@@ -16,8 +16,8 @@ from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection,
 from longspan.config.sections import ModelConfig, ParallelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError
 from longspan.plan.micro_batch import fit_level_sizes
+from longspan.resolve.choice import PlanChoice
 from longspan.run.checks import check_config, check_data
-from longspan.train.plans import PlanChoice
 from tests.plan.cases import bounded
 from tests.train.small import value_of
 

@@ -24,8 +24,8 @@ from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
+from longspan.data.run_order import documents_line, make_step_order
 from longspan.errors import DataError
-from longspan.train.plans.order import documents_line, make_step_order
 from longspan.train.read_rows import read_inputs_and_labels
 from tests.corpus.rows.families import write_folder
 from tests.train.small import write_texts

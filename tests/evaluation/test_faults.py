@@ -24,9 +24,9 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model.seams import attention_calls
 from longspan.plan import Plan, plan_fixed
+from longspan.resolve.choice import PlanChoice
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
 from tests.evaluation.state import differences, state_of
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts

@@ -23,9 +23,9 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.resolve.choice import PlanChoice
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
 from tests.model.deep import deep
 from tests.model.stock import texts
 from tests.pairs import every_pair

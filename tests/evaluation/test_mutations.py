@@ -15,9 +15,9 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.plan import plan_fixed
+from longspan.resolve.choice import PlanChoice
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
 from tests.evaluation.state import differences, state_of
 from tests.evaluation.test_matrix import YARN
 from tests.model.deep import deep

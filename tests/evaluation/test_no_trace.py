@@ -14,9 +14,9 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import plan_fixed
+from longspan.resolve.choice import PlanChoice
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
 from tests.evaluation.state import State, differences, state_of
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts

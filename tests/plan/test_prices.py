@@ -29,7 +29,7 @@ from longspan.plan import (
 from longspan.plan.micro_batch import PARTITIONS
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.plan.step_times import GroupTable
-from longspan.plan.ways import plan_evaluation
+from longspan.resolve.evaluation import plan_evaluation
 from tests.plan.cases import HYBRID, bounded, plans, simulate
 
 document_lengths = st.lists(st.one_of(st.integers(1, 400), st.integers(1, 20000)), min_size=1, max_size=10)

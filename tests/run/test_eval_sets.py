@@ -16,6 +16,7 @@ from longspan import World
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.build import build_shared_corpus
 from longspan.data.documents import Corpus
+from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.model.presets import preset_config
 from longspan.run.checks import check_config
@@ -25,7 +26,6 @@ from longspan.run.metrics import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.run_data import open_evaluation_set, open_evaluation_sets
 from longspan.testing import backend, run_ranks
-from longspan.train.plans.order import make_step_order
 from longspan.train.training import check_set_length
 from tests.corpus.rows.families import write_folder
 from tests.model.stock import without_trials

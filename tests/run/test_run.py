@@ -26,6 +26,7 @@ from longspan.checkpoint.files import step_of
 from longspan.cli.main import main
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import RunConfig, SourceConfig
+from longspan.data import run_order as order
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import (
     CheckpointError,
@@ -49,7 +50,6 @@ from longspan.run.facts import RunFacts, TrainResult
 from longspan.run.lock import _lock_file
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans import order
 from tests.faults.live_run import children_of, last_step, saved_steps
 from tests.run.runs.homes import ALONE, lines_of, refusals, train_rows
 from tests.train.small import small_config, train_rank, without_times

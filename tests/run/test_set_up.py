@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from longspan.config.sections import ContextConfig, ModelConfig, ParallelConfig,
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import preset_config
-from longspan.plan import Cost, Link, Machine, Plan, plan_dynamic
+from longspan.plan import Link, Machine, Plan, plan_dynamic
+from longspan.resolve.choice import PlanChoice, home_of
+from longspan.resolve.facts import Facts
+from longspan.resolve.resolved import choose_partition, set_default_partition
 from longspan.run.checks import check_config
 from longspan.testing import backend, run_ranks
-from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.resolve import choose_partition, set_default_partition, set_node_size
 from longspan.train.training import scale_positions
+from longspan.train.world_facts import set_node_size
 from tests.run.runs.homes import ALONE, lines_of
 from tests.train.small import small_config
 
@@ -72,15 +75,19 @@ def test_attention_without_positions_knows_documents_of_any_length() -> None:
     ]
 
 
-COST, HOME = Machine.cpus().cost(preset_config("qwen3-next-tiny", vocab_size=2048)), Layout(4)
+NEXT, HOME = preset_config("qwen3-next-tiny", vocab_size=2048), Layout(4)
 LENGTHS = [[300] * 12, [900, 400, 20, 7]]
 
 
-def chosen(cost: Cost = COST, heads: int = 8, **given: Any) -> tuple[ContextConfig, str]:
+def chosen(model: Any = NEXT, heads: int = 8, **given: Any) -> tuple[ContextConfig, str]:
     keys = {f"context.{key}": value for key, value in given.items()}
     config = load_config(None, {"model.preset": "qwen3-next-tiny"} | keys)
     assert check_config(config, 4) == HOME
-    config, reason = choose_partition(config, LENGTHS, HOME, cost=cost, heads=heads)
+    model = deepcopy(model)
+    model.num_attention_heads = heads
+    machine = Machine.cpus()
+    steps: Any = {"lengths_of_step": LENGTHS.__getitem__, "steps": 2}
+    config, reason = choose_partition(config, Facts(home=HOME, machine=machine, model=model, gpu=False, **steps))
     return config.context, reason
 
 
@@ -126,15 +133,16 @@ def test_evaluations_follow_unless_they_say_otherwise() -> None:
 
 
 def test_a_cost_without_states_leaves_contiguous_rows() -> None:
-    context, reason = chosen(cost=Cost())
+    context, reason = chosen(preset_config("qwen3-tiny", vocab_size=2048))
     assert (context.partition, context.cp_comm_type, reason) == ("contiguous", "auto", "")
 
 
 def test_plans_of_a_choice_are_priced_as_they_run() -> None:
     config = load_config(None, {"model.preset": "qwen3-next-tiny", "context.partition": "contiguous"})
-    plan = PlanChoice.training(config, cost=COST, heads=8).plan((900, 400), HOME)
+    cost = Machine.cpus().cost(NEXT)
+    plan = PlanChoice.training(config, cost=cost, heads=8).plan((900, 400), HOME)
     assert plan.cost.states and plan.cost.states.partition == "contiguous"
-    evaluation = PlanChoice.evaluation(config, cost=COST, heads=8).plan((900, 400), HOME)
+    evaluation = PlanChoice.evaluation(config, cost=cost, heads=8).plan((900, 400), HOME)
     assert evaluation.cost.states and evaluation.cost.states.partition == "contiguous"
 
 

@@ -40,7 +40,7 @@ from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.profile import wait_for_gpu
 from longspan.train import run_step
-from longspan.train.plans.resolve import device_name
+from longspan.train.world_facts import device_name
 from longspan.versions import versions
 
 Floats = NDArray[np.float64]

@@ -60,10 +60,10 @@ from longspan.launch.output import outlive_output
 from longspan.layout import Layout
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
+from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.progress import ProgressDisplay
-from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 
 PROG = "longspan eval"

@@ -22,16 +22,15 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.hub import find_local_path, hub_name
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS, find_published_preset
-from longspan.plan import Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Plan, PlanOptions
 from longspan.plan.check import check_comm_types, heads_allow_degree, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, read_machine
 from longspan.plan.items.encoder_shape import EncoderShape
-from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
-from longspan.plan.ways import compare_degrees, compare_partitions
-from longspan.train.plans.choice import KEYS
-from longspan.train.plans.run_cost import check_planner_exists, plan_by_custom_planner
+from longspan.resolve.choice import KEYS, PlanChoice, check_planner_exists
+from longspan.resolve.evaluation import compare_degrees, compare_partitions
+from longspan.resolve.ways import fastest_plan
 
 USUAL_ROWS = 8192  # of a slot
 UNPRICED = (
@@ -151,6 +150,7 @@ def _compare_degrees(flags: PlanFlags) -> int:
     home, lengths, source, options = _read_request(flags)
     if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
+    options = replace(options, cost=options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
     comparison = compare_degrees(lengths, home, options=options, dynamic_degrees=(flags.min_cp, flags.max_cp))
     seconds = {choice.cp: choice.planned.predicted_seconds for choice in comparison.choices}
     dynamic = comparison.dynamic and comparison.dynamic.predicted_seconds
@@ -184,9 +184,8 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
         cost = read_machine(flags.machine or "h200", "--machine").cost(model, settings)
         cost = replace(cost, source=(cost.source or "").replace("the model", name, 1))
     options = PlanOptions(
-        cost=replace(cost.shared_by(home.tp), chunks=flags.vpp),
+        cost=replace(cost, chunks=flags.vpp),
         node_size=max(1, flags.node_size // home.tp),  # in slots, where the flag counts ranks
-        micro_batch_multiple=home.pp,
         mode=flags.mode,
         cp_comm_type=flags.cp_comm_type,
         hierarchical_context_parallel_sizes=flags.hierarchical_context_parallel_sizes or None,
@@ -207,21 +206,21 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
 
 def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> tuple[Plan, str]:
     """Make the plan; also returns why the rows of a hybrid are dealt out as they are ("" for others)."""
-    kind = ("fixed" if flags.cp else "dynamic") if flags.planner == "auto" else flags.planner
-    if kind == "dynamic" and flags.cp:
+    if flags.planner == "dynamic" and flags.cp:
         raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
+    planner = flags.planner
+    if planner == AUTO:  # as a run's key: degrees that are given decide it
+        limited = (flags.min_cp, flags.max_cp) != (1, 0)
+        planner = "dynamic" if limited else AUTO
+        planner = "fixed" if flags.cp else planner
+    choice = PlanChoice(planner, flags.cp, flags.min_cp, flags.max_cp, options, prefix="--")
 
     def make_with_options(way: PlanOptions) -> Plan:
-        if kind not in PLANNERS:
-            return plan_by_custom_planner(kind, "--planner", lengths, home, options=way)
-        if kind == "dynamic":
-            return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=way)
-        planner = plan_padded if kind == "padded" else plan_fixed
-        return planner(lengths, home, flags.cp or smallest_fitting_degree(lengths, home, way), options=way)
+        return fastest_plan(replace(choice, options=way), lengths, home)
 
     if options.cost.states is None:
         return make_with_options(
-            replace(options, partition="zigzag" if flags.partition == "auto" else flags.partition)
+            replace(options, partition="zigzag" if flags.partition == AUTO else flags.partition)
         ), ""
-    choice = compare_partitions(lambda way: make_with_options(way).predicted_seconds, options, flags.partition)
-    return make_with_options(choice.options), f"rows {choice.reason}"
+    found = compare_partitions(lambda way: make_with_options(way).predicted_seconds, options, flags.partition)
+    return make_with_options(found.options), f"rows {found.reason}"

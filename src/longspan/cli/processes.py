@@ -12,7 +12,7 @@ from longspan.errors import ConfigError, LongspanError, plural
 from longspan.host import usable_cores
 from longspan.launch.launch import run_local
 from longspan.launch.launcher_watch import stop_when_torchrun_is_gone
-from longspan.train.plans import home_of
+from longspan.resolve.choice import home_of
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -25,9 +25,9 @@ from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.launch.output import outlive_output
 from longspan.launch.stop_signals import NOTICES, Interrupted, ignore_signals
+from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config, check_data, check_paths_exist
 from longspan.run.loggers import check_logins
-from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ def train_rank(
         import torch
 
         from longspan.comm import World
+        from longspan.resolve.kept_rows import halve_saved_rows, ran_short_of_memory
         from longspan.run.loop import train
         from longspan.run.progress import ProgressDisplay
-        from longspan.train.run_memory import halve_saved_rows, ran_short_of_memory
     finally:
         gc.freeze()  # nor is any looked for later among what was imported
         gc.enable()

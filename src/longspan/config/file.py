@@ -78,19 +78,32 @@ def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
     return f"did you mean {prefix + matches[0]!r}?" if matches else f"known: {', '.join(names)}"
 
 
-def to_toml(config: RunConfig) -> str:
-    """Write the configuration as TOML; `load_config` of it gives an equal one back."""
+def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
+    """Write the configuration as TOML; `load_config` of it gives an equal one back.
+
+    Where a run has `chosen` another value for a key that is open, a comment behind the key has it.
+    """
+    texts = list[str]()
+    for (title, keys), (_, values) in zip(_tables(config), _tables(chosen or config), strict=True):
+        lines = [title]
+        for key, value in keys.items():
+            comment = f"  # chosen: {_toml_text(values[key])}" if values[key] != value else ""
+            lines.append(f"{key} = {_toml_text(value)}{comment}")
+        texts.append("\n".join(lines) + "\n")
+    return "\n".join(texts)
+
+
+def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
     values = config.tables()
     sources = values["data"].pop("sources")
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
     tables += [("[[data.sources]]", source) for source in sources]
-    tables += [("[[eval]]", entry) for entry in values["eval"]]
+    return tables + [("[[eval]]", entry) for entry in values["eval"]]
+
+
+def _toml_text(value: Any) -> str:
     # JSON of strings, numbers, true and false, and lists of them is TOML too, except DEL, which JSON leaves bare.
-    texts = (
-        "\n".join([title, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items())]) + "\n"
-        for title, keys in tables
-    )
-    return "\n".join(texts).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _set_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:

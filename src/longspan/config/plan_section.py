@@ -3,7 +3,7 @@
 A `PlanSection` stands in three places: its keys are those of training in [context] (`context.planner`), those of
 evaluation with the prefix eval_ (`context.eval_planner`), and those of one evaluation set in its table. What is not
 given in a table is as evaluation has it; what is not given for evaluation is as in training: see `inherit_keys`.
-The plans themselves are made in `train/plans`.
+What they leave open is decided in `resolve`.
 """
 
 from dataclasses import dataclass, field, fields, replace

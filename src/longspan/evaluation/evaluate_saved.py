@@ -23,7 +23,7 @@ from longspan.comm.all_ranks import (
     run_on_first_rank,
     silence_warnings_of_other_ranks,
 )
-from longspan.config.keys import NOT_GIVEN
+from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import corpus_line, documents_with_images
 from longspan.corpus.builder import build_documents
@@ -32,6 +32,7 @@ from longspan.corpus.lines import left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.run_order import make_step_order
 from longspan.data.stream import ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.live import evaluate
@@ -52,10 +53,10 @@ from longspan.model.multimodal.multimodal_model import are_multimodal
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.tokenizer_files import vocabulary_files
 from longspan.plan import Cost
-from longspan.train.plans import PlanChoice, find_run_cost, query_heads
-from longspan.train.plans.order import make_step_order
-from longspan.train.plans.resolve import choose_degree_on_ranks, set_default_partition, set_node_size, set_world_machine
-from longspan.train.run_memory import set_eval_rows_of_training
+from longspan.resolve.choice import PlanChoice, query_heads
+from longspan.resolve.kept_rows import set_eval_rows_of_training
+from longspan.resolve.memory import find_run_cost
+from longspan.resolve.resolved import choose_degree, set_default_partition
 from longspan.train.starts import Starts
 from longspan.train.training import (
     AnyModel,
@@ -66,6 +67,7 @@ from longspan.train.training import (
     read_model_configuration,
     scale_positions,
 )
+from longspan.train.world_facts import set_node_size, set_world_machine
 
 Sets = dict[str, CorpusDocuments]  # by name; "" is the name of the documents that a run holds out
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
@@ -323,7 +325,10 @@ class _Evaluator:
         for name, documents in fit.sets.items():
             choice = PlanChoice.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
-                choice, reason = choose_degree_on_ranks(choice, documents.lengths, self.world, name=name)
+                lengths = [int(n) for n in documents.lengths]
+                is_open = fit.config.context.evaluation.planner == AUTO
+                choose = partial(choose_degree, choice, lengths, self.world.home, name=name, planner_open=is_open)
+                choice, reason = run_on_first_rank(self.world, choose, ConfigError)  # hosts may round differently
                 if reason:
                     self.log(reason)
             for at_degree in _list_choices(choice, self.degrees, max(documents.lengths)):

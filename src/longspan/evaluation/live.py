@@ -36,10 +36,10 @@ from longspan.model.sharding import (
     reshards_after_forward,
 )
 from longspan.plan import MicroBatch, Plan
+from longspan.resolve.choice import PlanChoice
+from longspan.train.device_memory import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
-from longspan.train.plans import PlanChoice
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
-from longspan.train.run_memory import measure_added_peak, unused_bytes
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
 from longspan.train.terms.step_terms import encoder_terms
 

@@ -21,7 +21,7 @@ from longspan.hub import find_local_path
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
-from longspan.train.plans import PlanChoice, plan_row_multiple
+from longspan.resolve.choice import PlanChoice, plan_row_multiple
 
 ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
 HOME = ("tp", "pp", "dp_replicate", "ep")  # the degrees of [parallel]
@@ -181,7 +181,7 @@ def fit_evaluation_plans(
     degree = choice.widest_degree(home)
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
-    if entry.context_parallel_size == AUTO:
+    if entry.context_parallel_size == AUTO or (entry.planner == "fixed" and not entry.context_parallel_size):
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
         if "context.eval_context_parallel_size" not in flag_keys:

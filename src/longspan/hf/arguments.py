@@ -38,10 +38,8 @@ class LongspanArguments:
     values that no key takes.
     """
 
-    planner: str = _argument("", "auto (as dynamic), fixed, dynamic or padded; empty: auto, or fixed with a degree")
-    context_parallel_size: int = _argument(
-        NOT_GIVEN, "ranks that share a document in training; 0: the fewest that hold all"
-    )
+    planner: str = _argument("", "auto, fixed, dynamic or padded; empty: auto, or fixed with a degree")
+    context_parallel_size: int = _argument(NOT_GIVEN, "ranks that share a document in training; 0: the fastest degree")
     min_dynamic_context_parallel_size: int = _argument(1, "smallest degree of dynamic plans")
     max_dynamic_context_parallel_size: int = _argument(0, "largest degree of dynamic plans; 0: no limit")
     max_tokens_per_slot: str = _argument(

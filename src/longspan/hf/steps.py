@@ -42,6 +42,7 @@ from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.model.weights.local_tensors import add_gradient, exchange_gradients, local_tensor
 from longspan.plan import Cost, Plan
+from longspan.resolve.choice import query_heads
 from longspan.train import (
     LossRows,
     PlanChoice,
@@ -55,7 +56,6 @@ from longspan.train import (
 from longspan.train import grad_norm as norm_of
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
-from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_end import check_finite, clip_gradients, gather_and_add, sums_on_device
 from longspan.train.step_inputs import check_step_arguments
@@ -274,17 +274,12 @@ class StepsPart(StockTrainer):
     _guessed_gradients: Sequence[Tensor | None] = ()  # theirs: `.grad` holds what the Trainer's loss itself leaves
     _pass_nodes = range(0)  # of autograd's graph: those of the newest step's passes
     _last_plan: tuple[Any, Any] = None, None  # what the newest plan is made for, and the plan
+    _cost: Cost  # by which plans are made
     _was_cut_short = False  # whether a callback ended an epoch before all batches of a step came to the model
 
     @cached_property
     def _host_batches(self) -> HostBatches:
         return HostBatches()
-
-    @cached_property
-    def _cost(self) -> Cost:  # by which plans are made
-        config, model = self._config, unwrap_peft_model(self.model).config
-        gpu, slots = self.world.device.type == "cuda", self.world.home.slots
-        return find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:

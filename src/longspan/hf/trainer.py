@@ -41,14 +41,16 @@ from longspan.model.prepared import PrepareOptions
 from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
+from longspan.resolve.memory import find_run_cost
+from longspan.resolve.resolved import Resolved, set_usual_mode
 from longspan.train import PlanChoice
-from longspan.train.plans import query_heads
-from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks, set_usual_mode
 from longspan.train.training import options_of_memory_plan
+from longspan.train.world_facts import gather_facts, resolve_on_ranks
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
 OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
 MOST_ROWS = 4096  # of a dataset with columns, whose lengths are looked at: the first
+DRAWN_STEPS = 64
 FEW_ROWS = 256  # of another one, which may read files: at equal distances
 _log = logging.getLogger(__name__)
 
@@ -57,34 +59,35 @@ def asks_for_recomputation(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
-def choose_trainer_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
-    """Return the configuration of a trainer's plans, and the plan of memory (None: none is made); entered by all ranks.
+def resolve_trainer(trainer: Any) -> Resolved:
+    """Decide what the keys of a trainer leave open, by the lengths of its documents; entered by all ranks.
 
-    A plan of memory is made on GPUs, and on CPUs if `memory_bytes` is set; not if `memory` is "none", no length of a
-    document is known, or the user asked for recomputation. TRL asks for it by default, so only arguments that differ
-    from their class's default count as the user's. Rows of a slot that are "auto" become the plan's, or 0 (no limit).
+    A plan of memory is made on GPUs, and on CPUs if `memory_bytes` is set; not if `memory` is "none" or the user asked
+    for recomputation. TRL asks for it by default, so only arguments that differ from their class's default count as the
+    user's. Without a plan of memory rows of a slot that are "auto" become 0 (no limit). If no length of a document is
+    known, planner and degree stay open: each step gets a dynamic plan, or the fewest slots that hold its documents.
     """
     config, args = _run_config(trainer), trainer._stock_arguments
     default = {key.name: key.default for key in fields(args)}
     if asks_for_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
-    lengths, memory = _lengths_of_documents(trainer), None
-    has_limit = config.context.max_tokens_per_slot != AUTO
-    if lengths:
-        model, home = unwrap_peft_model(trainer.model).config, trainer.world.home
-        # Steps 0 to 63, with lengths drawn at random, stand for all steps.
-        batch = trainer.args  # of all ranks
-        rows_of_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-
-        def lengths_of_step(step: int) -> list[int]:
-            return np.random.default_rng(step).choice(np.asarray(lengths), rows_of_step).tolist()
-
-        steps = ComingSteps(lengths_of_step, home, query_heads(model), 0, 64)
-        run = RunMemory(config=config, model=model, ahead=steps, gpu=trainer.world.device.type == "cuda")
-        config, memory = choose_memory_on_ranks(run, trainer.world, _log.info)
-    if memory is None and not has_limit:
+    world, model = trainer.world, unwrap_peft_model(trainer.model).config
+    lengths = _lengths_of_documents(trainer)
+    gpu = world.device.type == "cuda"
+    if config.context.max_tokens_per_slot == AUTO and not (lengths and (gpu or config.train.memory_bytes)):
         config = replace(config, context=replace(config.context, max_tokens_per_slot=0))
-    return set_usual_mode(config), memory
+    if not lengths:
+        cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=world.home.slots)
+        return Resolved(set_usual_mode(config), None, cost)
+    # Steps with lengths drawn at random stand for all steps.
+    batch = trainer.args  # of all ranks
+    rows_of_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+
+    def lengths_of_step(step: int) -> list[int]:
+        return np.random.default_rng(step).choice(np.asarray(lengths), rows_of_step).tolist()
+
+    facts = gather_facts(config, world, model, lengths_of_step, DRAWN_STEPS, longest=max(lengths))
+    return resolve_on_ranks(config, facts, world, _log.info)
 
 
 def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
@@ -221,7 +224,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._facade.head = take_fused_head(inside)
         reference_config = take_reference_adapter(self.model)
         self.memory_plan: MemoryPlan | None
-        self._config, self.memory_plan = choose_trainer_memory(self)
+        resolved = resolve_trainer(self)
+        self._config, self._cost, self.memory_plan = resolved.config, resolved.cost, resolved.memory
         self._prepare_model(self.model, self._facade)
         if reference_config is not None:
             ReferenceAdapter(self.model, self._facade.inner_model, reference_config)

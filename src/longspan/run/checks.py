@@ -16,7 +16,14 @@ from longspan.config.defaults import encoder_is_given
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RANDOM, BestFigure, RunConfig, check_memory_keys, section_kinds
+from longspan.config.sections import (
+    RANDOM,
+    BestFigure,
+    RunConfig,
+    check_memory_keys,
+    held_out_set,
+    section_kinds,
+)
 from longspan.corpus.files import STDLIB, find_files
 from longspan.corpus.rows.sample import COLUMNS
 from longspan.errors import ConfigError, import_object, plural
@@ -24,10 +31,10 @@ from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.kernel_names import KERNEL_NAMES
+from longspan.resolve.choice import PlanChoice, check_planner_exists, home_of
+from longspan.resolve.memory import read_run_machine
 from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
-from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.run_cost import check_planner_exists
 
 # By dtype of the parameters: in which dtypes a model may compute.
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
@@ -280,6 +287,8 @@ def _check_known_or_dotted(key: str, name: str, known: Sequence[str]) -> None:
 
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     context = config.context
+    if config.run.machine:
+        read_run_machine(config)  # raises for a file that holds none
     if context.attention_kernel:
         _check_known_or_dotted("context.attention_kernel", context.attention_kernel, KERNEL_NAMES)
     for entry in config.evaluations:
@@ -315,7 +324,10 @@ def check_longest_training_document(
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    choice, title = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
+    choice, title = (
+        PlanChoice.unpriced(entry, config, entry.prefix, heads),
+        f"the longest document of set {entry.name!r}",
+    )
     _check_document_fits(
         choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})"
     )
@@ -328,11 +340,12 @@ def _choices_and_limits(
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = "data.max_document_tokens", config.data.max_document_tokens
     if training:
-        yield (PlanChoice.training(config, heads=heads), *limit)
+        yield (PlanChoice.unpriced(config.context, config, "context.", heads), *limit)
     if config.data.eval_documents != 0 or not training:  # without training, evaluations are all there is
-        yield (PlanChoice.evaluation(config, heads=heads), *limit)
+        held_out = held_out_set(config)
+        yield (PlanChoice.unpriced(held_out, config, held_out.prefix, heads), *limit)
     for entry in config.eval:
-        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        choice = PlanChoice.unpriced(entry, config, entry.prefix, heads)
         yield choice, f"{entry.prefix}max_document_tokens", entry.max_document_tokens
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from longspan.comm import World
+from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.host import usable_cores
@@ -21,7 +22,6 @@ from longspan.plan.shape.model_shape import read_experts
 from longspan.run.facts import RunFacts
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
-from longspan.train.plans.order import most_step_tokens
 from longspan.train.step_end import counted_parameters
 from longspan.train.step_figures import world_device_name
 
@@ -88,17 +88,17 @@ def _fact_lines(
         "mtp": depths if mtp.depths else "",
         "encoder": _encoder_text(run),
         "scores": _scores_text(run),
-        "rows": run.why_partition,
+        "rows": run.reasons.partition,
     }
     yield from ((name, text) for name, text in optional.items() if text)
     cap = run.training_choice.options.max_tokens_per_slot
     free = ", free" if config.context.mode == "free" else ""
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    reasons = [reason.removeprefix("evaluation ") for reason in run.why_degrees]
+    reasons = [reason.removeprefix("evaluation ") for reason in run.reasons.degrees]
     is_chosen = any(reason.startswith("at cp ") for reason in reasons)  # of held-out documents: a line below says it
     evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out and not is_chosen else ""
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
-    yield "plans", f"{run.why_plans or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
+    yield "plans", f"{run.reasons.planner or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
     yield from (("evaluation", reason) for reason in reasons)
     held_out = f", {len(run.held_out):,} of them held out" if run.held_out else ""
     documents = f"{plural(len(lengths), 'document')} of {plural(int(lengths.sum()), 'token')}"

@@ -11,11 +11,11 @@ from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
+from longspan.resolve.choice import PlanChoice, degrees_to_compare
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
-from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.training import loss_of_pairs
 
 

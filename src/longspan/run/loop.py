@@ -27,6 +27,7 @@ from longspan.errors import ConfigError, LongspanError, RunFolderError
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
 from longspan.plan.plan import group_counts
+from longspan.resolve.choice import plan_steps
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final
 from longspan.run.facts import TrainResult
@@ -40,8 +41,7 @@ from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
-from longspan.train.plans import plan_steps
-from longspan.train.run_memory import peak_memory_bytes
+from longspan.train.device_memory import peak_memory_bytes
 from longspan.train.starts import Starts
 
 

@@ -26,15 +26,16 @@ from longspan.corpus.build import (
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.run_order import documents_line, make_step_order, most_step_tokens
 from longspan.data.step_order import StepOrder, documents_of_units, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
+from longspan.resolve.choice import query_heads
+from longspan.resolve.resolved import Reasons
 from longspan.run.checks import check_longest_of_set, check_longest_training_document
-from longspan.train.plans import query_heads
-from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens
 from longspan.train.training import Training, check_set_length
 
 
@@ -120,9 +121,7 @@ class TrainingRun(Training):
     order: StepOrder
     done: int
     sets: tuple[EvaluationSet, ...] = ()  # the held-out documents first, if there are any
-    why_degrees: tuple[str, ...] = ()  # lines about evaluation degrees that were chosen by cost
-    why_partition: str = ""  # the same for the partition of a hybrid model
-    why_plans: str = ""  # and for planner and degree of training
+    reasons: Reasons = field(default_factory=Reasons)  # of what was left open and is chosen
 
     @property
     def dir(self) -> Path:

@@ -1,7 +1,6 @@
 """`set_up`: open the data and the model of a configuration, resume from a checkpoint, resolve "auto" values."""
 
 import json
-import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -20,9 +19,10 @@ from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_ran
 from longspan.config.defaults import absolute_path, warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
-from longspan.config.sections import ModelConfig, RunConfig, check_memory_keys
+from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.build import check_ids_in_vocabulary
 from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.run_order import set_epoch_steps, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.files import read_json, write_atomically
@@ -31,20 +31,14 @@ from longspan.model.load import torch_dtype
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, copy_generation_settings, read_stop_token_ids
-from longspan.plan import Cost
+from longspan.resolve.facts import Facts
+from longspan.resolve.kept_rows import keep_rows, read_kept_rows, set_rows
+from longspan.resolve.resolved import Resolved, resolve
+from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
-from longspan.train.plans import find_run_cost, query_heads
-from longspan.train.plans.order import set_epoch_steps, source_lines
-from longspan.train.plans.resolve import (
-    choose_degrees,
-    choose_partition_on_ranks,
-    choose_planner_on_ranks,
-    set_node_size,
-    set_world_machine,
-)
+from longspan.train.optim.schedule import Schedule
 from longspan.train.run_depths import depths_line
-from longspan.train.run_memory import choose_rows, set_usual_mode
 from longspan.train.starts import Starts
 from longspan.train.training import (
     AnyModel,
@@ -56,6 +50,7 @@ from longspan.train.training import (
     read_model_configuration,
     scale_positions,
 )
+from longspan.train.world_facts import gather_facts, resolve_on_ranks, set_node_size, set_world_machine
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -281,6 +276,7 @@ def open_run_documents(
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
     config = set_epoch_steps(config, data.order, log)
+    Schedule.of(config.train)  # raises where the schedule does not fit the steps
     # not node_size: a run that goes on may be on other hosts
     folders = {key: str(Path(path).absolute()) for key in ("dir", "checkpoints") if (path := getattr(config.run, key))}
     as_written = replace(
@@ -294,36 +290,51 @@ def open_run_documents(
     return config, as_written, data
 
 
-def plan_run_memory(
+def resolve_run(
     config: RunConfig, data: RunData, configuration: Any, world: World, log: LogLine, *, done: int
-) -> "tuple[RunConfig, MemoryPlan | None]":
-    """Plan the memory of the steps after `done`; return the configuration with rows of a slot, and the plan if any."""
-    gpu, train = world.device.type == "cuda", config.train
-    if not gpu and not train.memory_bytes and config.context.max_tokens_per_slot != AUTO:
-        if done < train.steps:
-            check_memory_keys(train, gpu=False)
-        return set_usual_mode(config), None  # no bytes are known that a rank may fill
-    from longspan.train.run_memory import UNEVEN, ComingSteps, RunMemory
+) -> Resolved:
+    """Decide what the configuration leaves open, by the documents of the steps after `done`; entered by all ranks.
 
-    heads, (longest, _) = query_heads(data.model), data.longest
-    ahead = ComingSteps(data.order.lengths_of_step, world.home, heads, done, train.steps, longest=longest)
-    rows = math.ceil(UNEVEN * data.image_rows(config) / world.home.slots)
-    run_memory = RunMemory(
-        config=config,
-        model=configuration,
-        ahead=ahead,
-        gpu=gpu,
+    Rows of a slot that an earlier start chose on as many ranks, under these keys, hold again.
+    """
+    facts = gather_facts(
+        config,
+        world,
+        configuration,
+        data.order.lengths_of_step,
+        config.train.steps,
+        done=done,
+        longest=data.longest[0],
         target_share=_share_of_targets(data.corpus),
-        encoder_rows=min(rows, config.encoder.max_rows or rows),
+        image_rows=data.image_rows(config),
+        evaluated={s.name: s.documents.lengths for s in data.sets},
     )
-    return choose_rows(run_memory, world, log, finished=done == train.steps)
+    if config.context.max_tokens_per_slot != AUTO:
+        return resolve_on_ranks(config, facts, world, log)
+    return resolve_with_kept_rows(config, facts, world, log)
 
 
-def model_cost(
-    config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: "MemoryPlan | None"
-) -> Cost:
-    gpu, share, slots = world.device.type == "cuda", _share_of_targets(corpus), world.home.slots
-    return find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
+def resolve_with_kept_rows(config: RunConfig, facts: Facts, world: World, log: LogLine) -> Resolved:
+    """Resolve a configuration with rows of a slot that are "auto", and keep the rows that it gets."""
+    resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_or_take_kept)
+    kept = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
+    assert kept is not None
+    log(kept.line)
+    return resolved
+
+
+def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
+    """Memory is planned for the rows that were chosen at first, also where the run has halved them since."""
+    ranks = len(facts.home.ranks)
+    kept = read_kept_rows(config, ranks)
+    resolved = resolve(set_rows(config, kept.planned) if kept else config, facts)
+    if kept is None:
+        keep_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
+    elif kept.rows < kept.planned:
+        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
+        cost = Way(halved.config, facts).cost(resolved.memory)
+        resolved = replace(halved, memory=resolved.memory, cost=cost)
+    return resolved
 
 
 def _share_of_targets(corpus: Corpus) -> float:
@@ -340,13 +351,10 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     checkpoint, state = checkpoint_to_resume(config, world, log)
     config, as_written, data = open_run_documents(config, checkpoint, state, world, log)
     configuration = fit_configuration(data, config, world, log)
-    # memory depends on the partition, so that the model is priced here, without a log or a plan of memory, and again
-    price = partial(model_cost, config, world, configuration, data.corpus, log=lambda line: None, memory=None)
-    cost, heads = run_on_every_rank(world, price, ConfigError), query_heads(data.model)
-    config, why_partition = choose_partition_on_ranks(config, data.order, world, cost=cost, heads=heads)
-    done = int(state.get("step", 0))
     starts.end_part("data")
-    config, memory = plan_run_memory(config, data, configuration, world, log, done=done)
+    done = int(state.get("step", 0))
+    resolved = resolve_run(config, data, configuration, world, log, done=done)
+    config, memory = resolved.config, resolved.memory
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
@@ -357,19 +365,13 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
         load_checkpoint(checkpoint, model, optimizer, world)
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
-        file = Path(config.run.dir) / "config.toml"
-        run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)
+        file, text = (
+            Path(config.run.dir) / "config.toml",
+            to_toml(as_written, chosen=replace(config, run=as_written.run)),
+        )
+        run_on_first_rank(world, lambda: write_atomically(file, text), RunFolderError)
         warn_about_small_updates(config, log)
-    price = partial(model_cost, config, world, model.config, data.corpus, log=log, memory=memory)
-    cost = run_on_every_rank(world, price, ConfigError)
     starts.end_part("optimizer and costs")
-    longest, _ = data.longest
-    prices = {"cost": cost, "heads": heads}
-    config, why_plans = choose_planner_on_ranks(config, data.order, world, longest=longest, **prices)
-    lengths = {s.name: s.documents.lengths for s in data.sets}
-    config, why_degrees = choose_degrees(config, lengths, world, cost=cost, heads=heads)
     sets = replace_eval_tables(data.sets, config)
-    reasons: Any = {"why_degrees": why_degrees, "why_partition": why_partition, "why_plans": why_plans}
-    return TrainingRun(
-        config, world, model, optimizer, cost, data.corpus, data.order, done, sets, memory=memory, **reasons
-    )
+    run = config, world, model, optimizer, resolved.cost, data.corpus, data.order, done, sets, resolved.reasons
+    return TrainingRun(*run, memory=memory)

@@ -24,11 +24,12 @@ from longspan.model.kinds import find_language_model
 from longspan.model.layers import vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
+from longspan.resolve.choice import StepPlanner
+from longspan.resolve.kept_rows import SlotRowsError
 from longspan.run.run_data import TrainingRun
+from longspan.train.device_memory import peak_memory_bytes
 from longspan.train.optim.optimizer import allocate_adam_states
-from longspan.train.plans import StepPlanner
 from longspan.train.run_depths import mtp_loss
-from longspan.train.run_memory import SlotRowsError, peak_memory_bytes
 from longspan.train.starts import Starts
 from longspan.train.step import run_step
 from longspan.train.training import Training

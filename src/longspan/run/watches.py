@@ -15,7 +15,12 @@ from longspan.comm.world import open_worlds
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.run.run_data import TrainingRun
-from longspan.train.run_memory import allocator_retries, allocator_retries_text, peak_memory_bytes, peak_reserved_bytes
+from longspan.train.device_memory import (
+    allocator_retries,
+    allocator_retries_text,
+    peak_memory_bytes,
+    peak_reserved_bytes,
+)
 
 WARNED_AFTER = 3  # steps one after another in which an allocator had to give memory back
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from longspan.data.scored_document import ScoredDocument as ScoredDocument
     from longspan.model import without_adapter as without_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
+    from longspan.resolve.choice import PlanChoice as PlanChoice
     from longspan.train.gather import gather_documents as gather_documents
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim.offload_states import offload_states as offload_states
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
-    from longspan.train.plans import PlanChoice as PlanChoice
     from longspan.train.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step

@@ -39,13 +39,13 @@ from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
 from longspan.plan.shape.positions import has_no_positions, position_limit
+from longspan.resolve.choice import PlanChoice, query_heads
+from longspan.train.device_memory import check_model_fits
 from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups
 from longspan.train.optim.schedule import Schedule
-from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.run_depths import add_configured_depths, mtp_loss
-from longspan.train.run_memory import check_model_fits
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
 

@@ -13,10 +13,10 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.image_documents import ImageReader
 from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
+from longspan.data.run_order import make_step_order
 from longspan.data.step_order import StepOrder
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans.order import make_step_order
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows
 from tests.train.small import train_rank
 

@@ -12,8 +12,8 @@ from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.evaluation.request import changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
 from longspan.layout import Layout
+from longspan.resolve.choice import PlanChoice, home_of
 from longspan.run.checks import check_config, check_longest_of_set
-from longspan.train.plans import PlanChoice, home_of
 
 BASE = {"context.eval_context_parallel_size": 8, "context.eval_max_tokens_per_slot": 64}
 DEGREE = "context.eval_context_parallel_size"

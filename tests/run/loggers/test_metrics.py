@@ -24,7 +24,7 @@ from longspan.run import progress
 from longspan.run.metrics import MetricsLog, read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import PlanLog
-from longspan.train.run_memory import peak_memory_bytes
+from longspan.train.device_memory import peak_memory_bytes
 
 
 @pytest.fixture

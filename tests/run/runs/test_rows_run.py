@@ -19,14 +19,7 @@ from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
 from longspan.data.documents import Corpus
-from longspan.data.step_order import StepOrder
-from longspan.data.stream import Mixture
-from longspan.errors import ConfigError
-from longspan.model import load_model
-from longspan.run.metrics import read_metrics
-from longspan.run.set_up import write_model_files
-from longspan.testing import run_ranks
-from longspan.train.plans.order import (
+from longspan.data.run_order import (
     count_held_out,
     documents_line,
     make_step_order,
@@ -34,6 +27,13 @@ from longspan.train.plans.order import (
     set_epoch_steps,
     source_lines,
 )
+from longspan.data.step_order import StepOrder
+from longspan.data.stream import Mixture
+from longspan.errors import ConfigError
+from longspan.model import load_model
+from longspan.run.metrics import read_metrics
+from longspan.run.set_up import write_model_files
+from longspan.testing import run_ranks
 from tests.corpus.test_formats import rows_as
 from tests.model.stock import SIZES
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, train_rows

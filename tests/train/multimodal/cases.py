@@ -9,7 +9,7 @@ import torch
 
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed
-from longspan.train.plans import PlanChoice
+from longspan.resolve.choice import PlanChoice
 from tests.pairs import every_pair
 from tests.train.multimodal.documents import documents_of
 

@@ -17,6 +17,8 @@ from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, 
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
 from longspan.comm import World
+from longspan.config.keys import AUTO
+from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
 from longspan.errors import ConfigError
 from longspan.model.execution import model_execution
@@ -25,19 +27,15 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
+from longspan.resolve.facts import Facts
+from longspan.resolve.kept_rows import read_kept_rows, set_rows
+from longspan.resolve.resolved import Resolved, resolve
+from longspan.resolve.ways import Way
 from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu
-from longspan.train.plans import find_run_cost, query_heads
-from longspan.train.plans.resolve import set_node_size, set_world_machine
-from longspan.train.run_memory import (
-    ComingSteps,
-    RunMemory,
-    allocator_retries,
-    allocator_retries_text,
-    choose_rows,
-    peak_reserved_bytes,
-)
+from longspan.train.device_memory import allocator_retries, allocator_retries_text, peak_reserved_bytes
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.world_facts import gather_facts, resolve_on_ranks, set_node_size, set_world_machine
 from longspan.versions import versions
 
 Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each
@@ -90,22 +88,31 @@ def _make_training(settings: StepSettings, world: World) -> Training:
             print(line, file=sys.stderr)
 
     # Every batch is a coming step, under all planners: they share one model, whose layers must suit all plans.
-    batches, gpu = [batch.lengths for batch in settings.batches()], settings.device == "cuda"
-    heads, model_config = query_heads(settings.configuration), settings.configuration
-    ahead = ComingSteps(lambda step: batches[step], settings.home, heads, 0, len(batches), settings.planners)
-    run_memory = RunMemory(config=settings.config, model=model_config, ahead=ahead, gpu=gpu)
-    config, memory = choose_rows(run_memory, world, log)
+    batches, model_config = [batch.lengths for batch in settings.batches()], settings.configuration
+    facts = gather_facts(settings.config, world, model_config, batches.__getitem__, len(batches))
+    decide = partial(_resolve_for_planners, settings.planners)
+    resolved = resolve_on_ranks(settings.config, facts, world, log, decide)
+    config, memory = resolved.config, resolved.memory
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
     if text := mixers_text(model_execution(model), world.device, config.context.partition):
         log(text)
     optimizer = make_optimizer(config, world, model, memory=memory)
-    cost = settings.cost
-    if memory is not None:
-        slots = settings.home.slots
-        cost = find_run_cost(settings.config, model_config, log, gpu=gpu, slots=slots, memory=memory)
-    return Training(config, world, model, optimizer, cost, memory=memory)
+    return Training(config, world, model, optimizer, resolved.cost, memory=memory)
+
+
+def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Facts) -> Resolved:
+    """Rows and mode are those of the first planner, or the rows that a run has kept; memory suits all of them."""
+    if config.context.max_tokens_per_slot == AUTO and (kept := read_kept_rows(config, len(facts.home.ranks))):
+        config = set_rows(config, kept.rows)
+    resolved = resolve(replace(config, context=replace(config.context, planner=planners[0])), facts)
+    if resolved.memory is None or len(planners) == 1:
+        return resolved
+    ways = [Way(resolved.config, facts).with_context(planner=planner) for planner in planners]
+    assert facts.budget is not None
+    memory = ways[0].choose_memory([plan for way in ways for plan in way.fullest_plans(rows_open=True)], facts.budget)
+    return replace(resolved, memory=memory, cost=ways[0].cost(memory))
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import ContextConfig, MachineSection, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanOptions
-from longspan.plan.planners.fixed import smallest_fitting_degree
+from longspan.plan import Cost, Plan
 from longspan.plan.shape.model_shape import peak_tflops, read_experts
+from longspan.resolve.choice import PlanChoice, home_of, query_heads
+from longspan.resolve.facts import Facts
+from longspan.resolve.memory import find_run_cost, run_machine
+from longspan.resolve.resolved import choose_partition
+from longspan.resolve.ways import rank_ways
 from longspan.run.checks import check_config
-from longspan.train.plans import PlanChoice, find_run_cost, home_of, query_heads
-from longspan.train.plans.choice import plan_row_multiple
-from longspan.train.plans.resolve import choose_partition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -203,7 +204,7 @@ def make_settings(
         config = replace(config, model=replace(config.model, preset="qwen3-8b"))
     configuration = _fit_configuration(flags, config, max(documents.lengths))
     if not flags.config:
-        config = _set_limits(flags, config, configuration, documents, home, gpu=gpu)
+        config = _set_limits(flags, config, documents, home, gpu=gpu)
     config = _make_timed_config(resolve_defaults(config, ranks), max(documents.lengths), ranks, planners)
     if config.context.max_tokens_per_slot == AUTO and not (flags.config and Path(config.run.dir).is_dir()):
         lack = f"there is no {config.run.dir}" if flags.config else "no CONFIG.toml names one"
@@ -216,8 +217,9 @@ def make_settings(
 
         kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")
         peak = peak_tflops(torch.cuda.get_device_name(0), kind) or 0.0
-    heads = query_heads(configuration)
-    config, _ = choose_partition(config, [documents.lengths], home, cost=cost, heads=heads)
+    facts = step_facts(config, configuration, home, [documents.lengths], gpu=gpu)
+    config, _ = choose_partition(config, facts)
+    config = _choose_degree(config, facts)
     settings = StepSettings(
         flags=flags,
         config=config,
@@ -265,30 +267,44 @@ def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "Pr
 def _set_limits(
     flags: StepFlags,
     config: RunConfig,
-    configuration: "PreTrainedConfig",
     documents: TimedLengths,
     home: Layout,
     *,
     gpu: bool,
 ) -> RunConfig:
     """Set a cap of rows and a degree where flags give none. Documents listed by length are few and get no cap (0).
-    Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256 on CPUs. The degree is
-    the least one that holds the longest document; sequences that are timed one by one get all slots.
+    Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256 on CPUs. Sequences that
+    are timed one by one get all slots.
     """
     context = config.context
-    cap = context.max_tokens_per_slot
-    if cap == NOT_GIVEN:
+    if context.max_tokens_per_slot == NOT_GIVEN:
         cap = 0 if documents.listed else 8192 if gpu else 256
-    degree = context.context_parallel_size
-    if degree == NOT_GIVEN:
-        limits = PlanOptions(
-            max_tokens_per_slot=cap if isinstance(cap, int) and cap else None,
-            heads=query_heads(configuration),
-            cp_comm_type=context.cp_comm_type or "p2p",
-            row_multiple=plan_row_multiple(config.parallel),
-        )
-        degree = home.slots if flags.sequences else smallest_fitting_degree(documents.lengths, home, limits)
-    return replace(config, context=replace(context, max_tokens_per_slot=cap, context_parallel_size=degree))
+        context = replace(context, max_tokens_per_slot=cap)
+    if context.context_parallel_size == NOT_GIVEN:  # 0: the fastest, chosen later
+        context = replace(context, context_parallel_size=home.slots if flags.sequences else 0)
+    return replace(config, context=context)
+
+
+def _choose_degree(config: RunConfig, facts: Facts) -> RunConfig:
+    """Put the degree at which packed documents are fastest in place of 0; planners of one degree share it."""
+    if config.context.context_parallel_size:
+        return config
+    best = rank_ways(replace(config, context=replace(config.context, planner="fixed")), facts).best
+    return replace(config, context=replace(config.context, context_parallel_size=best.way.choice.degree))
+
+
+def step_facts(config: RunConfig, model: Any, home: Layout, steps: Sequence[Sequence[int]], *, gpu: bool) -> Facts:
+    """The facts of steps of these documents, without bytes."""
+    machine, longest = run_machine(config, gpu=gpu), max(map(max, steps))
+    return Facts(
+        home=home,
+        machine=machine,
+        model=model,
+        lengths_of_step=steps.__getitem__,
+        steps=len(steps),
+        longest=longest,
+        gpu=gpu,
+    )
 
 
 def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:

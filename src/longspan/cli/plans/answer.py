@@ -1,7 +1,7 @@
 """The answer to "which layout for my lengths" on GPUs: fits or not, the fastest way, the others beside it, the keys.
 
 `longspan plan --gpu …` asks about the longest document, one step or a run of data, and chooses what its flags leave
-open; `longspan train … --dry-run` asks about a configuration and its data. `fit.py` finds the ways. No GPU, no torch.
+open; `longspan train … --dry-run` asks about a configuration and its data. `resolve` finds the ways. No GPU, no torch.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,26 +19,32 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.cli.flags import write_text_file
-from longspan.cli.plans.fit import UNIT, Choices, Documents, Fit, RunOnGpus, find_fits, find_longest, fit_rank, fit_run
+from longspan.cli.plans.gpu_run import GpuRun, position_notes, scale_positions
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import OF_PRESET, GpuFlags, Question, choose_gpus, find_document_source, read_gpus
 from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
+from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.corpus.files import STDLIB, find_rows, text_sizes
 from longspan.data.manifest import SHORTEST
+from longspan.data.run_order import documents_line, make_step_order, most_step_tokens, order_lengths, set_epoch_steps
 from longspan.data.step_order import StepOrder
-from longspan.errors import ConfigError, DataError, PlanError, plural
+from longspan.errors import ConfigError, DataError, LongspanError, PlanError, plural
 from longspan.model.presets import find_published_preset
 from longspan.model.weights.tokenizer_files import tokenizer_folder
 from longspan.plain_text import gib_text, number_text, seconds_text, text_table
-from longspan.plan import Plan, group_counts, model_flops, peak_tflops
+from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import Bytes
-from longspan.plan.ways import plan_type_text
+from longspan.plan.shape.model_shape import ModelShape
+from longspan.resolve.facts import Facts, evenly
+from longspan.resolve.longest import find_longest
+from longspan.resolve.resolved import choose_partition, set_usual_mode, settle
+from longspan.resolve.text import plan_type_text
+from longspan.resolve.ways import UNIT, Fit, Given, Way, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_paths_exist
-from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens, order_lengths, set_epoch_steps
-from longspan.train.plans.run_cost import leaves_plans_open
+from longspan.train.optim.schedule import Schedule
 
 Log = Callable[[str], None]
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
@@ -62,6 +68,17 @@ class RunDocuments:
     def steps(self) -> int:
         return self.config.train.steps
 
+    def facts(self, run: GpuRun) -> Facts:
+        order = self.order
+        return run.facts(
+            order.lengths_of_step,
+            self.steps,
+            targets_of_step=order.targets_of_step,
+            longest=self.longest,
+            target_share=self.target_share,
+            image_rows=self.image_rows,
+        )
+
 
 @contextmanager
 def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
@@ -79,7 +96,7 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
         settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
         corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
-        config = set_epoch_steps(config, order, log)
+        config = _set_steps(config, order, log)
         lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
         tokens = max(1, int(lengths.sum()))
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
@@ -107,7 +124,7 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     )
     lengths = np.concatenate(counts)
     order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(counts)), [*map(len, counts)]))
-    config = set_epoch_steps(config, order, log)
+    config = _set_steps(config, order, log)
     return RunDocuments(
         config,
         order,
@@ -118,12 +135,18 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     )
 
 
+def _set_steps(config: RunConfig, order: StepOrder, log: Log) -> RunConfig:
+    config = set_epoch_steps(config, order, log)
+    Schedule.of(config.train)  # raises where the schedule does not fit the steps
+    return config
+
+
 def _longest_planned_length(order: StepOrder, lengths: npt.NDArray[Any]) -> int:
     held_out = set(order.evaluation)
     return max(int(n) for i, n in enumerate(lengths.tolist()) if i not in held_out)
 
 
-PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
+PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
 GATHERS = "parallel.reshard_after_forward"
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
 HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
@@ -134,24 +157,31 @@ OF_MODELS = ("model.dtype", "model.compute_dtype")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 
 
+def planned_memory(fit: Fit) -> MemoryPlan:
+    """The plan of memory of a way on GPUs, whose bytes are known."""
+    assert fit.memory is not None
+    return fit.memory
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first.
+    """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first: its `config`.
 
-    Where nothing fits, the first way is the leanest, and `larger` the best on the fewest GPUs that do. `longest` is the
-    longest document that fits, in tokens. `steps` are those of a run (None: one step was asked about), of which
-    `sampled` were planned.
+    Where nothing fits, the first way is the leanest, and `larger` has the fewest GPUs that do, with their keys.
+    `longest` is the longest document that fits, in tokens. `steps` are those of a run (None: one step was asked about),
+    of which `sampled` were planned.
     """
 
     title: str
-    run: RunOnGpus
+    run: GpuRun
+    config: RunConfig
     ways: tuple[Fit, ...]
     given_keys: frozenset[str]
     longest: int
     steps: int | None = None
     sampled: int = 0
     notes: tuple[str, ...] = ()
-    larger: Fit | None = None
+    larger: tuple[GpuRun, RunConfig] | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -163,14 +193,15 @@ class Answer:
         `device` is the moment at which a GPU holds most, `largest` has each part at its own largest.
         """
         gpus, best, fits = self.run.gpus, self.ways[0], self.seconds is not None
+        memory = planned_memory(best)
         hours = self.seconds * self.steps / 3600 if self.seconds is not None and self.steps is not None else None
         return {
-            "device": best.memory.device.to_json(),
-            "host": best.memory.host.to_json(),
-            "measures": list(best.memory.measures),
+            "device": memory.device.to_json(),
+            "host": memory.host.to_json(),
+            "measures": list(memory.measures),
             "longest": self.longest,
             "fits": fits,
-            "keys": _run_keys(best.run, self.given_keys),
+            "keys": _run_keys(self.config, self.given_keys),
             "largest": _largest_parts(best),
             "steps": self.steps,
             "step_seconds": self.seconds,
@@ -187,8 +218,8 @@ class Answer:
         }
 
 
-def _largest_parts(way: Fit) -> dict[str, int]:
-    memory, needs = way.memory, way.run.memory_needs(way.plans)
+def _largest_parts(fit: Fit) -> dict[str, int]:
+    memory, needs = planned_memory(fit), fit.way.memory_needs(fit.plans)
     names = ("gathered_once", "summed_once", "offload_states", "mlp_tile_rows", "segment_layers")
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names})
     places = (replace(place, settings=settings) for place in needs.places)
@@ -196,28 +227,30 @@ def _largest_parts(way: Fit) -> dict[str, int]:
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 
-def _way_figures(way: Fit) -> dict[str, Any]:
+def _way_figures(fit: Fit) -> dict[str, Any]:
     # What a way that does not fit lacks is None; MFU too, where the GPU's peak or the model's FLOPs are not known.
-    planner, degree, ep = way.layout
-    per_gpu, mfu, gpus = None, None, way.run.gpus
-    if way.seconds is not None:
-        per_gpu = sum(plan.tokens for plan in way.plans) / len(way.plans) / way.seconds / gpus.count
-        peak, frozen = peak_tflops(gpus.machine.device, "bfloat16"), way.run.config.lora.rank > 0
-        flops = sum(model_flops(way.run.shape, plan.lengths, frozen=frozen) for plan in way.plans) / len(way.plans)
-        mfu = flops / way.seconds / gpus.count / 1e12 / peak if peak else None
-    types = dict.fromkeys(filter(None, map(plan_type_text, way.plans)))
+    planner, degree, ep = fit.layout
+    facts, config, memory = fit.way.facts, fit.way.config, planned_memory(fit)
+    per_gpu, mfu, count = None, None, len(facts.home.ranks)
+    if fit.seconds is not None:
+        per_gpu = sum(plan.tokens for plan in fit.plans) / len(fit.plans) / fit.seconds / count
+        peak, frozen = peak_tflops(facts.machine.device, "bfloat16"), config.lora.rank > 0
+        shape = ModelShape.of(facts.model, depths=config.mtp.depths)
+        flops = sum(model_flops(shape, plan.lengths, frozen=frozen) for plan in fit.plans) / len(fit.plans)
+        mfu = flops / fit.seconds / count / 1e12 / peak if peak else None
+    types = dict.fromkeys(filter(None, map(plan_type_text, fit.plans)))
     return {
         "planner": planner,
         "degree": degree or None,
         "ep": ep,
         "cp_comm_type": "; ".join(types),
-        "rows": max(plan.most_rows for plan in way.plans),
-        "micro_batches": max(len(plan.micro_batches) for plan in way.plans),
-        "seconds": way.seconds,
+        "rows": max(plan.most_rows for plan in fit.plans),
+        "micro_batches": max(len(plan.micro_batches) for plan in fit.plans),
+        "seconds": fit.seconds,
         "tokens_per_second_per_gpu": per_gpu,
         "mfu": mfu,
-        "device_bytes": way.memory.device.total,
-        "host_bytes_used": way.memory.host.total,
+        "device_bytes": memory.device.total,
+        "host_bytes_used": memory.host.total,
     }
 
 
@@ -230,9 +263,8 @@ def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
     return [{"degree": d, "groups": groups[d], "share": tokens[d] / total} for d in sorted(groups)]
 
 
-def _run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
+def _run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
     # Models and data are named elsewhere; train.memory decides GATHERS, unless it is given.
-    config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
@@ -241,12 +273,10 @@ def _run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
     names -= {GATHERS} - given_keys
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.mode"} if config.context.mode != AUTO else set()
+    one_degree = config.context.planner in ONE_DEGREE
     names |= {"context.context_parallel_size"} if one_degree else {LOWEST_DEGREE, HIGHEST_DEGREE}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
-    keys = {name: _read_key(config, name) for name in sorted(names)}
-    if not one_degree and not keys[HIGHEST_DEGREE]:
-        keys[HIGHEST_DEGREE] = run.home.slots
-    return keys
+    return {name: _read_key(config, name) for name in sorted(names)}
 
 
 def _read_key(config: RunConfig, name: str) -> Any:
@@ -258,32 +288,39 @@ def _read_key(config: RunConfig, name: str) -> Any:
 def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     source = find_document_source(flags, question)
-    config = question.config
+    config, gives = question.config, question.gives_any
     gpus = read_gpus(flags, config.run.machine)
-    if not question.gives_any("context.cp_comm_type"):  # then the fastest type
+    if not gives("context.cp_comm_type"):  # then the fastest type
         config = replace(config, context=replace(config.context, cp_comm_type=AUTO))
     config = resolve_defaults(config, gpus.count)
-    if source == "data" and not question.gives_any("train.epochs", "train.steps"):
+    if source == "data" and not gives("train.epochs", "train.steps"):
         config = replace(config, train=replace(config.train, epochs=1.0))
-    run, gives = RunOnGpus.with_model(config, gpus), question.gives_any
-    choices = Choices(
-        planner=config.context.planner == AUTO or not gives("context.planner", LOWEST_DEGREE, HIGHEST_DEGREE),
-        degree=not gives("context.context_parallel_size"),
-        rows=question.config.context.max_tokens_per_slot == AUTO or not gives("context.max_tokens_per_slot"),
-        ep=not gives("parallel.ep"),
-        compare=flags.compare,
-    )
+    run = GpuRun.with_model(config, gpus)
+    run = replace(run, config=_leave_open(config, question))
+    given = Given(planner=not flags.compare, ep=gives("parallel.ep"))
     if preset := find_published_preset(config.model.source):
         print(OF_PRESET.format(config.model.source, preset), file=sys.stderr)
     if source == "data":
-        answer = _answer_by_data(run, question.given_keys, choices, estimate=True)
+        answer = _answer_by_data(run, question.given_keys, given, estimate=True)
     elif source == "longest":
-        answer = _answer_by_longest(run, question.given_keys, choices)
+        answer = _answer_by_longest(run, question.given_keys, given)
     else:
         lengths, lengths_source = read_lengths(flags, run.home.slots)
         title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {lengths_source}"
-        answer = _answer_steps(title, run, [Documents(tuple(lengths))], question.given_keys, choices)
+        answer = _answer_ways(title, run, run.facts_of_step(lengths), question.given_keys, given)
     return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
+
+
+def _leave_open(config: RunConfig, question: Question) -> RunConfig:
+    # A question leaves open whatever it does not give, also where a run's defaults are numbers.
+    context, gives, keys = config.context, question.gives_any, dict[str, Any]()
+    if not gives("context.context_parallel_size"):
+        keys["context_parallel_size"] = 0
+        if not gives("context.planner", LOWEST_DEGREE, HIGHEST_DEGREE):
+            keys["planner"] = AUTO
+    if not gives("context.max_tokens_per_slot"):
+        keys["max_tokens_per_slot"] = AUTO
+    return replace(config, context=replace(context, **keys))
 
 
 def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool) -> int:
@@ -295,87 +332,104 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
     if not prints_results():  # of torchrun's ranks the first answers for all
         return 0
     check_paths_exist(config)
-    run = RunOnGpus.with_model(config, choose_gpus(config, ranks, on_gpus=on_gpus))
-    context = config.context
-    choices = Choices(
-        planner=context.planner == AUTO,
-        degree=leaves_plans_open(config),
-        rows=context.max_tokens_per_slot == AUTO,
-    )
-    return _show_answer(_answer_by_data(run, frozenset(), choices, estimate=False), as_json=as_json)
+    run = GpuRun.with_model(config, choose_gpus(config, ranks, on_gpus=on_gpus))
+    return _show_answer(_answer_by_data(run, frozenset(), Given(), estimate=False), as_json=as_json)
 
 
-def _answer_by_data(run: RunOnGpus, given_keys: frozenset[str], choices: Choices, *, estimate: bool) -> Answer:
+def _answer_by_data(run: GpuRun, given_keys: frozenset[str], given: Given, *, estimate: bool) -> Answer:
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     with open_run_documents(run.config, log, estimate=estimate) as documents:
-        share, rows = documents.target_share, documents.image_rows
-        run = replace(run, config=documents.config, target_share=share, image_rows=rows)
-        return _answer_run(run, documents, given_keys, choices)
+        run = replace(run, config=documents.config)
+        title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
+        shown = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
+        answer = _answer_ways(title, run, documents.facts(run), shown, given)
+        return _time_steps(replace(answer, steps=documents.steps), documents)
 
 
-def _answer_by_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices) -> Answer:
-    tokens, longest_run = find_longest(run, choices)
+def _answer_by_longest(run: GpuRun, given_keys: frozenset[str], given: Given) -> Answer:
+    tokens, way = find_longest(run.config, run.facts_of_step((UNIT * run.home.slots,)))
     if not tokens:
         tokens = UNIT * run.home.slots
-        return _answer_steps(f"a document of {tokens:,} tokens", run, [Documents((tokens,))], given_keys, choices)
-    fit = fit_run(longest_run.scale_positions(tokens), [Documents((tokens,))])
-    title, notes = f"the longest document that fits has {tokens:,} tokens", tuple(fit.run.position_notes(tokens))
-    return Answer(title=title, run=run, ways=(fit,), given_keys=given_keys, longest=tokens, notes=notes)
+        return _answer_ways(f"a document of {tokens:,} tokens", run, run.facts_of_step((tokens,)), given_keys, given)
+    facts = run.facts_of_step((tokens,))
+    way = replace(way, facts=facts)
+    fit = fit_way(way, way.plan_steps(facts.timed_steps))
+    config = scale_positions(way.config, facts.model, tokens)
+    title = f"the longest document that fits has {tokens:,} tokens"
+    notes = tuple(position_notes(config, facts.model, tokens))
+    return Answer(title=title, run=run, config=config, ways=(fit,), given_keys=given_keys, longest=tokens, notes=notes)
 
 
-def _answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[str], choices: Choices) -> Answer:
-    # All ways are timed on the same sampled steps; of one degree, whose plans are made faster, on more of them.
-    longest = Documents((documents.longest,), timed=False)
-    sample = _sample_run_documents(documents, PRICED[False])
-    title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
-    shown = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
-    answer = replace(_answer_steps(title, run, [*sample, longest], shown, choices), steps=documents.steps)
-    fitting = [way for way in answer.ways if way.seconds is not None]
+def _time_steps(answer: Answer, documents: RunDocuments) -> Answer:
+    """Time plans of one degree, which are made fast, on more steps of the run; the choice stays the run's."""
+    fitting = [fit for fit in answer.ways if fit.seconds is not None]
     if not fitting:
         return answer
-    if all(way.run.choice.has_one_degree for way in fitting):
-        sample = _sample_run_documents(documents, PRICED[True])
-        fitting = [fit_run(way.run, [*sample, longest]) for way in fitting]
+    sampled = len(fitting[0].plans)
+    if all(fit.way.choice.has_one_degree for fit in fitting):
+        sample = evenly(documents.steps, PRICED)
+        sampled = len(sample)
+        chosen, *others = (_fit_on(fit, sample) for fit in fitting)
+        fitting = [chosen, *sorted(others, key=lambda fit: fit.rank)]
     images = f"images: {documents.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
     return replace(
         answer,
-        ways=(*sorted(fitting, key=fit_rank), *answer.ways[len(fitting) :]),
-        sampled=len(sample),
+        ways=(*fitting, *answer.ways[len(fitting) :]),
+        sampled=sampled,
         notes=(*[images] * bool(documents.image_rows), *answer.notes),
     )
 
 
-def _answer_steps(
-    title: str, run: RunOnGpus, steps: Sequence[Documents], given_keys: frozenset[str], choices: Choices
-) -> Answer:
-    notes = list[str]()
+def _fit_on(fit: Fit, steps: Sequence[int]) -> Fit:
+    plans = fit.way.plan_steps(steps)
+    return replace(fit, plans=tuple(plans), seconds=fit.way.step_seconds(plans, fit.memory))
+
+
+def _answer_ways(title: str, run: GpuRun, facts: Facts, given_keys: frozenset[str], given: Given) -> Answer:
+    config, notes = run.config, list[str]()
     try:
-        ways, notes = find_fits(run, steps, choices)
+        config, _ = choose_partition(config, facts)
+        ranking = rank_ways(config, facts, given)
+        ways, notes = ranking.fits, [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
     except PlanError:  # the limit of rows that is given is below what the longest document needs
-        without = run.with_context_keys(max_tokens_per_slot=0)
-        plans = tuple(without.plan(step.lengths, step.targets) for step in steps)
-        ways = [Fit(run, plans, without.leanest_memory(plans), None)]
-    longest = max(n for step in steps for n in step.lengths)
-    ways = [replace(way, run=way.run.scale_positions(longest)) for way in ways]
-    fits = ways[0].seconds is not None
+        way = Way(set_usual_mode(config), facts).with_context(max_tokens_per_slot=0)
+        plans = way.plan_steps(facts.timed_steps)
+        ranking, ways = None, (Fit(way, tuple(plans), way.leanest_memory(plans), None),)
+    fits, longest, larger = ways[0].seconds is not None, facts.longest_document, None
+    if fits and ranking:
+        chosen = settle(config, ranking).config
+    else:
+        chosen, larger = ways[0].way.config, _fit_more_gpus(run, facts, given)
+    chosen = scale_positions(chosen, facts.model, longest)
+    if fits and given.planner:
+        notes += position_notes(chosen, facts.model, longest)
     return Answer(
         title=title,
         run=run,
+        config=chosen,
         ways=tuple(ways),
         given_keys=given_keys,
-        longest=find_longest(run, choices)[0],
-        notes=(*notes, *(ways[0].run.position_notes(longest) if fits and not choices.compare else ())),
-        larger=None if fits else run.scale_positions(longest).on_more_gpus(steps, choices),
+        longest=find_longest(run.config, facts)[0],
+        notes=tuple(notes),
+        larger=larger,
     )
 
 
-def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]:
-    """At most `most` of a run's steps, evenly apart, the first one among them."""
-    order, count = documents.order, documents.steps
-    steps = [i * count // most for i in range(most)] if count > most else range(count)
-    return [Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step)) for step in steps]
+def _fit_more_gpus(run: GpuRun, facts: Facts, given: Given) -> tuple[GpuRun, RunConfig] | None:
+    """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
+    On each number the leanest layout is tried first: all slots, fewest rows.
+    """
+    given = replace(given, planner=True)
+    for count in (run.gpus.count << doublings for doublings in range(1, 11)):
+        with suppress(LongspanError):  # degrees that do not suit this number
+            larger = replace(run, gpus=replace(run.gpus, count=count))
+            wider = facts.on_home(larger.home)
+            if leanest_fit(run.config, wider).seconds is not None:
+                ranking = rank_ways(run.config, wider, given)
+                return larger, scale_positions(settle(run.config, ranking).config, facts.model, facts.longest_document)
+    return None
 
 
 def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: bool = False) -> int:
@@ -393,8 +447,9 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
 
 def _answer_lines(answer: Answer) -> Iterator[str]:
     best, figures, budget = answer.ways[0], _way_figures(answer.ways[0]), answer.run.budget
+    memory = planned_memory(best)
     assert answer.seconds is not None
-    yield from (answer.title, f"on {answer.run.gpus.title}", "", best.memory.summary_line(best.run.budget))
+    yield from (answer.title, f"on {answer.run.gpus.title}", "", memory.summary_line(budget))
     speed = f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
     speed += f", MFU {number_text(100 * figures['mfu'], 2)}%" if figures["mfu"] else ""
     if answer.steps is None:
@@ -411,7 +466,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     shares = ", ".join(f"{row['degree']}: {row['share']:.1%}" for row in degrees)
     yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
     yield from (*answer.notes, "", _ways_table(answer), "")
-    columns = _largest_parts(best), best.memory.device.to_json(), best.memory.host.to_json()
+    columns = _largest_parts(best), memory.device.to_json(), memory.host.to_json()
     of_model = columns[1]["total"] - columns[1]["communicators"]
     unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
     rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
@@ -450,15 +505,15 @@ def _ways_table(answer: Answer) -> str:
 
 
 def _refusal_line(answer: Answer) -> str:
-    memory, budget, larger = answer.ways[0].memory, answer.run.budget, answer.larger
+    memory, budget, larger = planned_memory(answer.ways[0]), answer.run.budget, answer.larger
     line = f"{answer.title} does not fit {answer.run.gpus.count_and_name}: at least {gib_text(memory.device.total)} "
     line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to {gib_text(budget.device)}, "
     line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; "
     if larger:
-        keys = _run_keys(larger.run, answer.given_keys)
+        gpus, keys = larger[0].gpus, _run_keys(larger[1], answer.given_keys)
         words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
         flags = re.sub('[],"[]', "", " ".join(words))  # as the command line takes strings and lists
-        line += f"it fits {larger.run.gpus.count_and_name}, with {flags}"
+        line += f"it fits {gpus.count_and_name}, with {flags}"
     else:
         line += (
             f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; use a higher parallel.tp or parallel.pp"
@@ -470,11 +525,11 @@ def _refusal_line(answer: Answer) -> str:
 
 
 def _key_lines(answer: Answer) -> Iterator[str]:
-    config = answer.ways[0].run.config
+    config = answer.config
     named = {name for name in answer.given_keys if name.partition(".")[0] in ("model", "data", "run")}
     named |= {f"model.{key}" for key in ("path", "preset", "config", "num_labels") if getattr(config.model, key)}
     named |= {"train.lr"} if config.train.lr != NOT_GIVEN else set()
-    values = {name: _read_key(config, name) for name in named} | _run_keys(answer.ways[0].run, answer.given_keys)
+    values = {name: _read_key(config, name) for name in named} | _run_keys(config, answer.given_keys)
     last_section = ""
     for name in sorted(values):
         section, _, key = name.partition(".")

@@ -76,8 +76,8 @@ class PlanningFlags(SourceFlags):
 
     planner: str = "auto"
     """fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each document; auto: fixed
-    where --cp is given, else dynamic. A function of your own by its dotted name, as in train; with --compare, a row
-    beside these."""
+    where --cp is given, else the faster of dynamic and fixed. A function of your own by its dotted name, as in train;
+    with --compare, a row beside these."""
     slots: int = 0
     """Slots of the home: ranks / (tensor-parallel degree x pipeline stages)."""
     node_size: int = 8
@@ -96,7 +96,7 @@ class PlanningFlags(SourceFlags):
     """With a2a+p2p: the a2a and the p2p size, or the a2a size of groups of any degree (2 2, or 2); 0: the best
     ones of each group."""
     cp: int = 0
-    """Degree of fixed and padded plans; 0: the smallest that divides the slots and holds the longest document."""
+    """Degree of fixed and padded plans; 0: the fastest."""
     min_cp: int = 1
     """Smallest degree that a dynamic plan may choose."""
     max_cp: int = 0

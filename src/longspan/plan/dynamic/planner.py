@@ -11,14 +11,12 @@ from typing import Literal, Unpack
 
 import numpy as np
 
-from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.check import check_choice, check_count
+from longspan.plan.check import check_choice
 from longspan.plan.dynamic.free import plan_free
 from longspan.plan.dynamic.lockstep import lockstep_seconds, make_micro_batch, plan_lockstep
 from longspan.plan.dynamic.problem import (
     MORE_MICRO_BATCHES,
-    DegreeSet,
     Floats,
     FreeSlots,
     Ints,
@@ -32,7 +30,6 @@ from longspan.plan.planners.options import (
     PlanKeywords,
     PlanOptions,
     Request,
-    check_degree_suits_heads,
     expand_option_signature,
 )
 from longspan.plan.step_times import lower_bound_seconds
@@ -83,7 +80,7 @@ def plan_dynamic(
     length.
     """
     request = Request.from_arguments(lengths, home, options, keywords)
-    degrees = _possible_degrees(request, min_cp, max_cp)
+    degrees = request.check_degrees(min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
         return request.make_plan((), "dynamic", max_cp=max_cp)
@@ -92,24 +89,6 @@ def plan_dynamic(
     places = {"max_cp": problem.max_cp, "node_size": request.node_size}
     goal = lower_bound_seconds(*limits, request.cost, request.mode, **places).seconds
     return request.make_plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
-
-
-def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
-    slots = request.slots
-    check_count("min_cp", min_cp)
-    widest = slots if max_cp is None else min(check_count("max_cp", max_cp), slots)
-    if min_cp > slots:
-        raise PlanError(f"min_cp {min_cp} is above the {slots} slots; use at most {slots}")
-    if max_cp is not None and min_cp > max_cp:
-        raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
-    check_degree_suits_heads(request, 1)
-    degrees = request.allowed_degrees(least=int(min_cp), most=widest)
-    if not degrees:  # a2a allows no degree of the range: this raises the error that says why
-        check_degree_suits_heads(request, widest)
-    wider = "use a home of more slots" if widest == slots else "raise max_cp"
-    limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"
-    request.check_longest(degrees[-1], limited if degrees[-1] < widest else wider)
-    return degrees
 
 
 def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> list[MicroBatch]:

@@ -209,6 +209,25 @@ class Request(PlanOptions):
         self.check_longest(cp)
         return int(cp)
 
+    def check_degrees(self, least: int, most: int | None) -> range | tuple[int, ...]:
+        """Return the degrees from `least` to `most` (None: all slots) that a group may have. Raises PlanError if slots
+        or heads allow none, or a document does not fit the widest.
+        """
+        check_count("min_cp", least)
+        widest = self.slots if most is None else min(check_count("max_cp", most), self.slots)
+        if least > self.slots:
+            raise PlanError(f"min_cp {least} is above the {self.slots} slots; use at most {self.slots}")
+        if most is not None and least > most:
+            raise PlanError(f"min_cp {least} is above max_cp {most}; lower min_cp or raise max_cp")
+        check_degree_suits_heads(self, 1)
+        degrees = self.allowed_degrees(least=int(least), most=widest)
+        if not degrees:  # a2a allows no degree of the range: this raises the error that says why
+            check_degree_suits_heads(self, widest)
+        wider = "use a home of more slots" if widest == self.slots else "raise max_cp"
+        limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"
+        self.check_longest(degrees[-1], limited if degrees[-1] < widest else wider)
+        return degrees
+
     def check_longest(self, cp: int, limit: str = "") -> None:
         """Raise PlanError if the longest document does not fit cp slots; `limit` explains why cp cannot be higher."""
         if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:

@@ -1,4 +1,4 @@
-"""Ways in which the same documents can be planned, compared by predicted time: types, partitions, degrees, fewer rows.
+"""Plans of forward passes, and what they are compared by: types, partitions of rows, degrees, fewer rows.
 
 Rows of a hybrid: zigzag rows make a causal ring even, but the bytes of states grow with documents; contiguous rows are
 one run a slot, and want an all-to-all of heads, which is even however rows are dealt out.
@@ -7,7 +7,7 @@ one run a slot, and want an all-to-all of heads, which is even however rows are 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from typing import Literal, NamedTuple
 
 from longspan.errors import LongspanError, PlanError, plural
@@ -17,6 +17,7 @@ from longspan.plan.micro_batch import PARTITIONS, PartitionKind, comm_type_text,
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
+from longspan.resolve.text import plan_type_text
 
 TYPES = ("a2a", "p2p")  # of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
 CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
@@ -49,13 +50,6 @@ def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
         return options
     levels = fit_level_sizes(sizes if isinstance(sizes, int) else tuple(sizes), cp)
     return replace(options, hierarchical_context_parallel_sizes=levels)
-
-
-def plan_type_text(plan: Plan) -> str:
-    groups = [group for group in chain.from_iterable(batch.groups for batch in plan.micro_batches) if group.degree > 1]
-    kinds = ((g.cp_comm_type,) if isinstance(g.cp_comm_type, str) else g.cp_comm_type for g in groups)
-    names = list(dict.fromkeys(chain.from_iterable(kinds)))
-    return comm_type_text(names, (group.hierarchical_context_parallel_sizes for group in groups)) if names else ""
 
 
 class PartitionChoice(NamedTuple):

@@ -17,15 +17,15 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Machine, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded, slot_rows
 from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.plan.micro_batch import comm_type_text
-from longspan.plan.ways import (
+from longspan.resolve.evaluation import (
     PartitionChoice,
     compare_degrees,
     compare_partitions,
     list_type_options,
     plan_evaluation,
-    plan_type_text,
     widest_degree,
 )
+from longspan.resolve.text import plan_type_text
 from tests.plan.cases import bounded, plans
 
 # ---- pipelines: (p - 1) / v micro-batches' time of a stage, over the M that it works (Narayanan et al. 2021)

@@ -20,14 +20,18 @@ from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Link, Machine, plan_fixed, read_plans
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.plan.ways import compare_degrees
+from longspan.resolve.choice import PlanChoice, StepPlanner, plan_by_custom_planner, plan_steps
+from longspan.resolve.evaluation import compare_degrees
+from longspan.resolve.facts import Facts
+from longspan.resolve.memory import find_run_cost
+from longspan.resolve.resolved import choose_degree, resolve
+from longspan.resolve.text import RankedWay, planner_reason
+from longspan.resolve.ways import Way, set_usual_mode
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
-from longspan.train.plans.resolve import _planner_reason, choose_degree, choose_planner, set_world_machine
-from longspan.train.plans.run_cost import plan_by_custom_planner
-from tests.train.plans.own_things import Slow, slow
+from longspan.train.world_facts import set_world_machine
+from tests.resolve.own_things import Slow, slow
 from tests.train.small import small_config, train_rank, write_texts
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
@@ -185,21 +189,20 @@ def test_the_choice_is_that_of_which_degree() -> None:
 
 
 def test_a_choice_of_plans_is_said_in_plain_words() -> None:
-    cost = replace(Cost(), source="")
-    dynamic = PlanChoice.dynamic(cost=cost)
-    fixed = {degree: PlanChoice.fixed(degree, cost=cost) for degree in (1, 2, 4)}
-    ways = [(1.0, fixed[2]), (0.998, dynamic), (1.02, fixed[1]), (1.8, fixed[4])]
+    fixed = {cp: RankedWay("fixed", cp, 8192, seconds, priced=False) for cp, seconds in ((2, 1.0), (1, 1.02), (4, 1.8))}
+    dynamic = RankedWay("dynamic", 0, 8192, 0.998, priced=False)
     words = "as fast as dynamic, 2 % faster than degree 1, 1.8 times as fast as degree 4"
-    assert _planner_reason(ways) == f"fixed, degree 2 (predicted {words})"
-    priced = PlanChoice.dynamic(cost=replace(Cost(), source="H200"))
+    assert planner_reason([fixed[2], dynamic, fixed[1], fixed[4]]) == f"fixed, degree 2 (predicted {words})"
     words = "0.5 s a step, 5 % faster than degree 2"
-    assert _planner_reason([(0.5, priced), (0.525, fixed[2])]) == f"dynamic (predicted {words})"
+    ways = RankedWay("dynamic", 0, 8192, 0.5), RankedWay("fixed", 2, 8192, 0.525)
+    assert planner_reason(ways) == f"dynamic (predicted {words})"
 
 
 def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
     """Each choice is compared with plans made one by one; dynamic plans must gain a hundredth."""
-    home, cost, own = Layout(ranks=8), Machine.known("H200").cost(QWEN3_8B), {"model.config": "folder"}
-    uneven, even, limit = [[40_000, *[3000] * 40]] * 2, [[8192] * 64], {"context.max_tokens_per_slot": 8192}
+    home, own, limit = Layout(ranks=8), {"model.config": "folder"}, {"context.max_tokens_per_slot": 8192}
+    machine = Machine.known("H200")
+    uneven, even = [[40_000, *[3000] * 40]] * 2, [[8192] * 64]
     cases: list[tuple[dict[str, object], list[list[int]], str]] = [
         ({}, uneven, "dynamic"),
         ({}, even, "fixed"),
@@ -211,17 +214,19 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
     ]
     for keys, steps, planner in cases:
         given = load_config(None, own | limit | keys)
-        prices: Any = {"longest": max(map(max, steps)), "cost": cost, "heads": 32}
-        config, reason = choose_planner(given, steps, home, **prices)
-        context, evaluation = config.context, config.context.evaluation
+        facts = Facts(home=home, machine=machine, model=QWEN3_8B, lengths_of_step=steps.__getitem__, steps=len(steps))
+        resolved = resolve(given, facts)
+        context, evaluation = resolved.config.context, resolved.config.context.evaluation
+        reason = resolved.reasons.planner
         assert (context.planner, evaluation.planner) == (planner, planner), keys
         is_given = "context.context_parallel_size" in keys or (planner == "dynamic" and keys)
-        assert bool(reason) != bool(is_given) and (config == given) == bool(is_given), (keys, reason)
+        assert bool(reason) != bool(is_given), (keys, reason)
+        assert (resolved.config == set_usual_mode(given)) == bool(is_given), keys
         if planner == "dynamic" or is_given:
             continue
-        seconds = dict[int, float]()
+        seconds, cost = dict[int, float](), Way(resolved.config, facts).cost()
         for degree in (1, 2, 4, 8):
-            one = replace(PlanChoice.training(config, cost=cost, heads=32), degree=degree)
+            one = replace(PlanChoice.training(resolved.config, cost=cost, heads=32), degree=degree)
             with suppress(PlanError):
                 seconds[degree] = sum(one.plan(step, home).predicted_seconds for step in steps)
         assert seconds[context.context_parallel_size] == min(seconds.values())
@@ -230,12 +235,13 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
         assert (8 in seconds) and (1 in seconds) == (max(map(max, steps)) <= 8192)
         # evaluation chooses its own degree, but a padded one, which is not compared, has training's
         assert evaluation.context_parallel_size == (context.context_parallel_size if planner == "padded" else 0)
-    one_slot, reason = choose_planner(
-        load_config(None, own), [[100]], Layout(ranks=1), longest=100, cost=cost, heads=32
-    )
-    assert (one_slot.context.planner, one_slot.context.context_parallel_size, reason) == ("fixed", 1, "")
-    with pytest.raises(ConfigError, match=r"context_parallel_size.*8 slots.*70000"):
-        choose_planner(load_config(None, own | limit), uneven, home, longest=70_000, cost=cost, heads=32)
+    one = Facts(home=Layout(1), machine=machine, model=QWEN3_8B, lengths_of_step=lambda step: [100], steps=1)
+    one_slot = resolve(load_config(None, own), one)
+    context = one_slot.config.context
+    assert (context.planner, context.context_parallel_size, one_slot.reasons.planner) == ("fixed", 1, "")
+    facts = replace(one, home=home, longest=70_000, lengths_of_step=uneven.__getitem__, steps=2)
+    with pytest.raises(PlanError, match=r"70000 rows, more than the \d+ that cp"):
+        resolve(load_config(None, own | limit), facts)
 
 
 def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
@@ -266,7 +272,7 @@ def test_what_auto_makes_of_the_other_keys() -> None:
 
 # ---- planners of one's own, taken by their dotted names, and costs
 
-OWN = "tests.train.plans.own_things."
+OWN = "tests.resolve.own_things."
 FEW = (90, 7, 40, 12)
 
 

@@ -1,26 +1,28 @@
 """The plans of steps and evaluations from the configuration: planner, degree and options (`PlanChoice`).
 
-Planning itself is in `longspan.plan`, what plans are priced by in `run_cost.py`, and which documents a step takes in
-`order.py`. No torch and no process group.
+`context.planner` may be a dotted name: the planner is called as `plan_dynamic` is (docs/planning.md). What a
+configuration leaves open is decided in `resolved.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
+from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection
+from longspan.config.plan_section import ONE_DEGREE, PLANNERS, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import StepOrder
-from longspan.errors import ConfigError, LongspanError, plural
+from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, heads_allow_degree, replace_argument_names
+from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.planners.fixed import smallest_fitting_degree
-from longspan.plan.planners.options import PlanKeywords
-from longspan.plan.ways import options_at_degree, plan_evaluation, widest_degree
-from longspan.train.plans.run_cost import cost_without_model, plan_by_custom_planner
+from longspan.plan.planners.options import PlanKeywords, Request
+from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_degree
+from longspan.resolve.memory import cost_without_model
 
 KEYS = {  # of a section of plans, by the planners' arguments
     "cp": "context_parallel_size",
@@ -56,7 +58,7 @@ class PlanChoice:
     """
 
     planner: str
-    degree: int  # of fixed and padded plans; 0: the smallest that holds the documents
+    degree: int  # of fixed and padded plans; 0: not chosen yet, and the smallest that holds the documents
     min_degree: int  # of dynamic plans
     max_degree: int  # of dynamic plans; 0: no limit
     options: PlanOptions  # its cost is that of one device
@@ -95,11 +97,16 @@ class PlanChoice:
         return cls._from_section(entry, options, entry.prefix)
 
     @classmethod
+    def unpriced(cls, section: PlanSection, config: RunConfig, prefix: str, heads: int | None = None) -> "PlanChoice":
+        """Choose by the keys of a section, without a price: for checks."""
+        return cls._from_section(section, _section_options(section, config, DEFAULT_COST, heads), prefix)
+
+    @classmethod
     def _from_section(cls, section: PlanSection, options: PlanOptions, prefix: str) -> "PlanChoice":
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
-        planner = "dynamic" if section.planner == AUTO else section.planner  # until a run chooses
+        planner = "dynamic" if section.planner == AUTO else section.planner  # until it is resolved
         return cls(planner, degree, *degrees, options, prefix)
 
     @property
@@ -186,7 +193,7 @@ class PlanChoice:
     def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
         """Raise ConfigError, with the keys, where a document of `longest` tokens (`title`) cannot be planned."""
         try:
-            self.plan((longest,), home)
+            self.check_fits(longest, home)
         except LongDocumentError as error:
             rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
             degree = f"{self.degree_key} {self.degree or AUTO}"
@@ -196,12 +203,54 @@ class PlanChoice:
             keys = {argument: self.prefix + key for argument, key in KEYS.items()}
             raise ConfigError(replace_argument_names(str(error), keys)) from error
 
+    def check_fits(self, longest: int, home: Layout) -> None:
+        """Raise PlanError where no plan can hold a document of `longest` tokens, or the options are impossible."""
+        if not (self.has_one_degree or self.planner == "dynamic"):  # what a planner of one's own allows, it alone knows
+            self.plan((longest,), home)
+            return
+        if self._surely_fits(longest, home):
+            return
+        options = self.options
+        if self.has_one_degree:
+            degree = self.degree or smallest_fitting_degree((longest,), home, options)
+            options = options if self.degree else options_at_degree(options, degree)
+            Request.from_arguments((longest,), home, options).check_degree(home, degree)
+        else:
+            request = Request.from_arguments((longest,), home, options)
+            request.check_degrees(self.min_degree, self.max_degree or None)
+
+    def _surely_fits(self, longest: int, home: Layout) -> bool:
+        """Whether slots and rows hold a document, and no heads or levels limit degrees; False: ask the planner."""
+        options = self.options
+        if "a2a" in self.comm_types or options.hierarchical_context_parallel_sizes:
+            return False
+        degree = (self.degree if self.has_one_degree else min(self.max_degree, home.slots)) or home.slots
+        rows = options.rows
+        holds = rows is None or longest <= rows * degree
+        return holds and (home.slots % degree == 0 if self.has_one_degree else self.min_degree <= degree)
+
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
     """List the degrees 1, 2, 4, … and all slots, as far as they divide the slots and suit a choice's heads."""
     powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
     divisors = sorted(degree for degree in powers if home.slots % degree == 0)
     return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))
+
+
+def list_choices(choice: PlanChoice, home: Layout, lengths_differ: bool) -> Iterator[PlanChoice]:
+    """List what a planner "auto" and a degree 0 may become, the others as they are.
+
+    Dynamic plans of documents of one length gain nothing. Degrees are powers of two that divide the slots, and all.
+    """
+    degree, planners = choice.degree, [choice.planner]
+    if choice.planner == AUTO:
+        degree, planners = 0, ["dynamic"] * (lengths_differ and home.slots > 1) + ["fixed"]
+    for one in (replace(choice, planner=planner, degree=degree) for planner in planners):
+        if degree or not one.has_one_degree:
+            yield one
+            continue
+        for cp in degrees_to_compare(home, one):
+            yield replace(one, degree=cp, options=options_at_degree(one.options, cp))
 
 
 def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
@@ -244,3 +293,52 @@ def plan_steps(choice: PlanChoice, order: StepOrder, home: Layout, *, ahead: int
     plans take a millisecond and are made when their step begins.
     """
     return PlanAhead(StepPlanner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
+
+
+# ---- planners of one's own
+
+
+def check_planner_exists(name: str, key: str) -> None:
+    """Raise ConfigError, with the key that names it, for a planner that does not exist."""
+    if name in PLANNERS:
+        return
+    if "." not in name:
+        raise ConfigError(
+            f"{key} is {name!r}; {nearest_hint(name, (AUTO, *PLANNERS))}, or a function of your own with its module, "
+            "as in 'my_module.my_planner' (docs/planning.md)"
+        )
+    _import_planner(name, key)
+
+
+def _import_planner(name: str, key: str) -> Callable[..., Any]:
+    planner = import_object(name, f"{key} is {name!r}")
+    if not callable(planner):
+        raise ConfigError(f"{key} {name!r} is no function; name one of lengths, home and options that returns a Plan")
+    return planner
+
+
+def plan_by_custom_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
+    """Plan by a planner of one's own: its plan is checked, and completed by the options.
+
+    Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
+    and slots, and for a plan that is not sound or exceeds the limit of rows.
+    """
+    request, planner = Request.from_arguments(lengths, home, options), _import_planner(name, key)
+    if not request.lengths:  # a planner need not know what to do with a step without documents
+        return request.make_plan((), name)
+    documents, slots = plural(len(request.lengths), "document"), plural(home.slots, "slot")
+    try:
+        plan = planner(request.lengths, home, options=options)
+    except LongspanError:
+        raise
+    except Exception as error:  # whatever somebody's function raises
+        raise PlanError(f"{key} {name!r} failed for {documents} on {slots}: {type(error).__name__}: {error}") from error
+    if not isinstance(plan, Plan) or (plan.slots, plan.lengths) != (home.slots, request.lengths):
+        raise PlanError(
+            f"{key} {name!r} returned {plan if isinstance(plan, Plan) else type(plan).__name__}; it must return a "
+            f"longspan.Plan of {slots} (home.slots) and of the {documents} that it received, in their order"
+        )
+    try:
+        return request.make_plan(plan.micro_batches, name)
+    except PlanError as error:
+        raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error

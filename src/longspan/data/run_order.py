@@ -1,19 +1,17 @@
 """The documents that a run's steps take, their order and how often, and the lines of output about them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
 from longspan.config.defaults import is_demo, set_steps
 from longspan.config.sections import RunConfig
-from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture, ShuffledSource
 from longspan.errors import ConfigError, plural
 from longspan.plain_text import number_text
-from longspan.train.optim.schedule import Schedule
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
 MANY_TIMES = 10  # a run that reads documents more often is cautioned
@@ -21,10 +19,10 @@ HELD_OUT, ONE_IN = 32, 10  # texts held out by default: one in so many, at most 
 DEMO_HELD_OUT = 8  # of a tiny preset at most so many
 
 
-def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunConfig:
+def set_epoch_steps(config: RunConfig, order: StepOrder, log: Callable[[str], None]) -> RunConfig:
     """Set the number of steps that `train.epochs` takes, and log what is unusual about how often documents are read.
 
-    Raises ConfigError for no step, and for a schedule that does not fit the steps.
+    Raises ConfigError for no step.
     """
     train = config.train
     if train.epochs:
@@ -36,7 +34,6 @@ def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunCon
                 f"on; give at least {1 / documents:.1g}, or train.steps in its place"
             )
         config = set_steps(config, steps)
-        Schedule.of(config.train)  # raises where the schedule does not fit
         counted = f" of {train.epochs_of}" if train.epochs_of else ""
         warm_up = plural(config.train.warmup_steps, "step") if config.train.warmup_steps else "none"
         log(f"train.epochs {train.epochs:g}{counted}: {plural(steps, 'step')}; warm-up: {warm_up}")

@@ -1,75 +1,22 @@
-"""What a run's plans are priced by, what decides its plan of memory, and a planner of the user's own. No torch.
+"""What a run's plans are priced by, and the keys that decide its plan of memory."""
 
-`context.planner` may be a dotted name: the planner is called as `plan_dynamic` is (docs/planning.md). Whether a machine
-suits the hosts of a world is checked in `resolve.py`.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
-from longspan.config.file import nearest_hint
-from longspan.config.keys import AUTO
-from longspan.config.plan_section import ONE_DEGREE, PLANNERS
-from longspan.config.sections import RunConfig, TrainConfig, chooses_measures, given_checkpointing
-from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
+from longspan.config.sections import RunConfig, chooses_measures, given_checkpointing
+from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, FixedMemory, MemorySettings, Plan, PlanOptions
+from longspan.plan import Cost, FixedMemory, MemorySettings
+from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
 from longspan.plan.memory.settings import MOMENTS
-from longspan.plan.planners.options import Request
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
-
-
-def check_planner_exists(name: str, key: str) -> None:
-    """Raise ConfigError, with the key that names it, for a planner that does not exist."""
-    if name in PLANNERS:
-        return
-    if "." not in name:
-        raise ConfigError(
-            f"{key} is {name!r}; {nearest_hint(name, (AUTO, *PLANNERS))}, or a function of your own with its module, "
-            "as in 'my_module.my_planner' (docs/planning.md)"
-        )
-    _import_planner(name, key)
-
-
-def _import_planner(name: str, key: str) -> Callable[..., Any]:
-    planner = import_object(name, f"{key} is {name!r}")
-    if not callable(planner):
-        raise ConfigError(f"{key} {name!r} is no function; name one of lengths, home and options that returns a Plan")
-    return planner
-
-
-def plan_by_custom_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
-    """Plan by a planner of one's own: its plan is checked, and completed by the options.
-
-    Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
-    and slots, and for a plan that is not sound or exceeds the limit of rows.
-    """
-    request, planner = Request.from_arguments(lengths, home, options), _import_planner(name, key)
-    if not request.lengths:  # a planner need not know what to do with a step without documents
-        return request.make_plan((), name)
-    documents, slots = plural(len(request.lengths), "document"), plural(home.slots, "slot")
-    try:
-        plan = planner(request.lengths, home, options=options)
-    except LongspanError:
-        raise
-    except Exception as error:  # whatever somebody's function raises
-        raise PlanError(f"{key} {name!r} failed for {documents} on {slots}: {type(error).__name__}: {error}") from error
-    if not isinstance(plan, Plan) or (plan.slots, plan.lengths) != (home.slots, request.lengths):
-        raise PlanError(
-            f"{key} {name!r} returned {plan if isinstance(plan, Plan) else type(plan).__name__}; it must return a "
-            f"longspan.Plan of {slots} (home.slots) and of the {documents} that it received, in their order"
-        )
-    try:
-        return request.make_plan(plan.micro_batches, name)
-    except PlanError as error:
-        raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error
 
 
 KEY = "run.machine"
@@ -78,7 +25,7 @@ KEY = "run.machine"
 def cost_without_model(config: RunConfig) -> Cost:
     """Return the cost of a Qwen3-8B, as no model is known here, on the machine of `run.machine`, or the default."""
     machine = read_run_machine(config)
-    return machine.cost(QWEN3_8B) if machine else Cost()
+    return machine.cost(QWEN3_8B) if machine else DEFAULT_COST
 
 
 def read_run_machine(config: RunConfig) -> Machine | None:
@@ -90,26 +37,31 @@ def read_run_machine(config: RunConfig) -> Machine | None:
     return _read_machine_once(config.run.machine) if config.run.machine else None
 
 
+def run_machine(config: RunConfig, *, gpu: bool) -> Machine:
+    """Return the machine that prices a run: `run.machine`, else H200s or CPUs."""
+    return read_run_machine(config) or (Machine.known("H200") if gpu else Machine.cpus())
+
+
 def find_run_cost(
     config: RunConfig,
     model_config: Any,
     log: Callable[[str], None],
     *,
     gpu: bool,
+    machine: Machine | None = None,
     slots: int = 0,
     target_share: float = 1.0,
     memory: "MemoryPlan | None" = None,
 ) -> Cost:
-    """Return what plans are priced by: the model on `run.machine`, else on H200s or on CPUs.
+    """Return what plans are priced by: the model on a machine (None: that of `run.machine`, else H200s or CPUs).
 
     The cost includes recomputation, and what FSDP2 gathers and sums over so many `slots` (0: nothing), as a
     plan of `memory` chose if given. `target_share` of rows predict. On CPUs `Cost.source` is "": no time is shown. A
     model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
     """
-    machine = read_run_machine(config) or (Machine.known("H200") if gpu else Machine.cpus())
     try:
         settings = run_cost_settings(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
-        return machine.cost(model_config, settings)
+        return (machine or run_machine(config, gpu=gpu)).cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}")
         return Cost() if gpu else replace(Cost(), source="")
@@ -148,8 +100,12 @@ def _read_machine_once(file: str) -> Machine:
     return read_machine(file, KEY)
 
 
-def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: int = 0) -> MemorySettings:
+def run_memory_settings(
+    config: RunConfig, *, gpu: bool = True, encoder_rows: int = 0, state_numbers: float | None = None
+) -> MemorySettings:
     """Read the settings of a run's plan of memory; those that the plan may choose have the values of their keys.
+
+    The optimizer keeps `state_numbers` for each weight (None: those of its name).
 
     >>> run_memory_settings(RunConfig()).state_numbers
     2.0
@@ -159,7 +115,7 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
     return MemorySettings(
         parameter_bytes=DTYPE_BYTES[config.model.dtype],
         compute_bytes=DTYPE_BYTES[computed],
-        state_numbers=optimizer_state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
+        state_numbers=MOMENTS[train.optimizer] if state_numbers is None else state_numbers,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
         adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
@@ -180,31 +136,6 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
         encoder_recomputed=config.encoder.recompute,
         encoder_trained=config.encoder.train or encoder_default(config),
     )
-
-
-def optimizer_state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
-    """Return how many numbers of state the optimizer keeps for each weight, counted on a small matrix if need be."""
-    if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
-        return 1.0
-    if train.optimizer in MOMENTS:
-        return MOMENTS[train.optimizer]
-    import torch
-
-    from longspan.model.load import torch_dtype
-    from longspan.train.optim.optimizer import OptimizerChoice
-
-    matrix = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch_dtype("float32" if lora else dtype)))
-    matrix.grad = torch.zeros_like(matrix)
-    optimizer = OptimizerChoice.from_section(train).build([matrix])
-    optimizer.step()
-    size = sum(x.nbytes for x in optimizer.state[matrix].values() if isinstance(x, torch.Tensor))
-    return round(size / matrix.nbytes, 3)  # rounded: the count of steps does not show
-
-
-def leaves_plans_open(config: RunConfig) -> bool:
-    """Return whether the keys leave the planner of training, or its one degree, to be chosen."""
-    context = config.context
-    return context.planner == AUTO or (context.planner in ONE_DEGREE and not context.context_parallel_size)
 
 
 def can_be_free(config: RunConfig, home: Layout) -> bool:

@@ -1,0 +1,109 @@
+"""A run on GPUs that words name: its checked keys, its model, and the facts that decide. No GPU, no torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longspan.cli.plans.question import Gpus
+from longspan.config.sections import RunConfig, check_memory_keys
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.model.presets import PRESETS, find_published_preset
+from longspan.plan import MemoryBudget
+from longspan.plan.memory.settings import GPU_SHARE
+from longspan.plan.shape.layers import ConfigReader
+from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, read_experts
+from longspan.plan.shape.positions import can_scale_positions, position_limit
+from longspan.resolve.choice import home_of
+from longspan.resolve.facts import Facts
+from longspan.run.checks import (
+    check_keys_needed_by_keys,
+    check_lora,
+    check_model_keys,
+    check_mtp_section,
+    check_number_bounds,
+    check_parallel,
+    check_plans,
+    check_precision,
+)
+from longspan.train.optim.state_numbers import optimizer_state_numbers
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """A run of a configuration on GPUs. `model` names the model to planners."""
+
+    config: RunConfig
+    gpus: Gpus
+    model: Any
+
+    @classmethod
+    def with_model(cls, config: RunConfig, gpus: Gpus) -> "GpuRun":
+        check_model_keys(config, training=False)  # train.lr may be left out, as nothing is trained here
+        check_number_bounds(config, training=False)
+        home = home_of(config.parallel, gpus.count)
+        for check in (check_precision, check_keys_needed_by_keys, check_lora, check_mtp_section):
+            check(config)
+        check_memory_keys(config.train, gpu=True)
+        check_parallel(config, home)
+        # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
+        # data.eval_documents is 0), but not those of named evaluation sets.
+        check_plans(replace(config, eval=()), home, training=True)
+        model: Any = config.model.source
+        if name := find_published_preset(model) if model else config.model.preset_name:
+            preset = PRESETS[name]  # with an embedding row for each id of the run's tokenizer if it gives no number
+            model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
+        ModelShape.of(model, depths=config.mtp.depths)  # raises for a model without sizes
+        if home.ep > 1 and not read_experts(model).of_layer:  # in the words of a run that has loaded the model
+            read = ConfigReader.read_whole_model(model)
+            classes = read.value("architectures") or [read.model_type or read.where]
+            raise PlanError(experts_missing_text(home.ep, str(classes[0])))
+        return cls(config, gpus, model)
+
+    @property
+    def home(self) -> Layout:
+        return home_of(self.config.parallel, self.gpus.count)
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What a GPU and its share of the host may be filled with."""
+        device = self.config.train.memory_bytes or int(GPU_SHARE * self.gpus.bytes)
+        return MemoryBudget(device=device, host=self.gpus.host_bytes)
+
+    def facts(self, lengths_of_step: Callable[[int], Sequence[int]], steps: int, **more: Any) -> Facts:
+        train, lora = self.config.train, self.config.lora.rank > 0
+        return Facts(
+            home=self.home,
+            machine=self.gpus.machine,
+            model=self.model,
+            lengths_of_step=lengths_of_step,
+            steps=steps,
+            budget=self.budget,
+            state_numbers=optimizer_state_numbers(train, lora=lora, dtype=self.config.model.dtype),
+            **more,
+        )
+
+    def facts_of_step(self, lengths: Sequence[int]) -> Facts:
+        """The facts of one step of these documents."""
+        return self.facts(lambda step: lengths, 1, longest=max(lengths))
+
+
+def scale_positions(config: RunConfig, model: Any, longest: int) -> RunConfig:
+    """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
+    limit = position_limit(model)
+    if limit is None or longest <= limit or config.model.rope_scaling or not can_scale_positions(model):
+        return config
+    return replace(config, model=replace(config.model, rope_scaling="yarn"))
+
+
+def position_notes(config: RunConfig, model: Any, longest: int) -> Iterator[str]:
+    """What an answer says about a document that is longer than the positions of the model."""
+    limit, scaling = position_limit(model), config.model.rope_scaling
+    if limit is None or longest <= limit:
+        return
+    text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
+    if scaling:
+        times = f"{longest / limit:,.1f}".removesuffix(".0")
+        yield f"{text}: model.rope_scaling = {scaling!r} stretches them {times} times"
+    else:
+        yield f"{text}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"

@@ -1,0 +1,120 @@
+"""What a choice of plans depends on besides the keys: ranks, machine, bytes, the model, documents of coming steps.
+
+Who resolves a configuration has these from a world (`longspan train`), or from words (`longspan plan --gpu h100`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from longspan.layout import Layout
+from longspan.plan import Machine, MemoryBudget
+from longspan.plan.shape.model_shape import read_experts
+
+MOST_STEPS = 1024  # of a run whose documents are looked at
+TIMED_STEPS = 8  # whose seconds count, evenly apart
+FEW_STEPS = 4  # of which each is planned, and must fit
+Lengths = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The ranks, GPUs, model and documents of a run.
+
+    >>> Facts(home=Layout(8), machine=machine, model=config, lengths_of_step=order.lengths_of_step, steps=100)
+
+    `model` names the model to planners, as a configuration, a dict like one or a folder. Of the `steps` of the run
+    `done` are over, and memory is planned for the others. `longest` is the longest document of all, if it is known.
+    """
+
+    home: Layout
+    machine: Machine
+    model: Any
+    lengths_of_step: Callable[[int], Sequence[int]]
+    steps: int
+    targets_of_step: Callable[[int], int | None] | None = None
+    done: int = 0
+    longest: int = 1
+    budget: MemoryBudget | None = None
+    """Bytes that a rank may fill; None: they are not known, and no memory is planned."""
+    gpu: bool = True
+    target_share: float = 1.0
+    """The share of tokens that are predicted."""
+    image_rows: float = 0.0
+    """Rows of images in a step, of all slots together."""
+    state_numbers: float | None = None
+    """Numbers that the optimizer keeps for each weight; None: those of the optimizer's name."""
+    scan_kernels: bool = True
+    """Whether state-space layers have their kernels here."""
+    evaluated: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    """The lengths of each evaluation set, by its name ("": held-out documents)."""
+
+    def on_home(self, home: Layout) -> "Facts":
+        return replace(self, home=home)
+
+    @cached_property
+    def heads(self) -> int | None:
+        """The query heads of each layer; None if none attends."""
+        config: Any = self.model
+        if hasattr(config, "get_text_config"):
+            return getattr(config.get_text_config(), "num_attention_heads", None)
+        from longspan.plan.shape.model_shape import read_query_heads
+
+        return read_query_heads(config)
+
+    @cached_property
+    def expert_count(self) -> int:
+        """Experts of a layer; 0 for a model without any."""
+        return read_experts(self.model).of_layer
+
+    @cached_property
+    def timed_steps(self) -> tuple[int, ...]:
+        """The steps whose seconds are compared: of the whole run, so that one that is resumed chooses the same."""
+        return evenly(max(1, min(self.steps, MOST_STEPS)), TIMED_STEPS)
+
+    @cached_property
+    def coming_steps(self) -> range:
+        return range(self.done, min(self.steps, self.done + MOST_STEPS))
+
+    @cached_property
+    def heaviest_steps(self) -> tuple[int, ...]:
+        """Of the coming steps the one with the longest document, and the one with most tokens."""
+        lengths = {step: self.lengths(step) for step in self.coming_steps}
+        if not lengths:
+            return ()
+        longest_step = max(lengths, key=lambda step: max(lengths[step], default=0))
+        return tuple(sorted({longest_step, max(lengths, key=lambda step: sum(lengths[step]))}))
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether so few steps are to come that all of them are planned."""
+        return self.steps - self.done <= FEW_STEPS
+
+    @cached_property
+    def longest_document(self) -> int:
+        """The longest document of the run, as far as it is known."""
+        steps = {*self.heaviest_steps, *self.timed_steps}
+        return max(self.longest, 1, *(max(self.lengths(step), default=1) for step in steps))
+
+    @cached_property
+    def most_tokens(self) -> int:
+        """The most tokens of a step that is looked at."""
+        return max(1, *(sum(self.lengths(step)) for step in (*self.heaviest_steps, *self.timed_steps)))
+
+    @cached_property
+    def lengths_differ(self) -> bool:
+        steps = {*self.heaviest_steps, *self.timed_steps}
+        return len({n for step in steps for n in self.lengths(step)}) > 1
+
+    def lengths(self, step: int) -> Lengths:
+        return tuple(int(n) for n in self.lengths_of_step(step))
+
+    def targets(self, step: int) -> int | None:
+        return self.targets_of_step(step) if self.targets_of_step else None
+
+
+def evenly(count: int, most: int) -> tuple[int, ...]:
+    """At most `most` numbers below `count`, evenly apart, the first one among them."""
+    most = min(count, most)
+    return tuple(i * count // most for i in range(most))

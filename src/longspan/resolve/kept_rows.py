@@ -1,0 +1,106 @@
+"""The rows of a slot that a run keeps in its folder: those of its first start hold again for the same ranks and keys.
+
+Where a rank runs out of memory in the warm-up, they are halved, and the run begins anew.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from longspan.config.keys import AUTO
+from longspan.config.sections import RunConfig
+from longspan.errors import CommError, ConfigError
+from longspan.files import read_json, write_atomically
+from longspan.resolve.choice import plan_row_multiple
+from longspan.resolve.resolved import set_evaluation_rows
+
+FILE = "max_tokens_per_slot.json"  # in the run's folder
+# Keys on which the rows of a slot depend, besides those of whole sections.
+_SECTIONS = ("model", "parallel", "context", "lora", "mtp", "encoder")
+_KEYS = {
+    "data": ("tokenizer", "vocab_size"),
+    "train": (
+        *("optimizer", "optimizer_arguments", "stochastic_rounding"),
+        *("activation_checkpointing", "offload_activations", "memory", "offload_states"),
+        *("mlp_tile_rows", "fused_norms", "float8", "memory_bytes"),
+    ),
+}
+
+
+class SlotRowsError(ConfigError):
+    """A rank that ran out of memory before step 1; with "auto" rows the run begins anew with half of them."""
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """The `rows` of a slot in a micro-batch, halved from those `planned`, on `ranks` many ranks under these keys."""
+
+    rows: int
+    planned: int
+    ranks: int
+    keys: dict[str, Any]
+
+    @property
+    def line(self) -> str:
+        halved = f" (of {self.planned:,}, for which a rank had no memory)" if self.rows < self.planned else ""
+        return f"max_tokens_per_slot: {self.rows:,} rows{halved}"
+
+
+def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
+    """Read the rows that an earlier start chose on as many ranks, under these keys; None if there are none."""
+    file, keys = Path(config.run.dir) / FILE, keys_that_decide_rows(config)
+    if not file.is_file():
+        return None
+    try:
+        slot_rows = SlotRows(**read_json(file))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged: {error}; remove it and rows are chosen again") from error
+    return slot_rows if slot_rows.ranks == ranks and slot_rows.keys.items() >= keys.items() else None
+
+
+def keep_rows(config: RunConfig, rows: int, ranks: int) -> SlotRows:
+    """Keep the rows that were chosen for this configuration."""
+    slot_rows = SlotRows(rows, rows, ranks, keys_that_decide_rows(config))
+    write_atomically(Path(config.run.dir) / FILE, json.dumps(vars(slot_rows), indent=1))
+    return slot_rows
+
+
+def ran_short_of_memory(error: BaseException) -> bool:
+    """Return whether an error is SlotRowsError, or that of another rank, which quotes it."""
+    return isinstance(error, SlotRowsError) or (isinstance(error, CommError) and SlotRowsError.__name__ in str(error))
+
+
+def halve_saved_rows(config: RunConfig) -> None:
+    """Halve the rows that a run has kept in its folder; for the first rank."""
+    file, multiple = Path(config.run.dir) / FILE, plan_row_multiple(config.parallel)
+    values = read_json(file)
+    rows = max(1, values["rows"] // 2 // multiple) * multiple
+    write_atomically(file, json.dumps(values | {"rows": rows}, indent=1))
+
+
+def set_eval_rows_of_training(config: RunConfig) -> RunConfig:
+    """Put the rows that the run chose for training in place of "auto" of evaluation."""
+    if config.context.evaluation.max_tokens_per_slot != AUTO:
+        return config
+    file = Path(config.run.dir) / FILE
+    try:
+        rows = int(read_json(file)["rows"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f'context.eval_max_tokens_per_slot is "{AUTO}", the rows that training has chosen, and {file} does not '
+            f"say them ({error}); give a number of rows"
+        ) from error
+    return set_evaluation_rows(config, rows)
+
+
+def keys_that_decide_rows(config: RunConfig) -> dict[str, Any]:
+    values = config.tables()
+    names = {section: tuple(values[section]) for section in _SECTIONS} | _KEYS
+    keys = {f"{section}.{key}": values[section][key] for section in names for key in names[section]}
+    return json.loads(json.dumps(keys))  # tuples become lists, so that they equal those read from a file
+
+
+def set_rows(config: RunConfig, rows: int) -> RunConfig:
+    """Give training, and evaluations with "auto", these rows of a slot."""
+    return set_evaluation_rows(replace(config, context=replace(config.context, max_tokens_per_slot=rows)), rows)

@@ -1,0 +1,45 @@
+"""The longest document that fits: a search over memory alone, on plans of one document."""
+
+from dataclasses import replace
+
+from longspan.config.keys import AUTO
+from longspan.config.sections import RunConfig
+from longspan.plan import MicroBatch, Plan
+from longspan.plan.memory.memory_plan import any_choice_fits, largest_number_that_fits
+from longspan.resolve.facts import Facts
+from longspan.resolve.ways import UNIT, Way
+
+MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
+
+
+def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
+    """Find the most tokens of one document that fit, and return them with their way; 0 where not even one UNIT fits.
+
+    The degree is the one that is given, or all slots. A slot has whole multiples of UNIT rows (rounded up to what plans
+    need), and at most MOST_ROWS. Only memory is computed for each length that is tried, on the plan of a short document
+    changed to that length, for planning each would be slow; the longest that fits is planned anew, and shortened by
+    1/256 at a time until its own plan fits too.
+    """
+    way, home, budget = Way(config, facts), facts.home, facts.budget
+    assert budget is not None
+    degree = (way.choice.degree if way.choice.has_one_degree else 0) or home.slots
+    multiple = 2 * way.choice.options.row_multiple
+    unit = -(-UNIT // multiple) * multiple
+    way = way.with_context(planner="fixed", context_parallel_size=degree, max_tokens_per_slot=0)
+    short = way.choice.plan((unit * degree,), home)
+
+    def plan_of(units: int) -> Plan:
+        (group,) = short.micro_batches[0].groups
+        if way.choice.options.cp_comm_type == AUTO:  # another length may get another type
+            group = replace(group, cp_comm_type=AUTO, hierarchical_context_parallel_sizes=None)
+        tokens = units * unit * degree
+        group = replace(group, lengths=(tokens,), pad_to=None)
+        return replace(short, lengths=(tokens,), micro_batches=(MicroBatch((group,)), *short.micro_batches[1:]))
+
+    def fits(plan: Plan) -> bool:
+        return any_choice_fits(way.memory_needs([plan]), budget, way.fixed_memory)
+
+    most = largest_number_that_fits(lambda units: fits(plan_of(units)), MOST_ROWS // unit)
+    while most and not fits(way.choice.plan((most * unit * degree,), home)):  # attention may be shared in another way
+        most = max(0, most - 1 - most // 256)
+    return most * unit * degree, way.with_context(max_tokens_per_slot=max(1, most) * unit)

@@ -1,0 +1,238 @@
+"""`resolve`: what a configuration leaves open ("auto", and a degree 0) is decided here, once for every caller.
+
+First the partition of a hybrid's rows, then planner, degree, rows of a slot, mode and memory (`ways.py`), then the
+degrees of evaluations. Evaluations with "auto" have training's planner and rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import ONE_DEGREE, EvalConfig
+from longspan.config.sections import RunConfig, set_evaluations
+from longspan.errors import ConfigError, PlanError, plural
+from longspan.layout import Layout
+from longspan.plan import Cost, MemoryPlan, PlanOptions
+from longspan.plan.memory.stage_bytes import ModelNumbers
+from longspan.resolve.choice import PlanChoice
+from longspan.resolve.evaluation import PartitionChoice, compare_degrees, compare_partitions
+from longspan.resolve.facts import Facts
+from longspan.resolve.text import RankedWay, planner_reason
+from longspan.resolve.ways import Given, Ranking, Way, rank_ways, set_usual_mode
+
+PARTITION_STEPS = 4  # whose documents a hybrid's partition is chosen for
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """Why the choices are as they are: numbers for JSON, and lines for people."""
+
+    ways: tuple[RankedWay, ...] = ()  # the fastest first; empty where planner and degree were given
+    partition: str = ""  # of a hybrid
+    degrees: tuple[str, ...] = ()  # a line for each evaluation set whose degree was chosen
+    notes: tuple[str, ...] = ()  # what is unusual about prices
+
+    @property
+    def planner(self) -> str:
+        return planner_reason(self.ways) if self.ways else ""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration that leaves nothing open, its plan of memory (None: none is made), and the price of plans."""
+
+    config: RunConfig
+    memory: MemoryPlan | None
+    cost: Cost
+    reasons: Reasons = field(default_factory=Reasons)
+
+
+def resolve(config: RunConfig, facts: Facts, given: Given | None = None) -> Resolved:
+    """Decide what a configuration leaves open: planner, degree, type, rows of a slot, mode, measures of memory.
+
+    >>> resolve(config, Facts(home=Layout(8), machine=machine, model=model, lengths_of_step=lengths, steps=100)).config
+
+    The same for the same arguments, and made on one rank, as hosts may round times differently. Raises PlanError, with
+    the bytes, where nothing fits, ConfigError where no degree is possible.
+    """
+    config, partition = choose_partition(config, facts)
+    facts, unplanned = _leave_out_unknown_bytes(config, facts)
+    if is_open(config, facts):
+        resolved = settle(config, rank_ways(config, facts, given))
+    else:
+        notes = list[str]()
+        way = Way(set_usual_mode(config), facts)
+        resolved = Resolved(way.config, None, way.cost(notes=notes), Reasons(notes=tuple(notes)))
+    notes = (*unplanned, *resolved.reasons.notes)
+    reasons = replace(resolved.reasons, partition=partition, notes=notes)
+    return resolve_evaluations(replace(resolved, reasons=reasons), facts)
+
+
+def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
+    """Without a budget where the model's bytes cannot be counted; also returns a line that says why."""
+    if facts.budget is None:
+        return facts, ()
+    try:
+        ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
+    except PlanError as error:
+        line = f"memory: not planned, and the keys of [train] hold as they are: {error}"
+        return replace(facts, budget=None), (line,)
+    return facts, ()
+
+
+def is_open(config: RunConfig, facts: Facts) -> bool:
+    """Return whether planner, degree, rows, a mode that may be free or memory are left to be chosen."""
+    return leaves_plans_open(config) or config.context.max_tokens_per_slot == AUTO or facts.budget is not None
+
+
+def leaves_plans_open(config: RunConfig) -> bool:
+    """Return whether the keys leave the planner of training, or its one degree, to be chosen."""
+    context = config.context
+    return context.planner == AUTO or (context.planner in ONE_DEGREE and not context.context_parallel_size)
+
+
+def settle(config: RunConfig, ranking: Ranking) -> Resolved:
+    """Take the best way: its keys, those of evaluations that follow them, its memory and its cost.
+
+    Raises PlanError, with the bytes, where not even that one fits.
+    """
+    best = ranking.best
+    if best.seconds is None:
+        raise PlanError(best.refusal)
+    chosen, choice, notes = set_usual_mode(best.way.config), best.way.choice, list[str]()
+    if config.context.planner == AUTO and not choice.has_one_degree:
+        chosen = replace(chosen, context=replace(chosen.context, context_parallel_size=1))
+    chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)
+    ways = tuple(fit.ranked_way for fit in ranking.fits if fit.seconds is not None)
+    if not leaves_plans_open(config) or best.way.facts.home.slots == 1:
+        ways = ()
+    reasons = Reasons(ways=ways, notes=tuple(notes))
+    return Resolved(_follow_training(chosen), best.memory, best.way.cost(best.memory, notes), reasons)
+
+
+def _follow_training(config: RunConfig) -> RunConfig:
+    """Set the planner "auto" of evaluations, and a padded degree 0, which is not compared, to training's."""
+    context = config.context
+
+    def follow(entry: EvalConfig) -> EvalConfig:
+        if entry.planner == AUTO:
+            return replace(entry, planner=context.planner)
+        is_open = entry.planner == "padded" and not entry.context_parallel_size
+        return replace(entry, context_parallel_size=context.context_parallel_size) if is_open else entry
+
+    return set_evaluations(config, map(follow, config.evaluations))
+
+
+def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
+    """Put these rows of a slot in place of "auto" of evaluations, which keep less of a row than training."""
+    if config.context.evaluation.max_tokens_per_slot == AUTO:
+        config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
+    sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
+    return replace(config, eval=tuple(sets))
+
+
+def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
+    """Choose degree, type and levels for every evaluation set whose degree is open."""
+    entries, lines = list[EvalConfig](), list[str]()
+    for entry in resolved.config.evaluations:
+        choice = PlanChoice.evaluation(resolved.config, entry, cost=resolved.cost, heads=facts.heads)
+        lengths = [int(n) for n in facts.evaluated.get(entry.name, ())]
+        choice, line = choose_degree(choice, lengths, facts.home, name=entry.name)
+        entries.append(_set_chosen_degree(entry, choice) if line else entry)
+        lines += [line] if line else []
+    reasons = replace(resolved.reasons, degrees=tuple(lines))
+    return replace(resolved, config=set_evaluations(resolved.config, entries), reasons=reasons)
+
+
+def choose_degree(
+    choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", planner_open: bool = False
+) -> tuple[PlanChoice, str]:
+    """Choose the fastest degree for these documents, of evaluation set `name`, and say why.
+
+    A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason "". With an
+    open planner dynamic plans stay where they are faster than all degrees. Raises ConfigError if none is possible.
+    """
+    is_open = planner_open or (choice.has_one_degree and not choice.degree)
+    if not is_open or not len(lengths):
+        return choice, ""
+    try:
+        dynamic = choice.min_degree, choice.max_degree
+        comparison = compare_degrees(lengths, home, options=choice.home_options(home), dynamic_degrees=dynamic)
+    except PlanError as error:
+        ranks = plural(len(home.ranks), "rank")
+        raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error
+    best, mixed = comparison.best, comparison.dynamic
+    if planner_open and mixed and mixed.predicted_seconds * choice.least_gain < best.planned.predicted_seconds:
+        return choice, f"dynamic plans are faster than one degree: {comparison.reason(name)}"
+    options = replace(
+        choice.options,
+        cp_comm_type=best.options.cp_comm_type,
+        hierarchical_context_parallel_sizes=best.options.hierarchical_context_parallel_sizes,
+    )
+    planner = "fixed" if planner_open else choice.planner
+    return replace(choice, planner=planner, degree=best.cp, options=options), comparison.reason(name)
+
+
+def _set_chosen_degree(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
+    types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
+    return replace(
+        entry,
+        context_parallel_size=choice.degree,
+        cp_comm_type=types if isinstance(types, str) else tuple(types),
+        hierarchical_context_parallel_sizes=tuple(sizes) if isinstance(sizes, Sequence) else sizes or 0,
+    )
+
+
+# ---- the partition of a hybrid
+
+
+def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
+    """Choose a partition and a type in place of "auto" by the first steps; returns the configuration, and why.
+
+    A model whose cost has no `states` takes the usual partition.
+    """
+    if config.context.partition != AUTO:
+        return config, ""
+    way = Way(config, facts)
+    if way.cost().states is None:
+        return set_default_partition(config), ""
+    fastest = _choose_fastest_partition(way)
+    context, options = config.context, fastest.options
+    if context.cp_comm_type == AUTO:
+        context = replace(context, cp_comm_type=options.cp_comm_type)
+    config = replace(config, context=replace(context, partition=options.partition))
+    return _set_evaluation_types(config, facts.home, facts.heads), fastest.reason
+
+
+def set_default_partition(config: RunConfig) -> RunConfig:
+    if config.context.partition == AUTO:
+        config = replace(config, context=replace(config.context, partition="contiguous"))
+    return config
+
+
+def _choose_fastest_partition(way: Way) -> PartitionChoice:
+    choice, facts = way.choice, way.facts
+    widest = choice.widest_degree(facts.home)
+    steps = [facts.lengths(step) for step in range(min(PARTITION_STEPS, max(1, facts.steps)))]
+
+    def predict_seconds(options: PlanOptions) -> float:
+        candidate = replace(choice, options=options)
+        if not candidate.allows(widest, facts.home):  # a later document may be long enough to need the widest group
+            raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
+        return sum(candidate.plan(documents, facts.home).predicted_seconds for documents in steps)
+
+    return compare_partitions(predict_seconds, choice.options)
+
+
+def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
+    """An evaluation of type "auto" takes training's, unless its degree is chosen later, or is not one alone."""
+    trained = PlanChoice.training(config, heads=heads)
+
+    def set_type(entry: EvalConfig) -> EvalConfig:
+        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
+            return entry
+        allowed = trained.allows(choice.degree, home)
+        return replace(entry, cp_comm_type=config.context.cp_comm_type) if allowed else entry
+
+    return set_evaluations(config, map(set_type, config.evaluations))

@@ -1,0 +1,349 @@
+"""The search behind "auto": ways to run the coming steps, what fits of them, and which is fastest.
+
+A way is a configuration that leaves nothing of its plans open. Its plans are made as training makes them, and its
+memory is chosen by a plan of memory. Ways of one planner and degree differ in the rows of a slot: these are compared
+by the heaviest steps, and the best of each planner and degree by the steps of `Facts.timed_steps`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import nlargest
+from operator import itemgetter
+from statistics import mean
+from typing import Any
+
+from longspan.config.keys import AUTO
+from longspan.config.sections import RunConfig
+from longspan.errors import LayoutError, LongspanError, PlanError
+from longspan.layout import Layout
+from longspan.plan import Cost, FixedMemory, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory
+from longspan.plan.memory.memory_plan import leanest_plans, mean_step_seconds
+from longspan.resolve.choice import PlanChoice, home_of, list_choices
+from longspan.resolve.facts import Facts
+from longspan.resolve.memory import can_be_free, find_run_cost, fixed_memory_keys, run_memory_settings
+from longspan.resolve.text import RankedWay
+
+UNIT = 1024  # rows of a slot, by which the most rows are above the mean
+MOST_EP = 8
+LIMITS = {True: 5, False: 3}  # limits of rows that are compared, of plans of one degree and of dynamic ones
+UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
+
+
+@dataclass(frozen=True)
+class Given:
+    """What besides the keys that are not "auto" or 0 is given: the planner (else every one is tried, also beside one of
+    the keys), and the degree of experts.
+    """
+
+    planner: bool = True
+    ep: bool = True
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the coming steps: its configuration, and the facts with its home."""
+
+    config: RunConfig
+    facts: Facts
+
+    def with_context(self, **keys: Any) -> "Way":
+        return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
+
+    @cached_property
+    def choice(self) -> PlanChoice:
+        """How steps are planned; where the keys leave the host's size open, it is the machine's."""
+        config, facts = self.config, self.facts
+        if config.context.node_size == AUTO:
+            node_size = max(1, facts.machine.node_size // facts.home.tp)
+            config = replace(config, context=replace(config.context, node_size=node_size))
+        return PlanChoice.training(config, cost=self.cost(), heads=facts.heads)
+
+    def cost(self, memory: MemoryPlan | None = None, notes: list[str] | None = None) -> Cost:
+        """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
+        facts, log = self.facts, (notes if notes is not None else list[str]()).append
+        settings: Any = {"slots": facts.home.slots, "target_share": facts.target_share, "memory": memory}
+        return find_run_cost(self.config, facts.model, log, gpu=facts.gpu, machine=facts.machine, **settings)
+
+    @cached_property
+    def memory_settings(self) -> MemorySettings:
+        """A slot encodes its share of a step's image rows, encoder.max_rows at once."""
+        facts, most = self.facts, self.config.encoder.max_rows
+        rows = math.ceil(UNEVEN * facts.image_rows / facts.home.slots)
+        rows = min(rows, most or rows)
+        numbers = facts.state_numbers
+        settings = run_memory_settings(self.config, gpu=facts.gpu, encoder_rows=rows, state_numbers=numbers)
+        return replace(settings, scan_kernels=settings.scan_kernels and facts.scan_kernels)
+
+    @property
+    def fixed_memory(self) -> FixedMemory:
+        return fixed_memory_keys(self.config, gpu=self.facts.gpu)
+
+    @cached_property
+    def _plans(self) -> dict[int, Plan]:
+        return {}
+
+    def plan_steps(self, steps: Sequence[int]) -> list[Plan]:
+        """Plan steps as training does; each is planned once."""
+        facts, plans = self.facts, self._plans
+        for step in steps:
+            if step not in plans:
+                plans[step] = self.choice.plan(facts.lengths(step), facts.home, targets=facts.targets(step))
+        return [plans[step] for step in steps]
+
+    def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
+        facts = self.facts
+        return MemoryNeeds.of(facts.model, facts.home, list(plans), self.memory_settings, machine=facts.machine)
+
+    def choose_memory(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
+        """Choose the fastest plan of memory that fits all these plans. Raises PlanError, with the bytes."""
+        facts = self.facts
+        run: Any = (facts.model, facts.home, list(plans), self.memory_settings, budget, facts.machine)
+        return choose_memory(*run, fixed=self.fixed_memory)
+
+    def leanest_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
+        """The plan of memory in which layers keep as little as the keys allow, whether it fits or not."""
+        return next(leanest_plans(self.memory_needs(plans), self.fixed_memory))
+
+    def step_seconds(self, plans: Sequence[Plan], memory: MemoryPlan | None) -> float:
+        if memory is None:
+            return mean(plan.predicted_seconds for plan in plans)
+        facts, needs = self.facts, self.memory_needs(plans)
+        cost = self.cost(memory).shared_by(facts.home.tp)
+        return mean_step_seconds(facts.model, plans, memory, needs, facts.machine, cost)
+
+    def fullest_plans(self, *, rows_open: bool) -> list[Plan]:
+        """The plans of coming steps that need most memory, and one that fills every slot where not all are seen.
+
+        Those of one degree, under a limit of rows that is given, are the fullest of all steps, by a simple cost; others
+        those of the heaviest steps.
+        """
+        facts, choice = self.facts, self.choice
+        limit = choice.options.max_tokens_per_slot
+        if facts.sees_all:
+            return self.plan_steps(facts.coming_steps)
+        if choice.has_one_degree and not rows_open and facts.coming_steps.stop == facts.steps:
+            simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
+            rows = ((simple.plan(facts.lengths(step), facts.home).most_rows, step) for step in facts.coming_steps)
+            return self.plan_steps([step for _, step in nlargest(4, rows)])
+        plans = self.plan_steps(facts.heaviest_steps)
+        if not limit:
+            return [*plans, choice.plan((facts.longest_document,), facts.home)]
+        multiple = choice.options.row_multiple
+        rows = min(limit, max(plan.tokens for plan in plans)) // multiple * multiple  # no more than a plan has tokens
+        return [*plans, self.plan_full_slots(max(rows, multiple))]
+
+    def plan_full_slots(self, rows: int) -> Plan:
+        """Make a plan with `rows` rows on every slot in each micro-batch: a document in each of the widest groups."""
+        home, choice = self.facts.home, self.choice
+        degree = choice.widest_even_degree(home)
+        in_flight = max(1, home.pp * self.config.parallel.vpp)  # micro-batches that a pipeline holds at once
+        lengths = [rows * degree] * (home.slots // degree * in_flight)
+        # without a pipeline's bubble in the price, for which more and smaller micro-batches would be made
+        options = replace(choice.options, max_tokens_per_slot=rows, cost=replace(choice.options.cost, chunks=1 << 20))
+        return replace(choice, options=options).at_degree(degree, longest=lengths[0]).plan(lengths, home)
+
+    def limits_of_rows(self) -> list[int]:
+        """List limits of rows worth comparing: from what the longest document needs to a step in one micro-batch.
+
+        They grow by one ratio, of at least 2, and are multiples of what plans need: a slot has two parts of a document,
+        each of a whole `row_multiple`. The most rows are those of the fullest slot if a step is one micro-batch: its
+        rows of the longest document or the mean, plus UNIT for uneven groups; of dynamic plans at degree 1, which has
+        most. Of few steps a limit that no packing exceeds is one more, as their groups may be as uneven.
+        """
+        choice, home, unit = self.choice, self.facts.home, 2 * self.choice.options.row_multiple
+        longest = self.facts.longest_document
+        least = _round_up(-(-longest // choice.widest_even_degree(home)), unit)
+        degree = max(choice.degree, 1) if choice.has_one_degree else 1
+        mean_rows = -(-self.facts.most_tokens // home.slots)
+        most = max(longest // degree, mean_rows) + UNIT
+        count = LIMITS[choice.has_one_degree]
+        ratio = max(2.0, (max(most, least) / least) ** (1 / (count - 1)))
+        limits = [_round_up(min(int(least * ratio**i), most), unit) for i in range(count)]
+        if self.facts.sees_all:
+            limits.append(_round_up(longest // degree + mean_rows, unit))
+        return sorted({least, *(limit for limit in limits if limit > least)})
+
+
+def set_usual_mode(config: RunConfig) -> RunConfig:
+    """Put lockstep in place of a mode "auto"."""
+    return replace(config, context=replace(config.context, mode="lockstep")) if config.context.mode == AUTO else config
+
+
+def _round_up(rows: int, unit: int) -> int:
+    return -(-rows // unit) * unit
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A way with the plans of its timed steps, what all steps hold, and the mean seconds of a step.
+
+    Of a way that does not fit `memory` is the leanest, `seconds` are None, and `refusal` says why; `memory` is None
+    where no bytes are known.
+    """
+
+    way: Way
+    plans: tuple[Plan, ...]
+    memory: MemoryPlan | None
+    seconds: float | None
+    refusal: str = ""
+
+    @property
+    def layout(self) -> tuple[str, int, int]:
+        """The planner, its degree (0: of dynamic plans), and how many slots share experts."""
+        choice = self.way.choice
+        return choice.planner, choice.degree if choice.has_one_degree else 0, self.way.facts.home.ep
+
+    @property
+    def ranked_way(self) -> RankedWay:
+        planner, degree, _ = self.layout
+        rows, priced = self.way.config.context.max_tokens_per_slot, bool(self.way.choice.options.cost.source)
+        return RankedWay(planner, degree, rows if isinstance(rows, int) else 0, self.seconds or 0.0, priced=priced)
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """The fastest first, fixed plans before dynamic ones that are as fast (`PlanChoice.least_gain`); behind all
+        that fit the others, by the bytes of the leanest; of equal ones the fewest rows.
+        """
+        rows = self.ranked_way.rows
+        if self.seconds is None:
+            assert self.memory is not None
+            return True, float(self.memory.device.total), rows
+        return False, self.seconds * self.way.choice.least_gain, rows
+
+
+def fit_way(way: Way, timed: Sequence[Plan], full: Sequence[Plan] = ()) -> Fit:
+    """Choose the memory of a way for its plans, those that are `timed` and those that only must fit."""
+    budget = way.facts.budget
+    if budget is None:
+        return Fit(way, tuple(timed), None, way.step_seconds(timed, None))
+    plans = [*timed, *full]
+    try:
+        memory = way.choose_memory(plans, budget)
+    except PlanError as error:
+        return Fit(way, tuple(timed), way.leanest_memory(plans), None, str(error))
+    return Fit(way, tuple(timed), memory, way.step_seconds(timed, memory))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best way of each planner, degree and degree of experts, the fastest first, and why others are impossible."""
+
+    fits: tuple[Fit, ...]
+    refused: tuple[tuple[str, str], ...] = ()  # what it is, as in "fixed at cp 2", and why
+
+    @property
+    def best(self) -> Fit:
+        return self.fits[0]
+
+
+def rank_ways(config: RunConfig, facts: Facts, given: Given | None = None) -> Ranking:
+    """Find the best way of each layout; those that do not fit are last.
+
+    Raises PlanError where nothing can be planned.
+    """
+    best, refused = list[Fit](), dict[str, str]()
+    for layout in _list_layouts(config, facts, given or Given()):
+        try:
+            best.append(_best_fit_of_layout(layout))
+        except (PlanError, LayoutError) as error:
+            refused[layout.choice.text] = str(error)
+    if not best:
+        raise PlanError([*refused.values(), "there is no layout to plan with"][0])
+    planned = {fit.way.choice.text for fit in best}
+    others = tuple((text, reason) for text, reason in refused.items() if text not in planned)
+    return Ranking(tuple(sorted(best, key=lambda fit: fit.rank)), others)
+
+
+def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
+    """Fit the way that needs least memory: a document over the most slots, and fewest rows."""
+    layouts = _list_layouts(set_usual_mode(config), facts, Given())
+    way = max(layouts, key=lambda way: (way.choice.widest_degree(facts.home), way.choice.has_one_degree))
+    if way.config.context.max_tokens_per_slot == AUTO:
+        way = way.with_context(max_tokens_per_slot=way.limits_of_rows()[0])
+    return fit_way(way, way.plan_steps(facts.heaviest_steps))
+
+
+def _best_fit_of_layout(layout: Way) -> Fit:
+    """The fastest rows by the heaviest steps, of those that fit all steps; free mode where that is faster."""
+    context, facts = layout.config.context, layout.facts
+    layout.choice.check_fits(facts.longest_document, facts.home)
+    way = replace(layout, config=set_usual_mode(layout.config))
+    rows_open = context.max_tokens_per_slot == AUTO
+    ways = _sort_by_rows(way) if rows_open else [way]
+    fits = (_fit_run(way, rows_open=rows_open) for way in ways)
+    tried = list[Fit]()
+    for fit in fits:
+        tried.append(fit)
+        if fit.seconds is not None:
+            break
+    fit = min(tried, key=lambda fit: fit.rank)
+    if context.mode != AUTO or fit.seconds is None or not (facts.gpu and can_be_free(layout.config, facts.home)):
+        return fit
+    free = _fit_run(fit.way.with_context(mode="free"), rows_open=rows_open)
+    return min(fit, free, key=lambda fit: fit.rank)
+
+
+def _sort_by_rows(way: Way) -> list[Way]:
+    """Sort the ways of each limit of rows by their rank under the heaviest steps; with unknown bytes there is one."""
+    facts = way.facts
+    ways = [way.with_context(max_tokens_per_slot=rows) for rows in way.limits_of_rows()]
+    if facts.budget is None:
+        return ways[-1:] if facts.gpu else ways[:1]  # the warm-up on GPUs halves them
+    fits = list[Fit]()
+    refusal = None
+    for way in ways:
+        try:
+            fits.append(fit_way(way, way.plan_steps(facts.heaviest_steps), way.fullest_plans(rows_open=True)))
+        except PlanError as error:
+            refusal = refusal or error
+    if refusal and not fits:
+        raise refusal
+    return [fit.way for fit in sorted(fits, key=lambda fit: fit.rank)]
+
+
+def _fit_run(way: Way, *, rows_open: bool) -> Fit:
+    full = [] if way.facts.budget is None else way.fullest_plans(rows_open=rows_open)
+    return fit_way(way, way.plan_steps(way.facts.timed_steps), full)
+
+
+def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way]:
+    context = config.context
+    planners = [context.planner] if given.planner else [*dict.fromkeys(("dynamic", "fixed", "padded", context.planner))]
+    for home_config, home in _homes_with_expert_degrees(config, facts, given):
+        way = Way(home_config, facts.on_home(home))
+        named = [replace(way.choice, planner=planner) for planner in planners if planner != AUTO or given.planner]
+        for choice in (one for open_choice in named for one in list_choices(open_choice, home, facts.lengths_differ)):
+            sizes = choice.options.hierarchical_context_parallel_sizes or 0
+            keys = {"planner": choice.planner, "hierarchical_context_parallel_sizes": sizes}
+            yield way.with_context(**keys, context_parallel_size=choice.degree)
+
+
+def fastest_plan(choice: PlanChoice, lengths: Sequence[int], home: Layout) -> Plan:
+    """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
+    plans, refusal = list[tuple[float, Plan]](), None
+    for one in list_choices(choice, home, len(set(lengths)) > 1):
+        try:
+            plan = one.plan(lengths, home)
+        except PlanError as error:
+            refusal = error
+        else:
+            plans.append((plan.predicted_seconds * one.least_gain, plan))
+    if refusal and not plans:
+        raise refusal
+    return min(plans, key=itemgetter(0))[1]
+
+
+def _homes_with_expert_degrees(config: RunConfig, facts: Facts, given: Given) -> Iterator[tuple[RunConfig, Layout]]:
+    yield config, facts.home
+    if given.ep or not facts.expert_count or config.context.mode == "free":
+        return
+    copy_slots = facts.home.slots // facts.home.dp_replicate
+    ep = max(d for d in range(1, MOST_EP + 1) if copy_slots % d == 0 and facts.expert_count % d == 0)
+    if ep == 1:
+        return
+    changed = replace(config, parallel=replace(config.parallel, ep=ep))
+    with suppress(LongspanError):  # a degree that does not suit the others
+        yield changed, home_of(changed.parallel, len(facts.home.ranks))

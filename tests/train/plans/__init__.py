@@ -1,1 +1,0 @@
-"""Plans of training steps."""
