@@ -20,7 +20,7 @@ from longspan.attention import rows as rows_module
 from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
 from longspan.attention.saved_outputs import Recording as OutputRecording
-from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
+from longspan.attention.tiles import Launch, RowIdentities, Tile, Tiling
 from longspan.comm import Channel, RingBlocks, SequenceShard
 from longspan.plan import messages
 from longspan.testing import backend, run_ranks
@@ -196,7 +196,9 @@ def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, 
     monkeypatch.setattr(reference, "_BYTES_AT_ONCE", limit)
     at = np.arange(rows)
     launch = Launch(
-        Tiling.from_tiles((Tile(0, rows, 0, rows, right=0),)), torch.device("cpu"), lambda: Tokens(0 * at, at, at)
+        Tiling.from_tiles((Tile(0, rows, 0, rows, right=0),)),
+        torch.device("cpu"),
+        lambda: RowIdentities(0 * at, at, at),
     )
     for heads, kv_heads in ((4, 4), (4, 2)):
         q, k, v, dout = (torch.ones(rows, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))
