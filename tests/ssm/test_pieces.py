@@ -113,8 +113,8 @@ def test_folds_are_those_of_the_recurrence() -> None:
         ),
         ("next_transitions @ pick_rows(m, continuing)", "pick_rows(m, continuing) @ next_transitions"),
         (
-            "pick_rows(result, continuing), pick_rows(initial_state_gradients, maps)",
-            "pick_rows(result, continuing), 0 * pick_rows(initial_state_gradients, maps)",
+            "pick_rows(result, continuing), pick_rows(initial, maps)",
+            "pick_rows(result, continuing), 0 * pick_rows(initial, maps)",
         ),
         (
             "pick_rows(transitions, maps).mT, pick_rows(result, pieces_after)",

@@ -164,7 +164,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         numbers = self._save_on | set(signals_that_stop())
-        self._old_handlers = {number: signal.signal(number, self._note_signal) for number in numbers}
+        self._old_handlers = {number: signal.signal(number, self._remember_signal) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,7 +181,7 @@ class StopSignal:
         """Forget the signals that asked for a save until now, as that save is under way."""
         self.save_asked = ""
 
-    def _note_signal(self, number: int, _: FrameType | None) -> None:
+    def _remember_signal(self, number: int, _: FrameType | None) -> None:
         """One press of Ctrl-C may arrive twice. A terminal that closed takes no output any more."""
         now = time.monotonic()
         name = signal.Signals(number).name

@@ -163,8 +163,8 @@ class RecordedCall:
     softcap: float | None
     sinks: bool
     unknown: tuple[str, ...]
-    head_size: int = 0
-    value_size: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
     window: int | None = None
     chunk: int | None = None
     indexed: bool = False

@@ -3,8 +3,9 @@
 Top down: `search_candidate` tries durations, and `place_items` fills micro-batches of these durations: long documents
 first, each on slots of its own at the degree that wastes least (`DegreeTable`), then short ones in the *bins* that are
 left: runs of equally busy slots in a block. `divide_bins` decides how the slots of a bin share its short documents, and
-`make_micro_batches` makes the groups. Constants without a reason beside them were the best of a few for the step over
-its bound: bench/records/planner-sweep.md has the others, by `bench/plans/planner.py --sweep NAME`.
+`make_micro_batches` makes the groups. Constants without a reason beside them were chosen by the step over its bound in
+the cases of bench/plans/planner.py. Others around them change it by less than 0.2 % (`--sweep NAME` shows it, and
+bench/records/planner-sweep.md), but no LITTLE_MORE costs 3 %.
 """
 
 from collections import defaultdict
