@@ -37,12 +37,12 @@ from longspan.plan.memory.settings import MEASURES, Measure
 Run = Callable[..., Any]
 
 
-class Segments:
+class LayerSegments:
     """The segments of a model's layers, of at most `size` each: `run_layer` runs one layer of a pass."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._last_link: weakref.ref[_Link] | None = None  # the call before, which only its graph keeps alive
+        self._last_link: weakref.ref[_SegmentCall] | None = None  # the call before, which only its graph keeps alive
 
     def run_layer(
         self,
@@ -61,7 +61,7 @@ class Segments:
         x = args[0]
         last_link = self._last_link and self._last_link()
         follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
-        link = _Link(layer, run, args[1:], measure, last_link if follows else None)
+        link = _SegmentCall(layer, run, args[1:], measure, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
         if link.before is not None:
             keep = link.forget_input
@@ -80,11 +80,11 @@ def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
     return x.detach
 
 
-class _Link:
+class _SegmentCall:
     """One layer's call in a segment, linked to the call before it."""
 
     def __init__(
-        self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_Link | None"
+        self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_SegmentCall | None"
     ) -> None:
         self.before = before
         self.place = 0 if before is None else before.place + 1
@@ -136,7 +136,7 @@ class _Link:
     def fetch_input(self) -> Tensor:
         """Return the input of this call; the layers before run again for it, unless a later layer's fetch did that."""
         if self._input is None:
-            links: list[_Link] = [self]  # from the segment's first layer to this one
+            links: list[_SegmentCall] = [self]  # from the segment's first layer to this one
             while links[0].before is not None:
                 links.insert(0, links[0].before)
             fetch = links[0]._fetch_first
@@ -298,7 +298,7 @@ class RecomputationFeature(Feature):
         """
         offload = self._offload
         first = True  # no layer so far keeps tensors on the host
-        segments = Segments(self.options.segment_layers) if self.options.segment_layers > 1 else None
+        segments = LayerSegments(self.options.segment_layers) if self.options.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":
