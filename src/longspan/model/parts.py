@@ -160,7 +160,7 @@ def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
     return any(gradient is not None for gradient in gradients)
 
 
-class _Entry(Absent):
+class _StageEntry(Absent):
     """Stands on a later stage for the first part, and returns the states that the stage got.
 
     The forward has changed its own input once more: Granite's scales its embeddings before the first layer.
@@ -184,7 +184,7 @@ def copy_for_stage(
     """Copy the model for one stage, with stand-ins for what other stages hold; `layers` are the indices of its layers.
 
     Parts before the layers are on the first stage, and on the last if it needs the embedding; a tied head on both. A
-    later stage begins with an `_Entry`.
+    later stage begins with an `_StageEntry`.
     """
     tied = is_tied(model)
     embeds = tied or bool(mtp_depths(model))  # what comes after the layers needs the embedding
@@ -209,7 +209,7 @@ def copy_for_stage(
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
     if not first and isinstance(base.get_submodule(entry), Absent):  # no part or layer of this stage's own
         parent, _, last_name = entry.rpartition(".")  # a part with a dot in its name is a layer
-        stand_in = _Entry(base.get_submodule(entry), parts.outputs if parent else 0)
+        stand_in = _StageEntry(base.get_submodule(entry), parts.outputs if parent else 0)
         base.get_submodule(parent)._modules[last_name] = stand_in
         base.register_forward_pre_hook(stand_in.take_rows, with_kwargs=True)
         base.register_forward_hook(stand_in.forget_rows, always_call=True)

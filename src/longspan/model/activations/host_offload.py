@@ -47,8 +47,9 @@ class HostArena:
         self.device = device
         self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
-        self._freed: deque[tuple[_Part, int, int]] = deque()  # ranges are collected in any thread, also inside `take`
-        self._parts: list[_Part] = []
+        # ranges are collected in any thread, also inside `take`
+        self._freed: deque[tuple[_ArenaPart, int, int]] = deque()
+        self._parts: list[_ArenaPart] = []
         self._used = 0
         if bytes:
             self._add_part(bytes)
@@ -105,14 +106,14 @@ class HostArena:
 
         world.on_leaving(close_arena)
 
-    def _add_part(self, bytes: int) -> "_Part":
+    def _add_part(self, bytes: int) -> "_ArenaPart":
         free = free_host_bytes()
         if free is not None and bytes > free:
             raise ModelError(
                 f"the host's arena needs {bytes:,} bytes more ({bytes / _GIB:.2f} GiB) next to the {self.bytes:,} that "
                 f"it has, and {free:,} are free ({free / _GIB:.2f} GiB); {_LESS}, or use more slots"
             )
-        piece = _Part(_round_to_multiple(bytes, ALIGNMENT), self.copies)
+        piece = _ArenaPart(_round_to_multiple(bytes, ALIGNMENT), self.copies)
         self._parts.append(piece)
         return piece
 
@@ -130,7 +131,7 @@ class HostRange:
     __slots__ = ("_freed", "_part", "_size", "_start", "memory")
 
     def __init__(
-        self, freed: "deque[tuple[_Part, int, int]]", part: "_Part", start: int, size: int, bytes: int
+        self, freed: "deque[tuple[_ArenaPart, int, int]]", part: "_ArenaPart", start: int, size: int, bytes: int
     ) -> None:
         self._freed = freed
         self._part = part
@@ -147,7 +148,7 @@ class HostRange:
         return self.memory.view(x.dtype).as_strided(x.shape, strides)
 
 
-class _Part:
+class _ArenaPart:
     def __init__(self, size: int, copies: torch.cuda.Stream | None) -> None:
         """Map `size` bytes; with a stream of `copies`, so on a GPU, pin them until this object is deleted."""
         self.size = size

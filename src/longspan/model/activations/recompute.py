@@ -42,7 +42,7 @@ class LayerSegments:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._last_link: weakref.ref[_Link] | None = None  # the call before, which only its graph keeps alive
+        self._last_link: weakref.ref[_SegmentCall] | None = None  # the call before, which only its graph keeps alive
 
     def run_layer(
         self,
@@ -61,7 +61,7 @@ class LayerSegments:
         x = args[0]
         last_link = self._last_link and self._last_link()
         follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
-        link = _Link(layer, run, args[1:], measure, last_link if follows else None)
+        link = _SegmentCall(layer, run, args[1:], measure, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
         if link.before is not None:
             keep = link.forget_input
@@ -80,11 +80,11 @@ def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
     return x.detach
 
 
-class _Link:
+class _SegmentCall:
     """One layer's call in a segment, linked to the call before it."""
 
     def __init__(
-        self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_Link | None"
+        self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_SegmentCall | None"
     ) -> None:
         self.before = before
         self.place = 0 if before is None else before.place + 1
@@ -136,7 +136,7 @@ class _Link:
     def fetch_input(self) -> Tensor:
         """Return the input of this call; the layers before run again for it, unless a later layer's fetch did that."""
         if self._input is None:
-            links: list[_Link] = [self]  # from the segment's first layer to this one
+            links: list[_SegmentCall] = [self]  # from the segment's first layer to this one
             while links[0].before is not None:
                 links.insert(0, links[0].before)
             fetch = links[0]._fetch_first

@@ -36,7 +36,7 @@ _COUNT = sum(_LENGTHS)  # of the numbers of rows, for each part
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _TrialRows:
     """The rows of one pass: `numbers` (T,) in their order, and the `shard` in which they do not meet.
 
     Every second row, at random, is compared: its neighbours, its place and other documents' lengths must not matter to
@@ -51,7 +51,9 @@ class _Rows:
     part: int
 
     @staticmethod
-    def from_documents(world: World, parts: int, longest: int, documents: Sequence[int], *, others: bool) -> "_Rows":
+    def from_documents(
+        world: World, parts: int, longest: int, documents: Sequence[int], *, others: bool
+    ) -> "_TrialRows":
         """A row's number is its index among the rows of all documents, plus _COUNT for each earlier part."""
         lengths = [min(length, longest) for length in _LENGTHS]
         starts = np.cumsum([0, *lengths])
@@ -62,7 +64,7 @@ class _Rows:
         n = len(of_slot)
         groups = tuple(Group((slot,), tuple(range(slot * n, (slot + 1) * n)), of_slot) for slot in slots)
         shard = SeparateRows.from_shard(bind(MicroBatch(groups), world).with_spans({}))
-        return _Rows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
+        return _TrialRows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
 
     def row_numbers(self, rows: int) -> Integers | None:
         if rows == len(self.numbers):
@@ -113,7 +115,7 @@ class _Allowed(NamedTuple):
         return _Allowed(dtype, error, 0 if equal else 2 if coarse else 16, coarse and other_experts)
 
 
-class _Key(NamedTuple):
+class _CallKey(NamedTuple):
     module: str
     call: int
     out: bool
@@ -128,11 +130,11 @@ class _ObservedPass:
     sizes.
     """
 
-    def __init__(self, rows: _Rows, allowed: _Allowed, before: "_ObservedPass | None") -> None:
+    def __init__(self, rows: _TrialRows, allowed: _Allowed, before: "_ObservedPass | None") -> None:
         self.rows = rows
         self.allowed = allowed
         self.before = before
-        self.tensors, self.errors = dict[_Key, Tensor](), dict[_Key, Tensor]()
+        self.tensors, self.errors = dict[_CallKey, Tensor](), dict[_CallKey, Tensor]()
         self._calls = dict[str, int]()
         self._places = dict[tuple[int, int], Any]()
 
@@ -155,7 +157,7 @@ class _ObservedPass:
     def _note_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
         """A layer's callers get the rows of the pass before, so that an error counts in the layer that makes it."""
         call = self._calls[name]
-        self.note(name, out, call, added_to=self.tensors.get(_Key(name, call, False, 0)) if is_layer else None)
+        self.note(name, out, call, added_to=self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None)
         before = self.before
         if not is_layer or before is None:
             return None
@@ -164,7 +166,7 @@ class _ObservedPass:
         def replace_rows(value: Any) -> Any:
             if (x := self.rows.as_rows(value)) is None:
                 return value
-            earlier = before.tensors.get(_Key(name, call, True, next(leaves)))
+            earlier = before.tensors.get(_CallKey(name, call, True, next(leaves)))
             if earlier is None or (places := self._compared_indices(before, x, earlier)) is None:
                 return value
             return x.index_copy(0, places[0], earlier[places[1]].to(x.dtype)).view_as(value)
@@ -178,7 +180,7 @@ class _ObservedPass:
         """
         tensors = [x for leaf in tree_leaves(values) if (x := self.rows.as_rows(leaf)) is not None]
         for leaf, x in enumerate(tensors):
-            key = _Key(name, call, out, leaf)
+            key = _CallKey(name, call, out, leaf)
             x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
             if self.before is None or (earlier := self.before.tensors.get(key)) is None:
                 continue
@@ -226,7 +228,7 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
     """Raise ModelError on every rank, before a model's first step in a mode, if rows influence each other."""
     if not is_prepared(model) or backward in _tried_modes(model):
         return
-    trial = _Trial(model, world)
+    trial = _RowTrial(model, world)
     with (
         _clean_up_after_trial(model),
         world.watch.name_collectives("trial of rows outside attention", world.home.ranks),
@@ -246,7 +248,7 @@ def try_rows_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mappin
     if model.training in _tried_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
     with _clean_up_after_trial(model):
-        if error := _Trial(model, world_of(shard.world_key)).find_error(every_module=False):
+        if error := _RowTrial(model, world_of(shard.world_key)).find_error(every_module=False):
             raise error
     _tried_modes(model).add(model.training)
 
@@ -264,7 +266,7 @@ def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
             reshard(model)
 
 
-class _Trial:
+class _RowTrial:
     """The passes of a model, or of each stage that is here, and what differs between them.
 
     The third pass has fewer rows in another order, and shows what the second does (the same rows beside others), unless
@@ -284,7 +286,7 @@ class _Trial:
         coarse = tf32 or torch.finfo(dtype).bits <= 16
         self.allowed = partial(_Allowed.for_pass, dtype, coarse=coarse, experts=has_experts(model))
         longest = max(_LENGTHS) if rules.position_table is None else rules.position_table.positions
-        rows = partial(_Rows.from_documents, world, rules.row_multiple, longest)
+        rows = partial(_TrialRows.from_documents, world, rules.row_multiple, longest)
         self.first = rows(_ALL, others=False)
         self.others = [rows(_FEWER, others=True)]
         if coarse:
@@ -331,7 +333,7 @@ class _Trial:
             )
 
     def _run_stage(
-        self, stage: nn.Module, rows: _Rows, before: _ObservedPass | None, *, every_module: bool
+        self, stage: nn.Module, rows: _TrialRows, before: _ObservedPass | None, *, every_module: bool
     ) -> _ObservedPass:
         model = self._model_of(stage)
         allowed = self.allowed(same_shapes=len(rows.numbers) == len(self.first.numbers))
@@ -372,7 +374,7 @@ class _Trial:
             # Embedded rows behind the hidden states are no result: split over tp 2, both together look like all rows.
             observed.note("the hidden states after its last layer", out[0].chunk(1 + stage.with_embedding)[0])
 
-    def _make_hidden_states(self, stage: Any, rows: _Rows) -> Tensor:
+    def _make_hidden_states(self, stage: Any, rows: _TrialRows) -> Tensor:
         """The same (1, T, D) for a row's number in every pass; behind them embedded rows, if stages hand these on."""
         draw = torch.Generator().manual_seed(4)
         inputs = list[Tensor]()

@@ -71,15 +71,15 @@ class Visits(NamedTuple):
 
 def spread_rows(x: Tensor, visits: Visits) -> Tensor:
     """Copy rows (R, D) once for each visit, in their order: (R · top_k, D)."""
-    return _Spread.apply(x, *visits)  # pyright: ignore[reportReturnType]
+    return _SpreadRows.apply(x, *visits)  # pyright: ignore[reportReturnType]
 
 
 def sum_visits(outputs: Tensor, weights: Tensor, visits: Visits) -> Tensor:
     """Sum the experts' `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k): (R, D)."""
-    return _Gather.apply(outputs, weights, *visits)  # pyright: ignore[reportReturnType]
+    return _SumVisits.apply(outputs, weights, *visits)  # pyright: ignore[reportReturnType]
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         visits = ctx.visits = Visits(order, place, top_k)
@@ -91,7 +91,7 @@ class _Spread(torch.autograd.Function):
         return _compute_visit_sums(gradients[0], None, ctx.visits), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _SumVisits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         ctx.visits = Visits(order, place, top_k)

@@ -247,19 +247,19 @@ def _multiply_rows(
 ) -> Tensor:
     """Rows (S, K) with one matrix, or each with its expert's: (S, N).
 
-    The graph gets two nodes: `_Product` takes the output of `_Gradients` (`unread`, one number as its memory), so that
-    dy goes back to both.
+    The graph gets two nodes: `_Product` takes the output of `_WeightGradients` (`unread`, one number as its memory), so
+    that dy goes back to both.
     """
     gradients = None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
         width = weight.shape[-1 if experts is not None and experts.transposed else -2]
         unread = rows.new_empty(()).expand(rows.shape[0], width)
-        gradients = _Gradients.apply(rows.detach(), weight, bias, experts, unread)
+        gradients = _WeightGradients.apply(rows.detach(), weight, bias, experts, unread)
     plain_bias = None if bias is None else bias.detach()
     return _Product.apply(rows, gradients, weight.detach(), plain_bias, experts, float8_weight)  # pyright: ignore[reportReturnType]
 
 
-class _Gradients(torch.autograd.Function):
+class _WeightGradients(torch.autograd.Function):
     """Computes nothing forward; backward, the gradients of weight and bias.
 
     A node of its own, so that a pipeline can compute them later than those of rows; it saves the rows before the

@@ -66,7 +66,7 @@ def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
     return {*outer, getattr(decoder_model(model), find_parts(model).layers)}
 
 
-class _Schedule(NamedTuple):
+class _StageSchedule(NamedTuple):
     step: Callable[[], None]
     stages: list[ScheduledStage]
 
@@ -120,7 +120,7 @@ class PipelineModel(nn.Module):
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         self.routers: tuple[int, ...] = router_sizes(model)
         self.depths: int = len(mtp_depths(model))  # of multi-token prediction, which is on the last stage
-        self._schedules: dict[tuple[int, bool], _Schedule] = {}
+        self._schedules: dict[tuple[int, bool], _StageSchedule] = {}
         add_named_modules(self, [stage.model for stage in self.stages], self.copies)
         self._unnamed = {
             f"stages.{stage.index}{'.' * bool(name)}{name}": module
@@ -180,7 +180,7 @@ class PipelineModel(nn.Module):
         if not backward:
             reshard(self)
 
-    def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
+    def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _StageSchedule:
         key = (micro_batches, backward)
         if key not in self._schedules:
             # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
@@ -190,7 +190,7 @@ class PipelineModel(nn.Module):
                 ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
                 for stage in self.stages
             ]
-            self._schedules[key] = _Schedule(
+            self._schedules[key] = _StageSchedule(
                 make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward), stages
             )
         return self._schedules[key]

@@ -72,7 +72,7 @@ def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module],
                 )
 
 
-class _Place(NamedTuple):
+class _StagePlace(NamedTuple):
     """A parameter as its module and its name there, because FSDP2 replaces parameters and keeps modules."""
 
     module: nn.Module
@@ -95,7 +95,7 @@ class StageCopies:
         """
         self._holders = [sorted(stage % pp for stage in entry.stages) for entry in shared]  # pipeline ranks
         self._counted_here = [entry.stages[0] % pp == position for entry in shared]
-        self._places: list[_Place | None] = []  # of each parameter, None if no stage here has it
+        self._places: list[_StagePlace | None] = []  # of each parameter, None if no stage here has it
         self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
         for entry in shared:
             model = next((model for index, model in models.items() if index in entry.stages), None)
@@ -104,7 +104,7 @@ class StageCopies:
                 continue
             names_here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             path, _, attribute = next(name for name in entry.names if name in names_here).rpartition(".")
-            self._places.append(_Place(model.get_submodule(path), attribute))
+            self._places.append(_StagePlace(model.get_submodule(path), attribute))
             if entry.names[0] not in names_here:
                 self.first_names[entry.names[0].rpartition(".")[0]] = model.get_submodule(path)
 

@@ -37,7 +37,7 @@ _REAL_NUMBERS = frozenset(
 _ROWS = 4096  # of two matrices that are compared at once
 
 
-class _Recipe:
+class _Conversion:
     """The file tensors that a parameter is made of, by the pattern of their names, and their converter, if any."""
 
     def __init__(self) -> None:
@@ -144,12 +144,12 @@ class FolderWeights:
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
         return {self._rename(name): tensor for name, tensor in open_tensors(self._files, stack).items()}
 
-    def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
+    def _find_recipes(self, slices: _Slices) -> dict[str, _Conversion]:
         """By the first of several parameters; a tied one in the files under its second name is under its first."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        recipes = defaultdict[str, _Recipe](_Recipe)
+        recipes = defaultdict[str, _Conversion](_Conversion)
         for key in sorted(slices, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, self._prefix, self._shapes)
             if name not in self._shapes:  # a name that a renaming for older files matches by chance
@@ -166,7 +166,7 @@ class FolderWeights:
         return dict(recipes)
 
     def _convert_part(
-        self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
+        self, name: str, recipe: _Conversion, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
         """Several parameters are made even if `parts` lacks the first: in float32, as types are known later."""
         converter = deepcopy(recipe.converter)
@@ -186,7 +186,7 @@ class FolderWeights:
                 self._check_shape(parameter_name, tensor.shape)
                 yield parameter_name, tensor[local_part.block].to(local_part.dtype)
 
-    def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
+    def _stack_experts(self, name: str, recipe: _Conversion, slices: _Slices, part: LocalPart) -> Tensor:
         """An expert is converted in the files' dtype, and cast as it is stacked."""
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
