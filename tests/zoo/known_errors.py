@@ -94,13 +94,13 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "evaluation loss times the degree": KnownError(
             checks.evaluation(degrees=(1, 2)),
-            "evaluation.evaluate",
+            "evaluation.live",
             "loss=loss.sum / max(loss.count, 1),",
             "loss=loss.sum * plan.micro_batches[0].groups[0].degree / max(loss.count, 1),",
         ),
         "evaluation averages averages": KnownError(
             checks.evaluation((3, 40, 5), lambda d, p: d != 1 or p > 30),
-            "evaluation.evaluate",
+            "evaluation.live",
             "loss=loss.sum / max(loss.count, 1),",
             "loss=sum(a / b for a, b in zip(totals.documents.tolist(), targets)) / len(targets),",
         ),
