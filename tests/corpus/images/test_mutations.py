@@ -51,7 +51,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         ("corpus.images.without_torchvision", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
         videos.test_pixels_are_those_of_the_image_processor,
     ),
-    "videos of a row are one": ((DOCUMENTS, "(placed.document, placed.image.number)", "0"), moving),
+    "videos of a row are one": ((DOCUMENTS, "(p.document, p.image.number)", "0"), moving),
     "the images of the document before": (
         ("data.images", "(document, document + 1)", "(document - 1, document)"),
         stock,
