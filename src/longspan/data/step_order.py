@@ -234,14 +234,9 @@ def sample_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None, most: in
         bounds = [int(texts[bound]) if bound < len(texts) else int(texts[-1]) + 1 for bound in bounds]
     counts: list[int] = np.diff(bounds).tolist()
     quotas = [min(1, most, max(count - 1, 0)) for count in counts]
-
-    def is_behind(source: int) -> tuple[bool, bool, float]:
-        """A source's last text is taken when no other is left, which is then refused."""
-        left = counts[source] - quotas[source]
-        return left > 0, left > 1, most * counts[source] / sum(counts) - quotas[source]
-
-    for _ in range(most - sum(quotas)):
-        quotas[max(range(len(counts)), key=is_behind)] += 1
+    for _ in range(most - sum(quotas)):  # a source's last text is taken when no other is left, which is then refused
+        left = [(n - q > 0, n - q > 1, most * n / sum(counts) - q) for n, q in zip(counts, quotas, strict=True)]
+        quotas[left.index(max(left))] += 1
     chosen = [shuffled_sample(count, quotas[s], seed, HELD_OUT, s) + bounds[s] for s, count in enumerate(counts)]
     return np.sort(np.concatenate(chosen))
 

@@ -32,8 +32,10 @@ from longspan.corpus.rows.sample import (
     check_objects,
     count_inside,
     has_media_keys,
-    list_unread,
+    has_value,
+    is_chat,
     media_key,
+    read_keys,
     read_label,
     require_key,
     require_string,
@@ -220,7 +222,9 @@ class RowEncoding:
 
     def list_unread(self, values: Mapping[str, Any]) -> list[str]:
         """List the keys of a row that have a value and that nothing reads."""
-        return list_unread(values, self.kind, scored=self.settings.num_labels > 0, media=self.images is not None)
+        scored, chat = self.settings.num_labels > 0, is_chat(values, self.kind)
+        read = read_keys(self.kind, scored, chat, self.images is not None)
+        return [key for key, value in values.items() if key not in read and has_value(value)]
 
     def learnt_end(self, sample: Sample) -> dict[str, int]:
         """Return the name and id of the special token with which the answer that ends a document ends; {} without one.

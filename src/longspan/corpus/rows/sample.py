@@ -318,28 +318,23 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
     """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
-    is_chat = _is_chat(values, kind)
-    read_keys = _read_keys(kind, scored, is_chat, media=True)
+    chat = is_chat(values, kind)
+    known = read_keys(kind, scored, chat, media=True)
     places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
     for key, why in unread_keys(values, places.get(kind, "chat")):
-        if key not in read_keys:
+        if key not in known:
             raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
-    for key in filter(_OF_TOOLS.fullmatch, values.keys() - read_keys if is_chat and not values.get("tools") else ()):
-        if _SCHEMA.search(json.dumps(values[key], default=str)):
+    for key in values if chat and not values.get("tools") else ():
+        if key not in known and _OF_TOOLS.fullmatch(key) and _SCHEMA.search(json.dumps(values[key], default=str)):
             raise RowError(
                 f'"{key}" stands beside {_SHOWN[kind]}, and holds tools, which are read as tools: '
                 f'data.columns = ["tools={key}"] renames it, and ["{key}="] leaves it out'
             )
 
 
-def list_unread(values: Mapping[str, Any], kind: Kind, *, scored: bool, media: bool) -> list[str]:
-    """List the keys of a row of a kind that have a value and that nothing reads; `media`: images are read."""
-    read = _read_keys(kind, scored, _is_chat(values, kind), media)
-    return [key for key, value in values.items() if key not in read and _has_value(value)]
-
-
 @cache
-def _read_keys(kind: Kind, scored: bool, chat: bool, media: bool) -> frozenset[str]:
+def read_keys(kind: Kind, scored: bool, chat: bool, media: bool) -> frozenset[str]:
+    """Return the keys that are read of a row of a kind; `scored`: with its label, `media`: with its images."""
     keys = [*KEYS[kind], *_BESIDE.get(kind, ())]
     keys += ["tools", "chat_template_kwargs"] if chat else []
     keys += ["labels", *MASKS] if kind == "input_ids" and not scored else []
@@ -347,12 +342,12 @@ def _read_keys(kind: Kind, scored: bool, chat: bool, media: bool) -> frozenset[s
     return frozenset(keys + [key for names in MEDIA_KEYS.values() for key in names] * media)
 
 
-def _is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
+def is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
     of_strings = kind in ("prompt+completion", PAIRS)  # or of messages
     return kind in CHATS or (of_strings and any(isinstance(values.get(x), list) for x in ("prompt", *KEYS[kind])))
 
 
-def _has_value(value: Any) -> bool:
+def has_value(value: Any) -> bool:
     return value is not None and not (isinstance(value, str | list | dict) and not value)
 
 
@@ -360,7 +355,7 @@ def unread_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, 
     """Yield the keys that are not read in such a place, with why; one without a value, as [] or "", has no effect."""
     rules = [rule for rule in _UNREAD if place in rule.places]
     for key, value in values.items():
-        if _has_value(value):
+        if has_value(value):
             yield from ((key, rule.why) for rule in rules if re.fullmatch(rule.keys, key))
 
 
