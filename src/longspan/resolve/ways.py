@@ -28,7 +28,7 @@ from longspan.resolve.text import RankedWay
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
 MOST_EP = 8
-LIMITS = {True: 5, False: 3}  # limits of rows that are compared, of plans of one degree and of dynamic ones
+LIMITS = 5  # of rows that are compared
 UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
 
 
@@ -159,9 +159,8 @@ class Way:
         degree = max(choice.degree, 1) if choice.has_one_degree else 1
         mean_rows = -(-self.facts.most_tokens // home.slots)
         most = max(longest // degree, mean_rows) + UNIT
-        count = LIMITS[choice.has_one_degree]
-        ratio = max(2.0, (max(most, least) / least) ** (1 / (count - 1)))
-        limits = [_round_up(min(int(least * ratio**i), most), unit) for i in range(count)]
+        ratio = max(2.0, (max(most, least) / least) ** (1 / (LIMITS - 1)))
+        limits = [_round_up(min(int(least * ratio**i), most), unit) for i in range(LIMITS)]
         if self.facts.sees_all:
             limits.append(_round_up(longest // degree + mean_rows, unit))
         return sorted({least, *(limit for limit in limits if limit > least)})
