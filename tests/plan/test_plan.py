@@ -115,7 +115,7 @@ def group(**changes: Any) -> dict[str, Any]:
         (edited(slots=2.0), "slots is 2.0"),
         (group(slots="gone"), "missing 1 required positional argument: 'slots'"),
         (group(slots=3), "'int' object is not iterable"),
-        (group(slots=["a"]), r"micro-batch 0, group 0: slots \('a'\) must be integers"),
+        (group(slots=["a"]), r"micro-batch 0, group 0: slots \(a\) must be integers"),
         (group(documents=[1]), "as Plan.to_json writes it: IndexError"),
         (group(documents=[-1]), r"micro-batch 0, group 0 has documents \(-1\), but the plan has documents 0 to 0"),
         (group(cp_comm_type=3), "'int' object is not iterable"),

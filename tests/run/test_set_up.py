@@ -212,7 +212,7 @@ def test_a_run_on_two_hosts_keeps_its_groups_inside_them(tmp_path: Path) -> None
     usual = plan_dynamic(plan.lengths, Layout(4), max_tokens_per_slot=64, cost=plan.cost)
     assert groups_across(usual, 2), "hosts of 8 would not have kept them"
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert (facts["node_size"], facts["hosts"]) == (2, 2) and "layout     4 slots (2 a host) that" in shown
+    assert (facts["node_size"], facts["hosts"]) == (2, 2) and "layout     4 slots (2 a host) for" in shown
     assert load_config(tmp_path / "run" / "config.toml").context.node_size == "auto"
 
 

@@ -155,7 +155,7 @@ def prepare_language_model(
     for root, part in parts:
         for feature in features:
             feature.place(part, root)
-    prepared = model
+    prepared: Any = model
     for feature in features:
         prepared = feature.join(prepared, [root for root, _ in parts])
     models = [part for _, part in parts]

@@ -49,8 +49,8 @@ def _train(rank: int, config: RunConfig, size: int) -> Trained:
         patch.setattr(training, "prepare", prepare_noting)
         train_rank(rank, replace(config, train=train, run=run), 2)
     trained = _read(Path(run.dir))
-    assert list(asked["measures"]) == trained.memory["measures"]
-    assert asked["reshard_after_forward"] is not trained.memory["gathered_once"]
+    assert list(asked["options"].measures) == trained.memory["measures"]
+    assert asked["options"].reshard_after_forward is not trained.memory["gathered_once"]
     return trained
 
 

@@ -257,7 +257,7 @@ class LossTerm(Term):
         try:
             self.loss_fn: LossFn
             self.divisor: float
-            self.measure, self.divisor, loss_text = _read_loss(loss, divisor, inputs.plan, world, chunk_rows, scores)
+            self.loss_fn, self.divisor, loss_text = _read_loss(loss, divisor, inputs.plan, world, chunk_rows, scores)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
         if world.control.compare_digests(
@@ -265,9 +265,9 @@ class LossTerm(Term):
         ):
             raise_first_error(world, failure)
         world.control.compare_digests(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
-        if inputs.backward and isinstance(self.measure, DocumentPasses):
-            self.measure.refuse_dropout(inputs.language_model)
-        if inputs.backward and isinstance(self.measure, MicroBatchPasses):
+        if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
+            self.loss_fn.refuse_dropout(inputs.language_model)
+        if inputs.backward and isinstance(self.loss_fn, MicroBatchPasses):
             refuse_head_dropout(inputs.language_model, world, "MicroBatchLoss")
 
     def extend_passes(self, passes: Passes) -> Passes:

@@ -28,7 +28,7 @@ class SlotPaceTerm(Term):
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, measure=partial(self._measure_and_time, passes.measure))
+        return replace(passes, loss_fn=partial(self._measure_and_time, passes.loss_fn))
 
     def _measure_and_time(
         self, measure: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
