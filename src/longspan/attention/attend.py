@@ -448,10 +448,7 @@ def attend(
                 f"dropout is {dropout!r} while a CUDA graph is captured: it holds the seed, so that every replay would "
                 "drop the same weights; capture with dropout=0.0, or call attend outside the graph"
             )
-        if dropout_seed is None:
-            words = (*shard.seed, -1 if layer is None else layer)
-        else:
-            words = (dropout_seed,)
+        words = (*shard.seed, -1 if layer is None else layer) if dropout_seed is None else (dropout_seed,)
         call = replace(call, dropout=Dropout(dropout, mix_seed(*words), first_head))
     q = q if call.sign == 1 else q * call.sign
     if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host
