@@ -304,7 +304,7 @@ def test_a_rank_without_memory_halves_the_rows_on_all_ranks(tmp_path: Path) -> N
     (tmp_path / "least" / FILE).write_text(json.dumps(vars(SlotRows(34, 68, 2, keys_that_decide_rows(least)))))
     attempts, others = run_ranks(_short_of_memory, 2, halved, least, by_hand)
     kept = _kept(tmp_path / "run")
-    assert kept["rows"] == kept["planned"] // 4 <= 200 < attempts[0] == others[0] and attempts[-1] <= 200
+    assert kept["rows"] == kept["planned"] // 2 <= 200 < attempts[0] == others[0] and attempts[-1] <= 200
     plan = json.loads((tmp_path / "run" / "plans" / "step-000001.json").read_text())
     assert plan["max_tokens_per_slot"] == kept["rows"] > 80
     assert 'max_tokens_per_slot = "auto"' in (tmp_path / "run" / "config.toml").read_text()
