@@ -39,7 +39,8 @@ def find_local_path(
     from huggingface_hub import constants, snapshot_download  # which takes a second to import
     from huggingface_hub.utils import WeakFileLock
 
-    repo, options = name["repo"], dict[str, Any](repo_type=kind)
+    repo = name["repo"]
+    options = dict[str, Any](repo_type=kind)
     if kind == "model":
         options["allow_patterns"] = [*_SETTINGS, *_WEIGHTS[:1]] if weights else [*_SETTINGS]
         options["ignore_patterns"] = ["original/*", "consolidated*"]  # the same weights once more

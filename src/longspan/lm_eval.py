@@ -45,8 +45,12 @@ class LongspanLM(TemplateLM):
             raise ConfigError("LongspanLM needs lm-eval, which is not installed: pip install 'longspan[lm-eval]'")
         super().__init__()
         self.tokenizer: Any = tokenizer
-        self._model, self._world, self._choice, self._add_bos_token = model, world, choice, add_bos_token
-        beginning, self.eot_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self._model = model
+        self._world = world
+        self._choice = choice
+        self._add_bos_token = add_bos_token
+        beginning = tokenizer.bos_token_id
+        self.eot_token_id = tokenizer.eos_token_id
         self.prefix_token_id = self.eot_token_id if beginning is None else beginning
         if self.prefix_token_id is None:
             raise ConfigError(

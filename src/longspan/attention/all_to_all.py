@@ -281,7 +281,8 @@ class _Backward:
         in_flight: int,
     ) -> None:
         self._leaving: list[tuple[int, slice, Handle]] = []
-        self._received: tuple[Tensor, ...] = ()  # dq, dk and dv of the local rows, once the first slices have arrived
+        # dq, dk and dv of the local rows, once the first slices have arrived
+        self._received: tuple[Tensor, ...] = ()
         self._dout = dout
         self._saved = saved
         self._swap = swap
@@ -302,7 +303,8 @@ class _Backward:
             self._send_output_gradients(slice_index)
         self._shared_kv: tuple[Tensor, ...] = ()  # they arrived with the first of the slices that share them
         self._dsinks: dict[int, Tensor | None] = {}  # by slice, the gradient of its heads' sinks
-        self._kv_addends: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
+        # dk and dv of each slice so far that shares the current keys and values
+        self._kv_addends: list[Addend] = []
 
     def compute_slice(self, slice_index: int) -> None:
         swap = self._swap

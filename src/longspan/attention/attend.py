@@ -290,7 +290,8 @@ def pack_call(
     scale = q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
     mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.lengths)
-    if arguments.chunk is not None and shard.has_spans:  # no model defines whether a span reaches over a chunk's end
+    # no model defines whether a span reaches over a chunk's end
+    if arguments.chunk is not None and shard.has_spans:
         raise AttentionError(
             f"chunk is {arguments.chunk} and the shard has {sum(map(len, shard.spans or ()))} spans of rows that see "
             "each other; give chunks or spans, not both"
@@ -451,7 +452,8 @@ def attend(
         words = (*shard.seed, -1 if layer is None else layer) if dropout_seed is None else (dropout_seed,)
         call = replace(call, dropout=Dropout(dropout, mix_seed(*words), first_head))
     q = q if call.sign == 1 else q * call.sign
-    if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host
+    # a node of autograd would only cost the host
+    if not torch.is_grad_enabled() and active_recording.get() is None:
         q, k, v = _contiguous_heads(q, k, v)
         return _attend_parts(q, k, v, _call_with_tensors(call, sinks, indices))[0]
     return _Attend.apply(q, k, v, sinks, indices, call)  # pyright: ignore[reportReturnType]

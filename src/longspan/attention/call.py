@@ -135,7 +135,8 @@ class Members:
         order = np.lexsort((start, document))
         sizes = stop - start
         begins = np.empty_like(start)
-        begins[order] = np.cumsum(sizes[order]) - sizes[order]  # where each run that arrives begins in document order
+        # where each run that arrives begins in document order
+        begins[order] = np.cumsum(sizes[order]) - sizes[order]
         places = expand_runs(begins, begins + sizes)  # the place of each row that arrives, in document order
         if (np.diff(places) == 1).all():
             return None
@@ -256,7 +257,8 @@ class Members:
         rows = expand_runs(
             segments.start + document_starts[segments.document], segments.stop + document_starts[segments.document]
         )
-        starts, stops = keys.start + document_starts[keys.document], keys.stop + document_starts[keys.document]
+        starts = keys.start + document_starts[keys.document]
+        stops = keys.stop + document_starts[keys.document]
         run = np.searchsorted(starts, rows, side="right") - 1
         is_among = np.flatnonzero(rows < np.append(stops, 0)[run])
         return is_among, keys.offset[run[is_among]] + rows[is_among] - starts[run[is_among]]

@@ -41,7 +41,8 @@ def merge_rows(
     """
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     real = pair < pairs
-    row, head = pair // heads, pair % heads
+    row = pair // heads
+    head = pair % heads
     into = row
     if HAS_INDEX:
         into = tl.load(index + row, mask=real, other=0)
@@ -177,7 +178,8 @@ def sum_rows(
     WIDTH: tl.constexpr,
 ):
     """Sum total[row] ← (0 if FRESH, else total[row]) + a[a_index[row]] + b[b_index[row]]; an index of −1 adds 0."""
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
     inside = column < width
     at = total + row * total_row + column
     summed = tl.zeros([WIDTH], tl.float32)
@@ -210,7 +212,8 @@ def deltas(
 ):
     """Compute delta (T, N), contiguous, in float32: dout · out of PAIRS rows and heads a program."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    row, head = pair // heads, pair % heads
+    row = pair // heads
+    head = pair % heads
     column = tl.arange(0, WIDTH)
     inside = (pair < pairs)[:, None] & (column < size)[None, :]
     dout_block = tl.load(dout + (row * dout_row + head * dout_head)[:, None] + column[None, :], mask=inside, other=0.0)

@@ -190,7 +190,8 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
                 (x, x.stride(0), into, into.stride(0), into.shape[1:].numel())
                 for x, into in ((_contiguous_rows(source), into) for source, into in moves[first : first + 2])
             ]
-            a, b = pair_arguments[0], pair_arguments[-1]
+            a = pair_arguments[0]
+            b = pair_arguments[-1]
             widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1])}
             constants = {"HAS_B": len(pair_arguments) > 1, "HAS_INDEX": index is not None} | widths
             _launch_kernel("add_rows", (count, 1, 1), (index, *a, *b), constants)

@@ -109,7 +109,8 @@ class Tiling:
         first and last row are aligned to.
         """
         sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]
-        lengths, other_lengths = sizes[:, int(of_keys)], sizes[:, int(not of_keys)]
+        lengths = sizes[:, int(of_keys)]
+        other_lengths = sizes[:, int(not of_keys)]
         counts = -(-lengths // rows)
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
@@ -341,7 +342,8 @@ def tiles_between(
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
     """Every document has as many numbers as `longest` positions have chunks, so that no two chunks share one."""
-    first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
+    first_chunk = segments.start // chunk
+    end_chunk = -(-segments.stop // chunk)
     number = expand_runs(first_chunk, end_chunk)
     run = np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
     start = np.maximum(segments.start[run], number * chunk)
@@ -425,7 +427,9 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     one key more with every row, and those after it up to the next run of k, which see all of it.
     """
     q_run, k_run, first_k_run = pair_runs(q, k)  # indices: of q's run, of k's run, of the document's first run of k
-    document, start, stop = q.document[q_run], q.start[q_run], q.stop[q_run]
+    document = q.document[q_run]
+    start = q.start[q_run]
+    stop = q.stop[q_run]
     k_start, k_stop, k_offset = k.start[k_run], k.stop[k_run], k.offset[k_run]
     following = stop.copy()  # where the next run of k begins
     same_run = q_run[1:] == q_run[:-1]
@@ -474,8 +478,10 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
     q_run, k_run, _ = pair_runs(q, k)
     q_start, q_stop = (q.start[q_run], q.stop[q_run])
     k_start, k_stop = (k.start[k_run], k.stop[k_run])
-    first_position, end_position = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
-    k_first, k_last = np.maximum(k_start, first_position - window + 1), np.minimum(k_stop, end_position)
+    first_position = np.maximum(q_start, k_start)
+    end_position = np.minimum(q_stop, k_stop + window - 1)
+    k_first = np.maximum(k_start, first_position - window + 1)
+    k_last = np.minimum(k_stop, end_position)
     to_row, to_key = q.offset[q_run] - q_start, k.offset[k_run] - k_start
     after_key = end_position - k_last  # from the last key's position to the last row's: 0 … window − 1
     tiles = TileArrays(
@@ -535,7 +541,8 @@ def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
     k_stop = k.stop[k_run]
     stop = np.minimum(q.stop[q_run], k_stop - 1)
     k_start = np.maximum(k.start[k_run], start + 1)
-    to_row, to_key = q.offset[q_run] - start, k.offset[k_run] - k.start[k_run]
+    to_row = q.offset[q_run] - start
+    to_key = k.offset[k_run] - k.start[k_run]
     left = k_stop - 1 - stop  # the last row, at position stop − 1, sees keys from position stop on
     hides = left < k_stop - k_start - 1
     tiles = TileArrays(

@@ -226,7 +226,9 @@ def calibrate_on_rank(rank: int, flags: "CalibrateFlags", ranks: int, backend: s
 class _Bench:
     def __init__(self, flags: "CalibrateFlags", world: World) -> None:
         self.began = time.perf_counter()
-        self.flags, self.world, self.device = flags, world, world.device.type
+        self.flags = flags
+        self.world = world
+        self.device = world.device.type
         # each rank is a replica: nothing is gathered in a step
         self.replicas = world.open_inner(Layout(world.home.slots, dp_replicate=world.home.slots))
         self.sizes = sizes = SIZES[self.device]
@@ -254,7 +256,8 @@ class _Bench:
         machine for a while disturbs no sample in most rounds.
         """
         times: list[list[float]] = []
-        warmup, repeats = self.flags.warmup, self.flags.repeats
+        warmup = self.flags.warmup
+        repeats = self.flags.repeats
         for i in range(warmup + repeats):
             if i > warmup and self.world.control.any_rank(self.seconds > MOST_SECONDS):
                 break
@@ -370,7 +373,8 @@ class _Bench:
         a gather between hosts its share of what arrives at its host. In `point` each slot sends to the next of its
         host, or to the slot at its place in the next host.
         """
-        world, size = self.world, self.world.node_size
+        world = self.world
+        size = self.world.node_size
         slots = world.home.slots
         place = world.slot % size
         hosts = [tuple(range(first, min(first + size, slots))) for first in range(0, slots, size)]

@@ -220,7 +220,8 @@ def read_optimizer_values(path: Path) -> OptimizerValues:
     """Raises CheckpointError if they are missing or damaged."""
     values = read_checkpoint_json(path / OPTIMIZER)
     try:
-        numbers, settings = values["numbers"], values["settings"]
+        numbers = values["numbers"]
+        settings = values["settings"]
         whole = all(isinstance(x, int | float) for x in numbers.values())
         if not whole or not all(isinstance(key, str) for keys in settings.values() for key in keys):
             raise ValueError("a value that is no number, or a setting without a name")
@@ -348,7 +349,8 @@ def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
             "from the folder that save_model wrote, and the rest by load_checkpoint(…, weights=False)"
         )
     if saved != weights:
-        lacks, extra = sorted(weights - saved), sorted(saved - weights)
+        lacks = sorted(weights - saved)
+        extra = sorted(saved - weights)
         raise CheckpointError(
             f"checkpoint {path} is of another model: it lacks {len(lacks)} of this model's weights "
             f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} that this model has not "

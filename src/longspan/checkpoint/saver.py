@@ -182,8 +182,13 @@ class RunningSave:
         staging: StagedTensors,
         started: float,
     ) -> None:
-        self.path, self.state, self.values, self.keep = path, state, values, keep
-        self.staging, self.started = staging, started  # of time.monotonic
+        self.path = path
+        self.state = state
+        self.values = values
+        self.keep = keep
+        # of time.monotonic
+        self.staging = staging
+        self.started = started
         self.phase: str = "copying to the host"
         self.failure: BaseException | None = None
         self.shown: float = 0.0  # seconds that training paused for it
@@ -191,7 +196,8 @@ class RunningSave:
         self.bytes: int = 0  # of all ranks' files
         self.given_up: bool = False  # nobody waits for it any more, and it is not published
         self.noted: bool = False  # its figures are in the metrics, or about to be
-        self.staged, self.ended = threading.Event(), threading.Event()
+        self.staged = threading.Event()
+        self.ended = threading.Event()
 
     @property
     def failure_text(self) -> str:

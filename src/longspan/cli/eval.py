@@ -257,7 +257,8 @@ def main(argv: Sequence[str]) -> int:
     print_note(processes.note, sys.stderr)
     starts.end_part("command")
     args = (request, processes.ranks, processes.backend, starts)
-    config = request.subjects[0].config  # kernels that only a second subject calls are compiled when it is evaluated
+    # kernels that only a second subject calls are compiled when it is evaluated
+    config = request.subjects[0].config
     with compile_attention_ahead(config, processes, backward=False):
         results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks)
     if prints_results():

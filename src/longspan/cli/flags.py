@@ -307,7 +307,8 @@ def _flag_hint(flag: str, types: Mapping[str, Any], prog: str) -> str:
         return f"leave {words}"
     if flags := flags_of([f"--{other}"]):
         return f"here it is {flags[0]}{space}{words}"
-    if flags := flags_of(key for key in (*types, *_SHORT) if key.endswith("." + flag[2:])):  # --train.steps for --steps
+    # --train.steps for --steps
+    if flags := flags_of(key for key in (*types, *_SHORT) if key.endswith("." + flag[2:])):
         return f"did you mean {flags[0]!r}?"
     hint = nearest_hint(flag_text(flag), map(flag_text, types), prefix="--")
     return f"{prog} --help-all lists those that it has" if hint.startswith("known: ") and len(types) > _FEW else hint

@@ -85,7 +85,8 @@ def _torch_is_built_for(driver: str) -> bool:
     return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(driver) is not None
 
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 and later read the first before the second
+# torch 2.9 and later read the first before the second
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def allocator_environment() -> dict[str, str]:

@@ -47,7 +47,8 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     loader = "ImageTextToText" if "vision_config" in read_json(run_dir / "config.json") else "CausalLM"
     loader = "SequenceClassification" if model.num_labels else loader
     rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data)])))]
-    steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]  # also of epochs, as the run counted them
+    # also of epochs, as the run counted them
+    steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]
     rows += _card_figures(run_dir, exported.step, steps)
     table = "\n".join(f"| {name} | {value} |" for name, value in dict(rows).items())
     text = f"""---

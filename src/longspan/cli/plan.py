@@ -174,7 +174,8 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
         )
     home = Layout(ranks, tp=flags.tp, pp=flags.pp)
     lengths, source = read_lengths(flags, home.slots)
-    cost, preset = DEFAULT_COST, find_published_preset(flags.model)
+    cost = DEFAULT_COST
+    preset = find_published_preset(flags.model)
     model: Any = PRESETS[preset].values if preset else flags.model or QWEN3_8B
     if flags.machine or flags.model:
         path = Path(flags.model).resolve()
@@ -197,7 +198,8 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
     elif rows != AUTO:
         raise ConfigError(f"--max-tokens-per-slot is {rows!r}; give an integer, or {AUTO}")
     else:
-        types, widest = check_comm_types(options.cp_comm_type), min(flags.max_cp or home.slots, home.slots)
+        types = check_comm_types(options.cp_comm_type)
+        widest = min(flags.max_cp or home.slots, home.slots)
         degrees = (d for d in range(widest, 0, -1) if home.slots % d == 0)
         degree = flags.cp or next(d for d in degrees if heads_allow_degree(d, options.heads, types, home.tp))
         rows = max(USUAL_ROWS, -(-max(lengths) // degree))

@@ -90,7 +90,8 @@ def train_rank(
     outlive_output(Path(config.run.dir))
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")
-    gc.disable()  # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time
+    # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time
+    gc.disable()
     try:
         import torch
 

@@ -34,7 +34,9 @@ def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], ch
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], channel: Channel) -> Tensor:
-        ctx.sends, ctx.receives, ctx.channel = sends, receives, channel
+        ctx.sends = sends
+        ctx.receives = receives
+        ctx.channel = channel
         return channel.all_to_all_rows(x.detach(), sends, receives, "rows to their experts").wait()
 
     @staticmethod

@@ -61,7 +61,8 @@ class Handle:
         if self._works:
             with self._operation as operation:
                 for work in self._works:
-                    if self._on_host:  # gloo takes the limit that the group was made with, unless a wait has its own
+                    # gloo takes the limit that the group was made with, unless a wait has its own
+                    if self._on_host:
                         work.wait(timedelta(seconds=operation.watch.timeout))
                     else:
                         work.wait()
@@ -176,18 +177,22 @@ class Channel:
         an all-to-all of torch sends empty ones too over NCCL, so that all members would wait for each other and be
         connected.
         """
-        leaving, arriving = x.split(list(sends)), into.split(list(receives))
+        leaving = x.split(list(sends))
+        arriving = into.split(list(receives))
         peers = self._other_members()
-        sent, received = [(m, leaving[m]) for m in peers], [(m, arriving[m]) for m in peers]
+        sent = [(m, leaving[m]) for m in peers]
+        received = [(m, arriving[m]) for m in peers]
         return self.exchange(sent, received, what, into, into.nbytes)
 
     def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
         """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
-        next_member, previous_member = (self.index + 1) % self.degree, (self.index - 1) % self.degree
+        next_member = (self.index + 1) % self.degree
+        previous_member = (self.index - 1) % self.degree
         communicator = self._groups.communicator(self.ranks)
         if communicator is None:
             return self.exchange([(next_member, x)], [(previous_member, into)], what)
-        sends, receives = [0] * self.degree, [0] * self.degree
+        sends = [0] * self.degree
+        receives = [0] * self.degree
         sends[next_member] = x.shape[0]
         receives[previous_member] = into.shape[0]
         return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), what)
@@ -229,7 +234,8 @@ class Channel:
         parts = buffer.split(list(counts))
         parts[self.index].copy_(x)
         peers = self._other_members()
-        sends, receives = [(m, parts[self.index]) for m in peers], [(m, parts[m]) for m in peers]
+        sends = [(m, parts[self.index]) for m in peers]
+        receives = [(m, parts[m]) for m in peers]
         return self.exchange(sends, receives, what, buffer, buffer.nbytes)
 
     def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
@@ -433,7 +439,8 @@ class Channels:
         self._warm_up_group(channel.group, channel.ranks)
         if self._device.type == "cuda" and channel.degree > 1:
             x = torch.zeros(1, device=self._device)
-            next_member, previous_member = (channel.index + 1) % channel.degree, (channel.index - 1) % channel.degree
+            next_member = (channel.index + 1) % channel.degree
+            previous_member = (channel.index - 1) % channel.degree
             channel.exchange([(next_member, x)], [(previous_member, x.clone())], "warming point-to-point").wait()
             torch.cuda.synchronize(self._device)
 

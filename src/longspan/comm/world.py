@@ -290,7 +290,8 @@ def _torchrun_place(home: Layout) -> Place:
             f"{'is' if len(absent) == 1 else 'are'} not set; start the ranks with `torchrun --nproc-per-node "
             f"{len(home.ranks)}`, which sets {', '.join(TORCHRUN_SETS)} and LOCAL_RANK, or with longspan.comm.run_local"
         )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     _check_rank_count(home, size)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, _node_name(), _store_server())

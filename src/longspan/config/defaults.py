@@ -113,7 +113,8 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     `weights` false: config.json is enough, and paths stay as they are. What is missing is downloaded where
     model.download says so. Raises ConfigError for a name that is nowhere.
     """
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     find_any = partial(find_local_path, download=model.download, download_key="model.download")
 
     def find_model(path: str, key: str, **options: Any) -> str:
@@ -126,7 +127,8 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
         for number, source in enumerate(data.sources)
     ]
     path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
-    tokenizer, rows = find_model(data.tokenizer, "data.tokenizer"), find_data(data.path, "data.path")
+    tokenizer = find_model(data.tokenizer, "data.tokenizer")
+    rows = find_data(data.path, "data.path")
     others = {key: absolute_path(getattr(data, key)) for key in ("chat_template", "cache") if weights}
     return replace(
         config,
@@ -200,14 +202,16 @@ def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 
 
 def _complete_evaluation_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
-    entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
+    entry = inherit_keys(entry, config.context.evaluation, config.context)
+    parent = held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
 def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> None:
     """Log that a warm-up does not end before the run, and that bfloat16 weights lose small updates to rounding."""
-    warmup, steps = config.train.warmup_steps, config.train.steps
+    warmup = config.train.warmup_steps
+    steps = config.train.steps
     if warmup >= steps > 0:
         log(
             f"caution: train.warmup_steps {warmup} is not below the {plural(steps, 'step')} of the run: the learning "

@@ -35,7 +35,8 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     tables: dict[str, Any] = {}
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        tables[section] = {**tables.get(section, {}), name: value} if name else value  # no name: the tables [[eval]]
+        # no name: the tables [[eval]]
+        tables[section] = {**tables.get(section, {}), name: value} if name else value
     config = _set_sections(config, tables, source="the overrides")
     return resolve_defaults(config)
 
@@ -112,7 +113,8 @@ def _set_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> 
 
 
 def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
-    values, problems = list[Value](), list[str]()
+    values = list[Value]()
+    problems = list[str]()
     for call in calls:
         try:
             values.append(call())

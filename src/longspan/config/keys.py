@@ -126,12 +126,14 @@ class Key:
 @cache
 def section_keys(kind: type[Any]) -> tuple[Key, ...]:
     """List the keys of a section or table, in order; keys of a section inside it have a prefix (`key_prefix`)."""
-    kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    kinds = get_type_hints(kind)
+    marked = get_type_hints(kind, include_extras=True)
     keys: list[Key] = []
     for field in fields(kind):
         marks = getattr(marked[field.name], "__metadata__", ())
         if is_dataclass(kinds[field.name]):
-            inner, prefix = kinds[field.name], key_prefix(field.name)
+            inner = kinds[field.name]
+            prefix = key_prefix(field.name)
             keys += [replace(key, name=prefix + key.name) for key in section_keys(inner)]
             continue
         bound = next((mark for mark in marks if isinstance(mark, AtLeast)), None)

@@ -196,7 +196,8 @@ def fill_from_parent(section: AnyPlan, parent: PlanSection) -> AnyPlan:
 
 def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
     """The parent's a2a and p2p levels, fitted where planner or degree differ; a degree "auto" takes training's."""
-    planner, degree = section.planner, section.context_parallel_size
+    planner = section.planner
+    degree = section.context_parallel_size
     if isinstance(parent, ContextConfig) and isinstance(degree, str):
         degree = parent.context_parallel_size
     sizes = parent.hierarchical_context_parallel_sizes

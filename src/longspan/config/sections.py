@@ -456,7 +456,8 @@ def check_memory_keys(train: TrainConfig, *, gpu: bool | None = None) -> None:
     if gpu and 0 < train.memory_bytes < LEAST_OF_GPU:
         raise ConfigError(f"train.memory_bytes is {train.memory_bytes}: {bytes_hint(train.memory_bytes)}")
     where = ""
-    if kind == AUTO and not chooses_measures(train, gpu=gpu is not False):  # None: as on a GPU, where more is allowed
+    # None: as on a GPU, where more is allowed
+    if kind == AUTO and not chooses_measures(train, gpu=gpu is not False):
         where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
     if train.offload_activations and (kind == "none" or where):
         kind = f'"{AUTO}", which is "none" {where}' if where else '"none"'

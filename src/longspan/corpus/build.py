@@ -61,13 +61,16 @@ class _CorpusOfRun:
 
     def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
         """A file whose path, size and time are in the record or in the cache is not read: its sum is taken."""
-        self._settings, self._run_dir, self._log = settings, run_dir, log
+        self._settings = settings
+        self._run_dir = run_dir
+        self._log = log
         self._folder = run_dir / settings.folder
         self._old_record = read_record(self._folder)
         self._files = settings.find_source_files(run_dir)
         self._cache = _open_cache(settings.data, run_dir, log)
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
-        all_paths = " ".join(path for _, path in settings.source_paths())  # one file of sums for all sources together
+        # one file of sums for all sources together
+        all_paths = " ".join(path for _, path in settings.source_paths())
         sums = FileSums(self._cache.sums_file(all_paths), old_sources or ())
         self._sources = sums.sums_of_files(self._files, log)
         sums.save_sums(self._sources)
@@ -236,7 +239,8 @@ def build_shared_corpus(
             source = config.model.source or config.model.preset_name
             check_vocabulary(size, rows, tokenizer=name, model=source)
         directory.mkdir(parents=True, exist_ok=True)
-        if not (resumed and (directory / "config.json").is_file()):  # a resumed run keeps the one that it began with
+        # a resumed run keeps the one that it began with
+        if not (resumed and (directory / "config.json").is_file()):
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
         with name_file_in_errors(directory / "corpus"):
             settings = CorpusSettings(config.data, num_labels=config.model.num_labels)

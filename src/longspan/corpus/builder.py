@@ -50,7 +50,8 @@ class _Writer:
     """Writes the files of a folder of documents from their beginnings to their ends."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self._recipe, self._folder = recipe, folder
+        self._recipe = recipe
+        self._folder = folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8", "hashes": "<i8"}
         if len(recipe.encodings) > 1:
             columns["source_of"] = "<i2"

@@ -47,8 +47,10 @@ class Notes:
 
     def __init__(self) -> None:
         self.rows = 0
-        self.largest: tuple[int, str] = -1, ""  # the largest token id, labels included, and the place of its first row
-        self.sizes = dict[int, str]()  # how many numbers a document has as its label, and the place of its first row
+        # the largest token id, labels included, and the place of its first row
+        self.largest: tuple[int, str] = -1, ""
+        # how many numbers a document has as its label, and the place of its first row
+        self.sizes = dict[int, str]()
         self.left_out: Counter[str] = Counter[str]()
         self.unseen: Counter[str] = Counter[str]()
         self.unread: Counter[str] = Counter[str]()  # keys that nothing reads
@@ -154,7 +156,8 @@ class _BatchDocuments:
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
         """Without codes (`encode_labels`) every token but the first is a target."""
-        ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
+        ids = sample.ids
+        codes = encode_labels(sample.ids, sample.labels)
         largest_id = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
             self.add_bad_row(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {largest_id}"))
@@ -190,7 +193,8 @@ class _BatchDocuments:
             self._numbers += sample.numbers
             if document_codes is not None:
                 targets = int((document_codes[1:] != NOTHING).sum())
-                document_codes[0] = OWN_TOKEN  # never predicted; so that codes with no other value need not be stored
+                # never predicted; so that codes with no other value need not be stored
+                document_codes[0] = OWN_TOKEN
             self._ids.append(document_ids)
             self._codes.append(document_codes)
             self._facts.append((len(document_ids), targets, file, position, text_hash))
@@ -243,7 +247,8 @@ def cut_into_documents(
     """
     step = longest or max(length, 1)
     pieces = [piece for piece in _cut_outside_spans(length, step, uncut) if piece.stop - piece.start >= SHORTEST]
-    lost_tokens = length - sum(piece.stop - piece.start for piece in pieces)  # masked parts are counted by themselves
+    # masked parts are counted by themselves
+    lost_tokens = length - sum(piece.stop - piece.start for piece in pieces)
     if codes is not None:
         with_targets = [piece for piece in pieces if (codes[piece][1:] != NOTHING).any()]
         counts.update(masked_parts=len(pieces) - len(with_targets))

@@ -321,7 +321,8 @@ def kind_of_files(
 
     With `skip_bad`, bad rows (also of over `most_bytes`) and rows of no kind do not count; else they raise DataError.
     """
-    rows, bad = list[Row](), list[BadRow]()
+    rows = list[Row]()
+    bad = list[BadRow]()
     for file in files[:FIRST_FILES]:
         for row in islice(rows_of_file(file, most_bytes), FIRST_ROWS):
             row = row if isinstance(row, BadRow) else rename_columns(row, columns)

@@ -49,7 +49,9 @@ class ImageReader:
     """
 
     def __init__(self, table: ImageTable, processor: Processor, corpus: Corpus) -> None:
-        self._table, self._processor, self._corpus = table, processor, corpus
+        self._table = table
+        self._processor = processor
+        self._corpus = corpus
         self._ahead = OrderedDict[int, Future[ImageInput]]()  # by the images' numbers
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -114,7 +116,8 @@ class ImageReader:
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
         # Slices, as a row that has changed may have fewer images: without files the error below is raised.
-        number, frame = placed.image.number, placed.image.frame
+        number = placed.image.number
+        frame = placed.image.frame
         if frame < 0:  # no frame of a video
             files = list(media.images[number : number + 1])
         else:

@@ -17,7 +17,8 @@ from longspan.errors import plural
 
 def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
     """Yield lines about what is cut or left out; `key` names the setting of the longest document, which cuts texts."""
-    left_out, bad = manifest.left_out, manifest.bad
+    left_out = manifest.left_out
+    bad = manifest.bad
     if left_out.cut_texts:
         yield (
             f"cut {plural(left_out.cut_texts, 'text')} of {plural(left_out.cut_tokens, 'token')} into "
@@ -72,7 +73,8 @@ _WORDS = ("Zq0user", "Zq1assistant")
 
 
 def rows_line(encoding: RowEncoding) -> str:
-    opening, closing = " ".join(encoding.tokenizer.opening), " ".join(encoding.tokenizer.closing)
+    opening = " ".join(encoding.tokenizer.opening)
+    closing = " ".join(encoding.tokenizer.closing)
     parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
     surrounding_tokens = f"each text {' and '.join(parts)}"
     if not parts:

@@ -19,7 +19,10 @@ from tokenizers import Tokenizer, models
 from longspan.errors import DataError
 from longspan.layout import Integers
 
-PIECE, OVERLAP, LARGEST = 1 << 18, 1 << 13, 1 << 23  # characters
+# characters
+PIECE = 1 << 18
+OVERLAP = 1 << 13
+LARGEST = 1 << 23
 _RUNS = 3  # of characters of a kind; the first and the last may continue outside
 
 
@@ -83,7 +86,8 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
     A longer piece may have other tokens, so the last of the joined runs is joined to it anew; if the two have no seam,
     they become one piece. Raises LongTextError for a piece that is too long.
     """
-    begin, size = left.begin, 2 * (left.end - left.begin)
+    begin = left.begin
+    size = 2 * (left.end - left.begin)
     while True:
         if min(size, len(text) - begin) > LARGEST:
             raise LongTextError(
@@ -98,7 +102,9 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
         if seam := _find_joint(text, last.piece, piece, last.first):
             joined.append(_Run(last.piece, last.first, seam[0]))
             return piece, seam[1]
-        begin, size = last.piece.begin, piece.end - last.piece.begin  # no seam: both as one piece
+        # no seam: both as one piece
+        begin = last.piece.begin
+        size = piece.end - last.piece.begin
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:

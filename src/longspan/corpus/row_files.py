@@ -50,7 +50,8 @@ class RowChunk(NamedTuple):
     folder: str = ""
     most_bytes: int = 0
     too_long: int = 0
-    rows: tuple[int, int] | None = None  # which of its rows are read: the first, and the one after the last; None: all
+    # which of its rows are read: the first, and the one after the last; None: all
+    rows: tuple[int, int] | None = None
 
 
 class PlacedRow(NamedTuple):
@@ -74,7 +75,8 @@ def slice_chunks(chunks: Iterable[RowChunk], first: int, stop: int) -> Iterator[
         count = count_rows(chunk)
         if count and first < count:
             yield chunk._replace(rows=(max(first, 0), min(stop, count)))
-        first, stop = first - count, stop - count
+        first = first - count
+        stop = stop - count
         if stop <= 0:
             return
 
@@ -209,8 +211,10 @@ def _read_table(chunk: RowChunk) -> Iterator[PlacedRow]:
 
     first = chunk.first
     for batch in pyarrow.ipc.open_stream(chunk.data):
-        types, decode = str(batch.schema), record_decoder(batch.schema)
-        may_be_deep = _JSON in types or types.count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
+        types = str(batch.schema)
+        decode = record_decoder(batch.schema)
+        # Arrow writes nested types as list<struct<…>>
+        may_be_deep = _JSON in types or types.count("<") > MOST_LEVELS
         for number, record in enumerate(_iterate_records(batch, types, chunk.most_bytes), first):
             where = f"{chunk.name}, row {number + 1}"
             reason = record if isinstance(record, str) else ""
@@ -230,7 +234,8 @@ def _iterate_records(batch: Any, types: str, most_bytes: int) -> Iterator[dict[s
     """Yield the records of a batch, as dictionaries; in place of one that cannot be read, what is wrong with it."""
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
     if not repeats and (not most_bytes or batch.nbytes <= most_bytes):
-        with suppress(ValueError, OverflowError):  # of some row, before any is yielded; row by row it is located below
+        # of some row, before any is yielded; row by row it is located below
+        with suppress(ValueError, OverflowError):
             yield from batch.to_pylist()
             return
     for number in range(len(batch)):
@@ -294,7 +299,8 @@ class RowFile(ABC):
         try:
             yield
         except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # of the system; those of readers have no number
+            # of the system; those of readers have no number
+            if isinstance(error, OSError) and error.errno is not None:
                 raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error.strerror}") from error
             compressed = self.name.endswith((GZIP, ZSTD))
             reason = "cannot be decompressed, perhaps it was cut off" if compressed else "cannot be read"
@@ -338,7 +344,8 @@ class LineFile(RowFile):
                     while (line_piece := lines.readline(_PIECE)) and not line_piece.endswith(b"\n"):
                         too_long += len(line_piece)
                         yield RowChunk("lines", self.name, number, position, b"", raw.tell(), folder)
-                    too_long += max(0, len(line_piece) - 1)  # the last piece without its line end; "" at the file's end
+                    # the last piece without its line end; "" at the file's end
+                    too_long += max(0, len(line_piece) - 1)
                     data = data[: start + SHOWN_BYTES]
                 yield RowChunk(
                     "lines", self.name, first, position, data, raw.tell(), folder, self._most_bytes, too_long
@@ -490,7 +497,8 @@ class ArrowFile(TableFile):
     def _open_batches(self) -> tuple[int, Iterator[Any]]:
         def batches() -> Iterator[Any]:
             for batch in self._table.to_batches():
-                batch.validate(full=True)  # else Arrow follows a damaged file's offsets to bytes outside of the file
+                # else Arrow follows a damaged file's offsets to bytes outside of the file
+                batch.validate(full=True)
                 step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
                 yield from (batch.slice(start, step) for start in range(0, len(batch), step))
 

@@ -161,7 +161,8 @@ class TextTokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self.folder is not None:
-            template = self.template_file and self.template_file.read_bytes()  # before files in `folder` are replaced
+            # before files in `folder` are replaced
+            template = self.template_file and self.template_file.read_bytes()
             copy_tokenizer_files(self.folder, folder)
             if template is not None:
                 for name in TEMPLATE_FILES:
@@ -249,11 +250,14 @@ def _load_other_files(folder: Path) -> TextTokenizer:
 def _load_by_transformers(folder: Path) -> TextTokenizer:
     from transformers import AutoTokenizer
 
-    from longspan.model.weights.hf_folder import FOLDER_OPTIONS, folder_error_text  # torch, which processes do without
+    # torch, which processes do without
+    from longspan.model.weights.hf_folder import FOLDER_OPTIONS, folder_error_text
 
     try:
         stock = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
-        engine, end, pad = stock.backend_tokenizer, stock.eos_token_id, stock.pad_token_id
+        engine = stock.backend_tokenizer
+        end = stock.eos_token_id
+        pad = stock.pad_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded by transformers: {folder_error_text(error, _OWN_CODE_ADVICE)}"

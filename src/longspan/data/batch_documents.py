@@ -109,7 +109,8 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
     """
     entries = _read_entries(batch, ignore)
     ids = entries["input_ids"]
-    labels, positions = entries.get("labels"), entries.get("position_ids")
+    labels = entries.get("labels")
+    positions = entries.get("position_ids")
     mask = entries.get("attention_mask")
     places = list[RowPlace]()
     for row in range(len(ids)):
@@ -184,7 +185,8 @@ def _find_first_columns(row: int, positions: Integers, start: int, stop: int) ->
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))
-    expected = columns - np.maximum.accumulate(np.where(inside == 0, columns, 0))  # columns since the last beginning
+    # columns since the last beginning
+    expected = columns - np.maximum.accumulate(np.where(inside == 0, columns, 0))
     wrong = inside != expected
     if wrong.any():
         at = int(wrong.argmax())

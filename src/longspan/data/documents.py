@@ -23,7 +23,9 @@ from longspan.errors import DataError
 from longspan.layout import Integers
 
 # The code of a token decides its label: its own id, none, or the id code − 2.
-OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
+OWN_TOKEN = 0
+NOTHING = 1
+OTHER_TOKEN = 2
 _TAIL = 64  # tokens that are read at a time, until one is not padding
 
 

@@ -15,7 +15,9 @@ from longspan.plain_text import number_text
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
 MANY_TIMES = 10  # a run that reads documents more often is cautioned
-HELD_OUT, ONE_IN = 32, 10  # texts held out by default: one in so many, at most so many
+# texts held out by default: one in so many, at most so many
+HELD_OUT = 32
+ONE_IN = 10
 DEMO_HELD_OUT = 8  # of a tiny preset at most so many
 
 
@@ -127,7 +129,9 @@ def order_lengths(
 
 
 def documents_line(config: RunConfig, order: StepOrder) -> str:
-    train, stream, held_out = config.train, order.stream, len(order.evaluation)
+    train = config.train
+    stream = order.stream
+    held_out = len(order.evaluation)
     line = plural(stream.documents, "document" if order.unit == 1 else "pair")
     line += f" of {plural(order.training_texts, 'text')}" * (stream.documents != order.training_texts)
     line += f" to train on, of {plural(stream.tokens, 'token')}, which "

@@ -45,7 +45,8 @@ class StepBegins:
     def begin_and_end(self, step: int) -> tuple[int, int]:
         """Return where a step begins and ends."""
         block, index = divmod(step, _STRIDE)
-        while len(self._begins) <= block:  # each call computes the next 64 steps, and where the step after them begins
+        # each call computes the next 64 steps, and where the step after them begins
+        while len(self._begins) <= block:
             self._block(len(self._begins) - 1)
         return self._block(block)[index]
 
@@ -234,7 +235,8 @@ def sample_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None, most: in
         bounds = [int(texts[bound]) if bound < len(texts) else int(texts[-1]) + 1 for bound in bounds]
     counts: list[int] = np.diff(bounds).tolist()
     quotas = [min(1, most, max(count - 1, 0)) for count in counts]
-    for _ in range(most - sum(quotas)):  # a source's last text is taken when no other is left, which is then refused
+    # a source's last text is taken when no other is left, which is then refused
+    for _ in range(most - sum(quotas)):
         left = [(n - q > 0, n - q > 1, most * n / sum(counts) - q) for n, q in zip(counts, quotas, strict=True)]
         quotas[left.index(max(left))] += 1
     chosen = [shuffled_sample(count, quotas[s], seed, HELD_OUT, s) + bounds[s] for s, count in enumerate(counts)]

@@ -98,7 +98,8 @@ def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> In
     True
     """
     generator = np.random.PCG64(list(seed))
-    bits, ids = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
+    bits = np.empty(0, dtype=np.uint64)
+    ids = np.empty(0, dtype=np.int64)
     for start in range(0, count, block):
         new_bits = generator.random_raw(min(block, count - start))
         # Once there are `most` bits, only new ones below the largest of them can be among the smallest.
@@ -106,7 +107,8 @@ def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> In
         bits = np.concatenate([bits, new_bits[candidates]])
         ids = np.concatenate([ids, candidates + start])
         smallest = np.argsort(bits, kind="stable")[:most]
-        bits, ids = bits[smallest], ids[smallest]
+        bits = bits[smallest]
+        ids = ids[smallest]
     return ids
 
 

@@ -99,7 +99,8 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
     if name not in get_args(CaseSet):
         raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
     degrees = [cp for cp in ((2, 3) if name == "basic" else (1, 2, 3, 4)) if cp <= ranks] or [1]
-    widest, second = degrees[-1], min(2, ranks)
+    widest = degrees[-1]
+    second = min(2, ranks)
     if name == "basic":
         cases = [
             *(Case(cp=cp) for cp in degrees),
@@ -177,7 +178,8 @@ def plan_case(
     """
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
-    row_multiple = case.tp if case.sequence_parallel else 1  # sequence parallelism splits a slot's rows over tp ranks
+    # sequence parallelism splits a slot's rows over tp ranks
+    row_multiple = case.tp if case.sequence_parallel else 1
     slots, documents = tuple(range(home.slots)), range(len(lengths))
     if case.plan == "several":
         # In the first only slot 0 has documents. In the second the first `cp` slots share two documents, and slot 0

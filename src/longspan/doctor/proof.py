@@ -118,16 +118,20 @@ class Proof:
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
     # A dot is for a refusal that says nothing against the model.
     marks = ["✓" if outcome.status == "exact" else "·" if outcome.good else "✗" for outcome in proof.outcomes]
-    rows, first_cases = list[tuple[str, ...]](), dict[str, str]()  # by what was found
+    # by what was found
+    rows = list[tuple[str, ...]]()
+    first_cases = dict[str, str]()
     for mark, outcome in zip(marks, proof.outcomes, strict=True):
-        name, text = outcome.case.name, outcome_text(outcome)
+        name = outcome.case.name
+        text = outcome_text(outcome)
         if (first := first_cases.setdefault(text, name)) != name and outcome.loss_error is None:
             text = f"as {first}"
         rows.append((mark, name, outcome.status, text))
     table = text_table(("", "case", "result", "found"), rows, left=4)
     numbers = {status: sum(o.status == status for o in proof.outcomes) for status in get_args(Status)}
     parts = [f"{number} {status}" for status, number in numbers.items() if number]
-    word, count = "proven" if proof.good else "NOT proven", plural(len(proof.outcomes), "case")
+    word = "proven" if proof.good else "NOT proven"
+    count = plural(len(proof.outcomes), "case")
     verdict = f"{word} on this machine: of {count} {', '.join(parts)} ({seconds:.0f} s)"
     return "\n".join([*heading, "", table, "", verdict])
 
@@ -171,7 +175,8 @@ def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outc
     """
     outcomes: dict[int, Outcome] = {}
     register_class(task.config, task.architecture)
-    torch.backends.cudnn.allow_tf32 = False  # of the convolutions of towers; the stock model's answers are in float32
+    # of the convolutions of towers; the stock model's answers are in float32
+    torch.backends.cudnn.allow_tf32 = False
     with World(task.home, backend=task.backend, timeout=task.timeout) as world:
         for _, group in groupby(task.cases, key=lambda numbered: _preparation_key(numbered[1])):
             cases = list(group)
@@ -194,8 +199,10 @@ class CaseRun:
     """One prepared model, or why it was refused, and its cases one after another."""
 
     def __init__(self, task: Task, world: World, first: Case) -> None:
-        self.task, self.world = task, world
-        self.refusal, self.model = "", nn.Module()
+        self.task = task
+        self.world = world
+        self.refusal = ""
+        self.model = nn.Module()
         self._began = time.perf_counter()
         expected = task.expected[first.dtype, False, first.encoder > 0]
         # float64 without casts to float32, as the stock model ran
@@ -221,7 +228,9 @@ class CaseRun:
 
     def run_case(self, case: Case) -> Outcome:
         """An error of the step is raised: other ranks may wait in it. The first case's seconds include preparation."""
-        began, self._began = self._began, time.perf_counter()  # the next case begins here if this one is refused
+        # the next case begins here if this one is refused
+        began = self._began
+        self._began = time.perf_counter()
         expected = self.task.expected[case.answer]
         try:
             if self.refusal:
@@ -353,7 +362,8 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
 
 def _run_home_cases(task: Task, ranks: ProofRanks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
     """Where an error ends the world, each of several cases runs in a world of its own, and then has its own error."""
-    count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
+    count = len(task.home.ranks)
+    seconds = ranks.timeout + SECONDS_PER_CASE * len(task.cases)
     try:
         if ranks.launch is not None:
             world, outcomes = ranks.launch(run_cases_on_rank, task, count, seconds)

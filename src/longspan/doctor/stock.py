@@ -182,14 +182,17 @@ def compute_stock_answer(
                 signs = torch.randint(2, weight.shape, generator=random) * 2 - 1
                 weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.to(weight.dtype))
     labels_of_documents = [_document_labels(document) for document in documents]
-    targets, losses, router_logits = sum(int((labels != NO_LABEL).sum()) for labels in labels_of_documents), [], []
+    targets = sum(int((labels != NO_LABEL).sum()) for labels in labels_of_documents)
+    losses = []
+    router_logits = []
     plain = bool | int | float | str | None
     states = [
         (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
         for module in model.modules()
     ]
     for document, labels in zip(documents, labels_of_documents, strict=True):
-        for module, values, buffers in states:  # "dynamic" rotary frequencies stay those of the longest document else
+        # "dynamic" rotary frequencies stay those of the longest document else
+        for module, values, buffers in states:
             vars(module).update(values)
             module._buffers.update(buffers)
         output = _run_stock(model, document, with_routers=router.any)

@@ -29,7 +29,8 @@ def find_configuration(name: str) -> PreTrainedConfig:
     language model of its configuration nor that from images and text to text, and for a configuration without either;
     ModelError for a folder that cannot be read.
     """
-    path, architecture = Path(find_local_path(name, "--model")), None
+    path = Path(find_local_path(name, "--model"))
+    architecture = None
     if path.exists() or "/" in name:
         config = read_configuration(path)
     elif name in CONFIG_MAPPING:
@@ -41,7 +42,9 @@ def find_configuration(name: str) -> PreTrainedConfig:
         if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
             config = named_class()
         elif isinstance(named_class, type) and getattr(named_class, "config_class", None) is not None:
-            architecture, config = named_class, named_class.config_class()  # pyright: ignore[reportAttributeAccessIssue]
+            # pyright: ignore[reportAttributeAccessIssue]
+            architecture = named_class
+            config = named_class.config_class()
             register_class(config, architecture if "." in name else None)
         else:
             raise ConfigError(
@@ -55,7 +58,8 @@ def find_configuration(name: str) -> PreTrainedConfig:
             f"text to text; {_suggest_names(name)}"
         )
     if architecture is not None and architecture not in classes:
-        kind, advice = type(config).__name__, f"use --model {classes[0].__name__}"
+        kind = type(config).__name__
+        advice = f"use --model {classes[0].__name__}"
         if "." in name:
             advice = f"give it a config_class of its own: a subclass of {kind} with another model_type"
         raise ConfigError(f"{name} is not the language model of {kind}, which is {classes[0].__name__}; {advice}")

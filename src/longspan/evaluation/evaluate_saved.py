@@ -116,7 +116,8 @@ class CheckedWeights:
 
 def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
     """Find the weights of a subject, their configuration and their tokenizer (or that of `tokenizer`); on all ranks."""
-    weights, checkpoint = subject.weights, subject.weights.checkpoint
+    weights = subject.weights
+    checkpoint = subject.weights.checkpoint
     if weights.run_dir is None:
         run_on_every_rank(world, lambda: check_folder_weights(weights.path), ModelError)
     elif checkpoint is not None:
@@ -157,7 +158,9 @@ def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
 
 
 def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
-    subject, run_dir, config = checked.subject, checked.subject.weights.run_dir, checked.subject.config
+    subject = checked.subject
+    run_dir = checked.subject.weights.run_dir
+    config = checked.subject.config
     if run_dir is None:
         raise ConfigError(
             f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
@@ -269,7 +272,9 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     longest, origin = max(
         (length, documents.origins[i]) for documents in sets.values() for i, length in enumerate(documents.lengths)
     )
-    subject, configuration, flag_keys = checked.subject, checked.configuration, request.flag_keys
+    subject = checked.subject
+    configuration = checked.configuration
+    flag_keys = request.flag_keys
     model = subject.config.model
     if flag_keys & {"model.rope_scaling", "model.rope_factor"}:
         configuration = read_model_configuration(subject.config, configuration.get_text_config().vocab_size)

@@ -168,7 +168,8 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
     by_position = ()
     if options.loss is None:
         loss = Mean(math.fsum(totals.documents.tolist()), plan.targets)
-        by_position = totals.bucket_by_position([n + (columns > 0) for n in plan.lengths])  # the last row may count too
+        # the last row may count too
+        by_position = totals.bucket_by_position([n + (columns > 0) for n in plan.lengths])
     else:
         totals, loss = _totals_of_sets(totals, options.loss, plan)
     # Of scores it is the share of right classes, where each row has one of several.
@@ -328,7 +329,8 @@ class Portions:
         return any_ended
 
     def _gathering_bytes(self) -> int:
-        world, plan = self.world, self.plan
+        world = self.world
+        plan = self.plan
         if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
             return 0
         room = int(unused_bytes(world.device, len(world.home.ranks)) * GATHERED_SHARE)

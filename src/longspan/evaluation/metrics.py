@@ -181,7 +181,9 @@ class RowSums:
         """`score_loss` is the loss of a model whose rows have scores."""
         # of a user's metric: the passes go on, so that no rank leaves the others in a collective
         self.error: EvaluationError | None = None
-        self._options, self._world, self._score_loss = options, world, score_loss
+        self._options = options
+        self._world = world
+        self._score_loss = score_loss
         self._edges = bucket_edges(max(lengths, default=1))
         self._measured_rows: list[_MeasuredRows] = []
         self._losses: Floats = np.zeros(len(lengths))  # of each document

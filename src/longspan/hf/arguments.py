@@ -78,10 +78,12 @@ class LongspanArguments:
 
     def config(self) -> RunConfig:
         """Return the configuration that these keys make, with the defaults of a run on a model folder."""
-        keys: dict[str, object] = {"model.config": "the Trainer's model"}  # any name: else it would be the demo's model
+        # any name: else it would be the demo's model
+        keys: dict[str, object] = {"model.config": "the Trainer's model"}
         for name in (key.name for key in fields(self)):
             value = getattr(self, name)
-            if value in ("", []) or (value == NOT_GIVEN and name.endswith("context_parallel_size")):  # it is not given
+            # it is not given
+            if value in ("", []) or (value == NOT_GIVEN and name.endswith("context_parallel_size")):
                 continue
             if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings
                 value = int(value)
@@ -91,7 +93,8 @@ class LongspanArguments:
 
     def home(self, ranks: int) -> Layout:
         """Return the layout of `ranks` ranks. Raises ConfigError for keys that do not fit it, or each other."""
-        home, config = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate), self.config()
+        home = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate)
+        config = self.config()
         with errors_in_words_of_scripts():
             check_number_bounds(
                 replace(config, train=replace(config.train, lr=1.0)), training=True

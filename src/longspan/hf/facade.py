@@ -177,7 +177,8 @@ class Facade:
         head: FusedHead | None = None,
     ) -> None:
         self.head: FusedHead = head or FusedHead()
-        self._model, self._token_values = model, token_values
+        self._model = model
+        self._token_values = token_values
         self.called: list[CalledBatch | CalledScores] = []  # of this optimizer step, with gradients
         self.ahead: list[AheadBatch] = []  # of this optimizer step, not called with yet
         self.evaluated = (0.0, 0)  # of an evaluation: the sum of losses, and tokens
@@ -215,8 +216,10 @@ class Facade:
         refuse_hooks(self._model())
         if score_columns(self.inner_model):
             return self._answer_scores({"input_ids": input_ids, **batch}, labels)
-        if labels is None and self.labels_apart is not None:  # compute_loss_func= reads log-probabilities, or logits
-            labels, fused_lm_head = self.labels_apart, self.logits_of is None
+        # compute_loss_func= reads log-probabilities, or logits
+        if labels is None and self.labels_apart is not None:
+            labels = self.labels_apart
+            fused_lm_head = self.logits_of is None
         batch = {"input_ids": input_ids, "labels": labels, **batch}
         ahead = None
         if (self.logits_of is None or fused_lm_head) and torch.is_grad_enabled():
@@ -244,7 +247,8 @@ class Facade:
             return out
         value_tables: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
         top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
-        no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))  # not asked of the head
+        # not asked of the head
+        no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
         return TokenOutput(
             {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _label_mask(labels), "is_top1": top1}
         )
@@ -267,7 +271,8 @@ class Facade:
 
         With gradients the leaf is noted for the step, without them the sum of losses for the evaluation.
         """
-        total, targets = -leaf.sum(), _label_mask(labels).sum()
+        total = -leaf.sum()
+        targets = _label_mask(labels).sum()
         if torch.is_grad_enabled():
             self.called.append(CalledBatch(rows, leaf))
         else:

@@ -75,8 +75,13 @@ def _generator_accessors(owner: Any) -> Iterator[tuple[Callable[[], Any], Callab
             yield from _generator_accessors(value)
 
 
-UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"
-ORDER, ARGUMENTS = "order.pt", "training_args.bin"
+UNFINISHED = "unfinished"
+OPTIMIZER = "optimizer"
+SCHEDULER = "scheduler.pt"
+RANDOM = "rng"
+STATE = "trainer_state.json"
+ORDER = "order.pt"
+ARGUMENTS = "training_args.bin"
 _log = logging.get_logger(__name__)
 
 
@@ -162,7 +167,8 @@ class FilesPart(StockTrainer):
 
     def _publish_checkpoint(self, root: Path) -> None:
         """Give a checkpoint its name once its files are on disk, so that one of this name is whole after a crash."""
-        unfinished, folder = root / UNFINISHED, root / f"checkpoint-{self.state.global_step}"
+        unfinished = root / UNFINISHED
+        folder = root / f"checkpoint-{self.state.global_step}"
         self.state.save_to_json(str(unfinished / folder.name / STATE))
         for path in (*(unfinished / folder.name).rglob("*"), unfinished / folder.name):
             sync_to_disk(path)
@@ -171,16 +177,19 @@ class FilesPart(StockTrainer):
         (unfinished / folder.name).rename(folder)
         sync_to_disk(root)
         shutil.rmtree(unfinished)
-        best_checkpoint, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        best_checkpoint = self.state.best_model_checkpoint
+        limit = self.args.save_total_limit
         rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """With the groups go the rows of a step, in which data order is counted, and the seed of dropout's masks."""
-        optimizer, root = self._torch_optimizer(), Path(output_dir)
+        optimizer = self._torch_optimizer()
+        root = Path(output_dir)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         groups = tree_map(lambda value: value.item() if isinstance(value, Tensor) else value, groups)
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
-        step, prepared = self.state.global_step, self._facade.inner_model
+        step = self.state.global_step
+        prepared = self._facade.inner_model
         save_checkpoint(root / OPTIMIZER, prepared, optimizer, self.world, step=step, state=state, weights=False)
         schedule = self.lr_scheduler.state_dict()
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
@@ -189,7 +198,8 @@ class FilesPart(StockTrainer):
         super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
         assert self._epoch is not None
         loader, number, first_step, began = self._epoch
-        steps, now = self.state.global_step - first_step, order_states(loader)
+        steps = self.state.global_step - first_step
+        now = order_states(loader)
         order = {"epoch": number, "steps": steps, "began": began, "now": now}
         run_on_first_rank(self.world, lambda: torch.save(order, Path(output_dir) / ORDER), CheckpointError)
 
@@ -216,7 +226,9 @@ class FilesPart(StockTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        prepared, optimizer, root = self._facade.inner_model, self._torch_optimizer(), Path(checkpoint)
+        prepared = self._facade.inner_model
+        optimizer = self._torch_optimizer()
+        root = Path(checkpoint)
         saved = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
         assert saved is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
         load_weights(prepared, root, self.world)
@@ -238,11 +250,14 @@ class FilesPart(StockTrainer):
         return place
 
     def _run_epoch(self, **keywords: Any) -> None:
-        loader, number, first = keywords["train_dataloader"], keywords["epoch"], self.state.global_step
+        loader = keywords["train_dataloader"]
+        number = keywords["epoch"]
+        first = self.state.global_step
         if self._order is not None:
             batches = keywords["steps_trained_in_current_epoch"]
             set_order_states(loader, self._order["began" if batches else "now"])
-            first, self._order = first - batches // self.args.gradient_accumulation_steps, None
+            first = first - batches // self.args.gradient_accumulation_steps
+            self._order = None
         self._epoch = EpochOrder(loader, number, first, order_states(loader))
         super()._run_epoch(**keywords)
 
@@ -250,7 +265,8 @@ class FilesPart(StockTrainer):
         """Take up this rank's random states; on another number of ranks all take the first's."""
         if checkpoint is None:
             return
-        root, ranks = Path(checkpoint) / RANDOM, len(self.world.home.ranks)
+        root = Path(checkpoint) / RANDOM
+        ranks = len(self.world.home.ranks)
         is_same_number = len(list(root.iterdir())) == ranks
         folder = root / str(self.world.rank if is_same_number else self.world.home.ranks[0])
         run_on_every_rank(self.world, lambda: self._load_random_states(folder), CheckpointError)
@@ -291,9 +307,11 @@ class FilesPart(StockTrainer):
                 f"{checkpoint} cannot be resumed from by a longspan trainer: {reason}; begin anew from its weights: "
                 f"AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}), and train() without resume_from_checkpoint"
             )
-        rows, saved_rows = self._rows_of_step(), read_state(saved[0])["rows"]
+        rows = self._rows_of_step()
+        saved_rows = read_state(saved[0])["rows"]
         if rows != saved_rows:
-            size, batches = self._stock_arguments.per_device_train_batch_size, self.args.gradient_accumulation_steps
+            size = self._stock_arguments.per_device_train_batch_size
+            batches = self.args.gradient_accumulation_steps
             raise ConfigError(
                 f"{checkpoint} was trained with {saved_rows} rows a step, and this run takes {rows} (per_device_train_"
                 f"batch_size {size} × {len(self.world.home.ranks)} processes × gradient_accumulation_steps {batches}): "

@@ -28,7 +28,9 @@ from longspan.errors import CommError, ConfigError, LongspanError, ModelError
 from longspan.hf.one_process import StockTrainer
 
 Result = TypeVar("Result")
-_RESULT, _ERROR, _MESSAGE = "result", "error", "work of the first rank"
+_RESULT = "result"
+_ERROR = "error"
+_MESSAGE = "work of the first rank"
 
 
 class FirstRank:
@@ -41,7 +43,8 @@ class FirstRank:
     """
 
     def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
-        self._world, self._calls = world, calls
+        self._world = world
+        self._calls = calls
         self._waiting: ExitStack | None = None  # while it is open, the other ranks wait
         self._lock = threading.Lock()  # a rollout may call from threads of its own
 
@@ -92,7 +95,8 @@ class FirstRank:
         self._waiting.enter_context(leave_together(self._world))
 
     def _send(self, message: bytes) -> None:
-        waiting, self._waiting = self._waiting, None
+        waiting = self._waiting
+        self._waiting = None
         assert waiting is not None
         waiting.close()
         self._world.control.broadcast_object(message, what=_MESSAGE)

@@ -140,7 +140,8 @@ class OneProcess:
 
 
 def _count_ranks() -> int:
-    ranks, started = PartialState().num_processes, int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = PartialState().num_processes
+    started = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != started:
         raise ConfigError(
             f"the launcher started {started} processes (WORLD_SIZE), and accelerate knows {ranks}, each of which would "

@@ -30,7 +30,8 @@ _PASSES = (
     "a pass has some of a batch's rows, and runs before the loss or without gradients, so that a loss cannot depend on "
     f"tensors inside the model. It may read {NAMES_TO_READ}, and parameters as p.full_tensor()"
 )
-_LIBRARIES = ("longspan", "torch", "transformers", "peft", "trl", "accelerate")  # whose hooks keep nothing for a loss
+# whose hooks keep nothing for a loss
+_LIBRARIES = ("longspan", "torch", "transformers", "peft", "trl", "accelerate")
 _HOOKS_BEFORE = WeakKeyDictionary[nn.Module, int]()  # how many hooks had been made when a model had none to refuse
 _LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"
 _SETTINGS: dict[str, str] = {
@@ -140,7 +141,8 @@ def refuse_made_model(trainer: Any) -> None:
             "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
         )
     model = unwrap_peft_model(trainer.model)
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
+    config = getattr(model, "config", None)
     if getattr(config, "vision_config", None) is not None and hasattr(trainer.processing_class, "image_processor"):
         raise ModelError(
             f"{name} with {type(trainer.processing_class).__name__} reads images, which a longspan trainer does not; "
@@ -206,7 +208,8 @@ def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range
 
 
 def _reaches(node: Any, nodes: range) -> bool:
-    todo, seen = [node], {None}
+    todo = [node]
+    seen = {None}
     while todo:
         if (node := todo.pop()) in seen:
             continue

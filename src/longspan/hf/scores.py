@@ -94,7 +94,8 @@ def stock_loss(model: Any, leaf: Tensor, labels: Any, *, tokens: bool) -> Tensor
     """Return the loss that the model's class takes of its logits."""
     if tokens:
         return model.loss_function(leaf, labels, model.config)
-    count, problem = model.config.num_labels, model.config.problem_type
+    count = model.config.num_labels
+    problem = model.config.problem_type
     if problem is None and count > 1 and labels.is_floating_point():
         problem = "multi_label_classification"  # as transformers takes it
     refuse_other_labels(problem, count, 1 if labels.ndim == 1 else labels.shape[1])

@@ -71,7 +71,8 @@ class BatchesAhead:
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches, self._newest = batches, None
+        self._batches = batches
+        self._newest = None
         self._ready = deque[Any]()  # made ahead, and not asked for yet; the last may be the loader's error
 
     def __iter__(self) -> Iterator[Any]:
@@ -175,7 +176,9 @@ def read_step_documents(
     A target's coefficient is −1 / `items`, the targets of all batches, or −1 / (targets of the batch × batches) for
     None.
     """
-    all_rows, documents, firsts = list[BatchDocuments](), list[Document](), list[int]()
+    all_rows = list[BatchDocuments]()
+    documents = list[Document]()
+    firsts = list[int]()
     for batch in batches:
         all_rows.append(read_documents_of_batch(document_entries(batch)))
         scored = [document for document in all_rows[-1].documents if document.targets]
@@ -201,7 +204,8 @@ class CollectedTokens:
     """
 
     def __init__(self, lengths: Sequence[int], names: tuple[str, ...]) -> None:
-        self._lengths, self._names = tuple(lengths), names
+        self._lengths = tuple(lengths)
+        self._names = names
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
@@ -264,7 +268,8 @@ class StepsPart(StockTrainer):
 
     _runs_ahead = True  # whether steps run ahead of the Trainer's loss
 
-    _coming_batches: Sequence[Any] = ()  # batches of the optimizer step that begins; () once its first batch is called
+    # batches of the optimizer step that begins; () once its first batch is called
+    _coming_batches: Sequence[Any] = ()
     _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
     _next_step: ComingStep | None = None  # prepared while the device worked on the step before
     _batch_count = 1  # how many batches the newest step has
@@ -283,7 +288,9 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
-        config, heads, cost = self._config, query_heads(unwrap_peft_model(self.model).config), self._cost
+        config = self._config
+        heads = query_heads(unwrap_peft_model(self.model).config)
+        cost = self._cost
         return {
             True: PlanChoice.training(config, cost=cost, heads=heads),
             False: PlanChoice.evaluation(config, cost=cost, heads=heads),
@@ -303,11 +310,15 @@ class StepsPart(StockTrainer):
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         self._compare_rows_on_ranks(documents)
-        prepared, head, training = facade.inner_model, facade.head, facade.inner_model.training
+        prepared = facade.inner_model
+        head = facade.head
+        training = facade.inner_model.training
         plan = self._cached_plan(documents, training=training)
-        read_values, values = token_log_probs, {"also": head.values, "temperature": head.temperature}
+        read_values = token_log_probs
+        values = {"also": head.values, "temperature": head.temperature}
         if score_columns(prepared):
-            read_values, values = token_scores, {}
+            read_values = token_scores
+            values = {}
         try:
             with torch.autocast(self.args.device.type, enabled=False):
                 return read_values(prepared, plan, documents, self.world, **values)
@@ -323,8 +334,11 @@ class StepsPart(StockTrainer):
 
     def _prepare_for_training(self, *args: Any) -> Any:
         """Drop what an earlier training left that was stopped in a step: the Trainer begins with gradients of zero."""
-        self._coming_batches, self._was_cut_short, self._next_step = (), False, None
-        self._guessed_documents, self._guessed_gradients = (), ()
+        self._coming_batches = ()
+        self._was_cut_short = False
+        self._next_step = None
+        self._guessed_documents = ()
+        self._guessed_gradients = ()
         self._facade.called, self._facade.ahead = [], []
         return super()._prepare_for_training(*args)
 
@@ -338,7 +352,8 @@ class StepsPart(StockTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return a step's batches and targets, and keep both to run ahead; on the CPU, `float` waits for no device."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
-        self._coming_batches, self._coming_targets = batches, None if items is None else float(items)
+        self._coming_batches = batches
+        self._coming_targets = None if items is None else float(items)
         if self._facade.ahead:  # answers are left of the step before: a callback ended its epoch amid its batches
             self._was_cut_short, self._facade.ahead = True, []
         return batches, move_to_device(items, device) if isinstance(items, Tensor) else items
@@ -353,10 +368,12 @@ class StepsPart(StockTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take the Trainer's own loss of a batch; the last batch of an accumulation runs the step."""
-        batches, self._coming_batches = self._coming_batches, ()
+        batches = self._coming_batches
+        self._coming_batches = ()
         if batches:
             self._moved = [(batch, move_to_device(batch, self.args.device)) for batch in batches]
-            self._batch_count, self._norm_and_versions = len(batches), (0.0, None)
+            self._batch_count = len(batches)
+            self._norm_and_versions = (0.0, None)
             if self._runs_ahead:
                 self._run_ahead(batches)
         inputs = next((moved for batch, moved in self._moved if batch is inputs), inputs)
@@ -369,7 +386,8 @@ class StepsPart(StockTrainer):
     def _loss_on_host(self, loss: Tensor) -> Tensor:
         """Return a loss on the host, and move the Trainer's sum of losses there: logging then waits for no update."""
         loss_sum = getattr(self, "_tr_loss", None)
-        if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:  # it may be gathered on devices
+        # it may be gathered on devices
+        if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
             return loss
         if loss_sum.device.type != "cpu":
             self._tr_loss: Tensor = loss_sum.cpu()
@@ -380,7 +398,8 @@ class StepsPart(StockTrainer):
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
         """A step without targets, or with a batch without labels, has no cross entropy and does not run ahead."""
-        step, self._next_step = self._next_step, None
+        step = self._next_step
+        self._next_step = None
         if step is None or not step.has_batches(batches):
             step = self._read_coming_step(batches, self._coming_targets)
         if step is None:
@@ -433,11 +452,16 @@ class StepsPart(StockTrainer):
 
         A step of the user's own may go backward more than once. After a loss that was not guessed no step runs ahead.
         """
-        calls, guessed, model = self._facade.called, self._guessed_documents, self._facade.inner_model
+        calls = self._facade.called
+        guessed = self._guessed_documents
+        model = self._facade.inner_model
         if not self.accelerator.sync_gradients or not (guessed or any(x.leaf.grad is not None for x in calls)):
             return
-        gradients, self._guessed_documents, self._guessed_gradients = self._guessed_gradients, (), ()
-        cut, self._was_cut_short = self._was_cut_short, False
+        gradients = self._guessed_gradients
+        self._guessed_documents = ()
+        self._guessed_gradients = ()
+        cut = self._was_cut_short
+        self._was_cut_short = False
         uncalled, self._facade.ahead = self._facade.ahead, []  # of a step that a callback ended with its epoch
         for number, batch in enumerate(calls):
             refuse_sharded_loss(batch.leaf.grad)
@@ -471,7 +495,8 @@ class StepsPart(StockTrainer):
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
-        facade, plan = self._facade, coming.plan if coming else self._cached_plan(documents, training=True)
+        facade = self._facade
+        plan = coming.plan if coming else self._cached_plan(documents, training=True)
         refuse_other_parameters(facade.inner_model, self._torch_optimizer())
         first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens(plan.lengths, names)

@@ -67,11 +67,13 @@ def resolve_trainer(trainer: Any) -> Resolved:
     user's. Without a plan of memory rows of a slot that are "auto" become 0 (no limit). If no length of a document is
     known, planner and degree stay open: each step gets a dynamic plan, or the fewest slots that hold its documents.
     """
-    config, args = _run_config(trainer), trainer._stock_arguments
+    config = _run_config(trainer)
+    args = trainer._stock_arguments
     default = {key.name: key.default for key in fields(args)}
     if asks_for_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
-    world, model = trainer.world, unwrap_peft_model(trainer.model).config
+    world = trainer.world
+    model = unwrap_peft_model(trainer.model).config
     lengths = _lengths_of_documents(trainer)
     gpu = world.device.type == "cuda"
     if config.context.max_tokens_per_slot == AUTO and not (lengths and (gpu or config.train.memory_bytes)):
@@ -92,7 +94,8 @@ def resolve_trainer(trainer: Any) -> Resolved:
 
 def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
     """A reference (without `training`) takes no step. A plan of memory was made by the same keys, and goes before."""
-    args, config = trainer._stock_arguments, trainer.longspan.config()
+    args = trainer._stock_arguments
+    config = trainer.longspan.config()
     computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None  # of `accelerate launch` too
     options = PrepareOptions(
         reshard_after_forward=config.parallel.reshard_after_forward,
@@ -111,7 +114,9 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
 def _run_config(trainer: Any) -> RunConfig:
     # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
     # memory does not depend on the learning rate.
-    config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_peft_model(trainer.model)
+    config = trainer.longspan.config()
+    args = trainer._stock_arguments
+    model = unwrap_peft_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
     computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
     model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
@@ -125,7 +130,8 @@ def _run_config(trainer: Any) -> RunConfig:
 
 def _lengths_of_documents(trainer: Any) -> list[int]:
     """The lengths of the trainer's documents, or the longest that its arguments allow; [] for neither."""
-    data, args = trainer.train_dataset, trainer.args
+    data = trainer.train_dataset
+    args = trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
         rows = data.select(range(min(len(data), MOST_ROWS)))
         if "seq_lengths" in data.column_names:  # of packed rows
@@ -192,7 +198,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             refuse_made_model(self)
             if is_score_model(unwrap_peft_model(self.model)):
                 # transformers' heads ignore the count of targets: the Trainer is to divide by steps of accumulation.
-                self.model_accepts_loss_kwargs, self._runs_ahead = False, False
+                self.model_accepts_loss_kwargs = False
+                self._runs_ahead = False
             self._refuse_reference()
             self._try_to_save_files()
             if is_first_rank(self.world):
@@ -225,7 +232,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         reference_config = take_reference_adapter(self.model)
         self.memory_plan: MemoryPlan | None
         resolved = resolve_trainer(self)
-        self._config, self._cost, self.memory_plan = resolved.config, resolved.cost, resolved.memory
+        self._config = resolved.config
+        self._cost = resolved.cost
+        self.memory_plan = resolved.memory
         self._prepare_model(self.model, self._facade)
         if reference_config is not None:
             ReferenceAdapter(self.model, self._facade.inner_model, reference_config)
@@ -302,7 +311,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
 
 def layout_line(config: RunConfig, home: Layout) -> str:
-    training, evaluation = PlanChoice.training(config).text, PlanChoice.evaluation(config).text
+    training = PlanChoice.training(config).text
+    evaluation = PlanChoice.evaluation(config).text
     degrees = {"tp": home.tp, "ep": home.ep, "dp_replicate": home.dp_replicate}
     also = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
     shards = len(home.ranks) // home.dp_replicate

@@ -21,7 +21,8 @@ class LongspanVLLM(VLLMGeneration):
 
     def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
         arguments = inspect.signature(super().__init__).bind(*args, **keywords).arguments
-        self._trainer, self._world = _trainer, _trainer.world
+        self._trainer = _trainer
+        self._world = _trainer.world
         arguments["accelerator"] = RankAccelerator(arguments["accelerator"], self._world)
         if arguments.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
             arguments["max_num_seqs"] = -(-arguments["max_num_seqs"] // len(self._world.home.ranks))
@@ -41,7 +42,8 @@ class LongspanVLLM(VLLMGeneration):
 
         Engines get no `images`: models that read them are refused. `profiler` is TRL's context that takes the time.
         """
-        first_rank, generate_stock = self._trainer._first_rank, super().generate
+        first_rank = self._trainer._first_rank
+        generate_stock = super().generate
         if self.mode == "server":
             return first_rank.run_on_first(
                 lambda: generate_stock(prompts, images, num_generations, profiler), "answers"
@@ -58,7 +60,8 @@ class LongspanVLLM(VLLMGeneration):
         if asleep:
             self.sync_weights()
         ranks = len(self._world.home.ranks)
-        share_size = -(-len(prompts) // ranks)  # equal, as engines that share a model slice their common answers by it
+        # equal, as engines that share a model slice their common answers by it
+        share_size = -(-len(prompts) // ranks)
         padded = [*prompts, *prompts[-1:] * (share_size * ranks - len(prompts))]
         prompts_here = padded[self._world.rank * share_size :][:share_size]
         generate_stock = super().generate

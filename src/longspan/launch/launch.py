@@ -123,8 +123,11 @@ class LocalRanks:
         self.failure: BaseException | None = None
         self.ranks: list[LocalRank] = []  # those of the present call
         self.failed: list[LocalRank] = []  # in the order in which their failures arrived
-        self._payload, self._threads, self._state = payload, threads, state
-        self._n, self._ignored = n, tuple(ignored)
+        self._payload = payload
+        self._threads = threads
+        self._state = state
+        self._n = n
+        self._ignored = tuple(ignored)
         self._all_ranks: list[LocalRank] = []  # every rank that was started; a call may use fewer
 
     def start(self) -> None:
@@ -162,7 +165,9 @@ class LocalRanks:
 
     def start_call(self, payload: bytes, n: int) -> None:
         self.store: Any = start_store_server()
-        self.ranks, self.failed, self.failure = self._all_ranks[:n], [], None
+        self.ranks = self._all_ranks[:n]
+        self.failed = []
+        self.failure = None
         for rank in self.ranks:
             rank.send_task(self._task_of_rank(rank.index, n, payload))
 

@@ -42,7 +42,8 @@ def outlive_output(folder: Path | None, names: Sequence[str] = ("stdout", "stder
         stream: Any = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):  # not those of a program, as of pytest
             raw = _Output(stream.fileno(), folder and folder / FILE)
-            buffer, keys = io.BufferedWriter(raw), {"encoding": stream.encoding, "errors": stream.errors}
+            buffer = io.BufferedWriter(raw)
+            keys = {"encoding": stream.encoding, "errors": stream.errors}
             setattr(sys, name, io.TextIOWrapper(buffer, line_buffering=stream.line_buffering, **keys))
 
 

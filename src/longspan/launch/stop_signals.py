@@ -18,7 +18,8 @@ from longspan.launch.output import write_error
 KILLS = (signal.SIGINT, signal.SIGTERM)  # always a request to end: a launcher kills its ranks at the second one
 NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # of a closed terminal and of schedulers; `run.save_on`
 SIGNALS = (*KILLS, *NOTICES)
-SAME_PRESS = 1.0  # seconds: a terminal, a supervisor and a launcher may all deliver one Ctrl-C, or one request to end
+# seconds: a terminal, a supervisor and a launcher may all deliver one Ctrl-C, or one request to end
+SAME_PRESS = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -97,7 +98,9 @@ class Forwarding:
 
     def __init__(self, ranks: StartedRanks) -> None:
         self.sent: list[int] = []
-        self._ranks, self._first_signal_at = ranks, -1.0  # when the first of KILLS came; −1: none
+        # when the first of KILLS came; −1: none
+        self._ranks = ranks
+        self._first_signal_at = -1.0
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":

@@ -82,7 +82,8 @@ def main_script(payload: bytes) -> dict[str, Any]:
     if b"_main__" not in payload:  # as in __main__, and in a worker's own __mp_main__
         return {}
     main = sys.modules["__main__"]
-    name, file = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
+    name = getattr(main.__spec__, "name", None)
+    file = getattr(main, "__file__", None)
     by_path = {} if file is None else {"init_main_from_path": file}
     return {"sys_argv": sys.argv} | (by_path if name is None else {"init_main_from_name": name})
 

@@ -55,7 +55,8 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     # a cut is the id of the row before which it lies
     inside = [_cuts_inside_runs(runs, step) for runs in all_runs]
     cuts = np.unique(np.concatenate([ids.ravel() for ids in (*all_runs, *inside)]))
-    start, size = cuts[:-1], np.diff(cuts)
+    start = cuts[:-1]
+    size = np.diff(cuts)
     return tuple(
         Blocks(tuple(expand_runs(*np.searchsorted(cuts, runs.T)) for runs in member_runs), start, size)
         for member_runs in runs_by_member

@@ -262,7 +262,8 @@ class _DocumentShares(NamedTuple):
     base: Integers  # rows that every member gets
     extra: Integers  # rows beyond that, one each to the members from `first` on, cyclically
     first: Integers
-    turn: Integers  # 0: the first member with an odd number of rows takes its longer chunk at the late end; 1: early
+    # 0: the first member with an odd number of rows takes its longer chunk at the late end; 1: early
+    turn: Integers
 
 
 @dataclass(frozen=True, repr=False)
@@ -312,7 +313,8 @@ class _Contiguous(_LengthPartition):
         return member * base + min(member, extra)
 
     def _make_segments(self, member: int) -> Segments:
-        begin, end = self._border(member), self._border(member + 1)
+        begin = self._border(member)
+        end = self._border(member + 1)
         # Documents that reach between the borders.
         touched = slice(
             int(np.searchsorted(self._starts, begin, side="right")) - 1, int(np.searchsorted(self._starts, end))

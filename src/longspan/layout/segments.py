@@ -88,11 +88,15 @@ def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> S
     A segment's offset is the number of rows that the segments before it have.
     """
     keep = stop > start
-    document, start, stop = document[keep], start[keep], stop[keep]
+    document = document[keep]
+    start = start[keep]
+    stop = stop[keep]
     opens = np.ones(len(start), dtype=bool)
     opens[1:] = (document[1:] != document[:-1]) | (start[1:] != stop[:-1])
     closes = np.append(opens[1:], np.ones(min(1, len(opens)), dtype=bool))
-    document, start, stop = document[opens], start[opens], stop[closes]
+    document = document[opens]
+    start = start[opens]
+    stop = stop[closes]
     offset = np.cumsum(stop - start) - (stop - start)
     return Segments(make_read_only(document), make_read_only(start), make_read_only(stop), make_read_only(offset))
 
@@ -175,7 +179,8 @@ class Spans:
         """Where the run that has each segment's last row ends, or the segment's stop if none has it: (n,)."""
         inside = self.find_rows(segments)  # `inside.document`: indices of runs
         ends = segments.stop.copy()
-        segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1  # in which each part of a run lies
+        # in which each part of a run lies
+        segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1
         has_last_row = inside.stop == segments.stop[segment]
         ends[segment[has_last_row]] = self.stop[inside.document[has_last_row]]
         return ends

@@ -46,7 +46,8 @@ class CompiledFeature(Feature):
             start_compile_workers(min(len(home.ranks), self.world.node_size * home.tp))  # node_size counts slots
 
     def connect(self, model: PreTrainedModel) -> None:
-        if self._parts != "none":  # the compiler fuses the norms in its graphs, those of layers outside mixers, itself
+        # the compiler fuses the norms in its graphs, those of layers outside mixers, itself
+        if self._parts != "none":
             for layer in layers_and_mtp_blocks(model).values():
                 restore_class_norms(_modules_in_graphs(layer))
 

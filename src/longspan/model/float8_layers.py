@@ -53,7 +53,8 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
             or has_forward_of_others(module)
         ):
             continue
-        linear_name = [word for word in name.split(".") if word != "base_layer"][-1]  # which peft puts behind the name
+        # which peft puts behind the name
+        linear_name = [word for word in name.split(".") if word != "base_layer"][-1]
         if linear_name not in _GATES and min(module.in_features, module.out_features) >= _LEAST_WIDTH:
             linears[name] = module
     return linears
@@ -88,11 +89,13 @@ class Float8Feature(Feature):
         raise_first_error(self.world, self.rank_error(model))
 
     def convert(self, model: PreTrainedModel) -> None:
-        linears, experts = float8_linears(model), expert_modules(model)
+        linears = float8_linears(model)
+        experts = expert_modules(model)
         in_float8 = sum(linear.weight.numel() for linear in linears.values())
         for linear in linears.values():
             add_float8_weights(linear, ["weight"])
-            linear.forward = MethodType(_run_linear, linear)  # a method, so that layers of a kind share compiled graphs
+            # a method, so that layers of a kind share compiled graphs
+            linear.forward = MethodType(_run_linear, linear)
         for module in experts.values():
             matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
             add_float8_weights(module, matrices)
@@ -112,7 +115,8 @@ def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype:
         yield reason
     if reason := unsupported_dtype_reason(dtype):
         yield reason
-    linears, experts = float8_linears(model), expert_modules(model)
+    linears = float8_linears(model)
+    experts = expert_modules(model)
     if not linears and not experts:
         yield f"no linear of its decoder layers has {_LEAST_WIDTH} inputs and outputs or more"
     styles_by_name = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}

@@ -102,7 +102,8 @@ def towers_beside_text_model(model: PreTrainedModel) -> list[nn.Module]:
     return [child for child in children if any(True for _ in child.parameters())]
 
 
-_PROJECTORS = ("projector", "merger", "connector")  # what a projector, or what is around it up to the tower, is called
+# what a projector, or what is around it up to the tower, is called
+_PROJECTORS = ("projector", "merger", "connector")
 
 
 def is_in_projector(module: str) -> bool:
@@ -172,7 +173,8 @@ def vocabulary_size(model: nn.Module) -> int | None:
     return getattr(embedding, "num_embeddings", getattr(model, "vocabulary_size", None))
 
 
-SCORE_HEADS = ("ForSequenceClassification", "ForTokenClassification")  # how names of classes with a head of scores end
+# how names of classes with a head of scores end
+SCORE_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 def score_columns(model: nn.Module) -> int:

@@ -91,7 +91,8 @@ def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list
     import peft
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # pyright: ignore[reportPrivateUsage]
 
-    name_of_conversion = "peft.utils.transformers_weight_conversion"  # not in peft 0.18, which takes none for experts
+    # not in peft 0.18, which takes none for experts
+    name_of_conversion = "peft.utils.transformers_weight_conversion"
     conversion: Any = import_module(name_of_conversion) if find_spec(name_of_conversion) else None
     refused = list[str]()
     for name in names:
@@ -173,7 +174,8 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         modules_to_save=[*new.whole] or None,
     )
     empty = has_meta_parameters(model)
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names in transformers that peft reads
+    # of names in transformers that peft reads
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
     config.base_model_name_or_path = new.base or None
     config.revision = new.revision or None
@@ -276,7 +278,8 @@ def write_adapter(
     if whole_modules := [*modules, *([MTP] if select_mtp_weights(tensors) else [])]:
         config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole_modules))]
     if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files
+        # in one order, so that equal adapters have equal files
+        config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -221,5 +221,6 @@ def copy_for_stage(
 
 def is_tied(model: PreTrainedModel) -> bool:
     """Return whether the embedding and the head are one parameter."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight

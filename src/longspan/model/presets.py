@@ -103,7 +103,8 @@ _MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok":
 PRESETS: dict[str, Preset] = {
     "llama-tiny": Preset("LlamaConfig", _TINY),
     "qwen3-tiny": Preset("Qwen3Config", _TINY),
-    "qwen3-deep-tiny": Preset("Qwen3Config", _TINY | {"num_hidden_layers": 4}),  # for pipelines of up to four stages
+    # for pipelines of up to four stages
+    "qwen3-deep-tiny": Preset("Qwen3Config", _TINY | {"num_hidden_layers": 4}),
     "qwen3-moe-tiny": Preset("Qwen3MoeConfig", _TINY | _EXPERTS),
     # Its layers alternate: a window of 128 rows, then full attention; every head has a sink.
     "gpt-oss-tiny": Preset(

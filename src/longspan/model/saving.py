@@ -198,7 +198,8 @@ class WholeWeights:
         receivers = [stage for stage in range(world.home.pp) if stage != entry.stage]
         if first_only:
             receivers = [0] if entry.stage and (world.slot, world.coordinates.tp) == (0, 0) else []
-        sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+        sends = list[tuple[int, Tensor]]()
+        receives = list[tuple[int, Tensor]]()
         with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):
             if position == entry.stage:
                 value = self._local[name]
@@ -229,7 +230,8 @@ def save_model(
     what is trained of an encoder as its `modules_to_save`; a vision-language model is written whole. Raises ModelError
     on every rank where writing failed, CommError where a rank is lost.
     """
-    encoders, target = _find_savable_encoders(model), Path(folder)
+    encoders = _find_savable_encoders(model)
+    target = Path(folder)
     language_model = model.language_model if isinstance(model, MultimodalModel) else model
     inside: Any = unwrap_peft_model(language_model)
     if inside is not language_model:  # a PeftModel: the parameters of the model inside have other names

@@ -140,7 +140,8 @@ def add_score_head(model: PreTrainedModel, labels: int = 1, *, tokens: bool = Fa
         scored = kind(config)
     base = base_model(model)
     deferred = find_deferred_weights(model)
-    moved = deferred is not None and base_name(model) != scored.base_model_prefix  # the folder's names would be others
+    # the folder's names would be others
+    moved = deferred is not None and base_name(model) != scored.base_model_prefix
     if not base_name(model) or type(base_model(scored)) is not type(base) or moved:
         raise ModelError(
             f"{architecture_name(model)} keeps a {type(base).__name__} below its head, and {kind.__name__} a "

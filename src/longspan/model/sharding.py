@@ -114,7 +114,8 @@ class SumsInComputeMemory(DefaultReduceScatter):
         self._computing = None
         with torch.cuda.stream(computing):
             total = super().allocate(size, dtype=dtype, device=device)
-        total.record_stream(current)  # a sum that is added to an earlier gradient is freed before its stream is done
+        # a sum that is added to an earlier gradient is freed before its stream is done
+        total.record_stream(current)
         return total
 
 
@@ -218,7 +219,8 @@ def keeps_parameters_gathered(model: nn.Module) -> bool:
 
 def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
     """Yield FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
-    for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules of one block share a state
+    # modules of one block share a state
+    for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
 
@@ -247,7 +249,8 @@ def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[
     blocks = list[_BlockHooks]()
     later = None
     try:
-        for state in reversed([state for state in states if len(state._modules) == 1]):  # the last that is called first
+        # the last that is called first
+        for state in reversed([state for state in states if len(state._modules) == 1]):
             later = _BlockHooks(state, later, trains=trains)
             blocks.append(later)
         yield

@@ -70,11 +70,13 @@ def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projec
     A projector is known by its name; adapters stay. ModelError for "projector" where no parameter is one's.
     """
     refuse_model_without_images(model)
-    base, towers = base_model(model), towers_beside_text_model(model)
+    base = base_model(model)
+    towers = towers_beside_text_model(model)
     children = {name: module for name, module in base.named_children() if module in towers}
     of_images = {f"{child}.{p}": x for child, module in children.items() for p, x in module.named_parameters()}
     of_images = {name: x for name, x in of_images.items() if not belongs_to_adapter(name)}
-    separators = dict(base.named_parameters(recurse=False))  # rows between those of images: trained with the projector
+    # rows between those of images: trained with the projector
+    separators = dict(base.named_parameters(recurse=False))
     projector = {name for name in of_images if is_in_projector(name.rpartition(".")[0])} | {*separators}
     of_images |= separators
     if trained == "projector" and not projector:
@@ -91,7 +93,8 @@ def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
     refuse_model_without_images(model)
     assert isinstance(model, PreTrainedModel)
     base = base_model(model)
-    modules, parameters = dict(base._modules), dict(base._parameters)
+    modules = dict(base._modules)
+    parameters = dict(base._parameters)
     try:
         yield split_off_image_encoder(model)
     except BaseException:
@@ -127,7 +130,8 @@ def find_trained_part(encoder: nn.Module) -> Trained:
 
 def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
     vision: Any = getattr(config, "vision_config", None)
-    width, layers = _first_integer(vision, _WIDTHS), _first_integer(vision, _LAYERS)
+    width = _first_integer(vision, _WIDTHS)
+    layers = _first_integer(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
     windows, side = read_window_layers(ConfigReader.read_whole_model(config).section("vision_config"), layers)

@@ -40,7 +40,8 @@ def sample_lengths(
 
 def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:
     if name == "lognorm":
-        return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))  # ln(64K / 2K) / 2.326, the 99 % quantile
+        # ln(64K / 2K) / 2.326, the 99 % quantile
+        return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))
     if name == "bimodal":
         return np.where(random.random(count) < 0.9, 2048.0, 65536.0)
     if name == "uniform":

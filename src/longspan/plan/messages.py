@@ -16,7 +16,8 @@ EXCHANGE_SLICES = 2  # four took longer
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICES = 2
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
-REPLAYED_NUMBERS = 1 << 24  # of queries at most, whose attention is replayed: launches of more hide behind the device
+# of queries at most, whose attention is replayed: launches of more hide behind the device
+REPLAYED_NUMBERS = 1 << 24
 
 QUERY_GRADIENT_BYTES = 1 << 30
 """The most bytes of a float32 gradient of queries that backward of attention makes at once; of a larger one, heads are

@@ -186,7 +186,8 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
                 answer = pickle.dumps(check_planner_result(planner(step), step))
             except BaseException as error:
                 told = error
-                if not isinstance(error, Exception) or pickle_error(error) is None:  # a SystemExit would end the owner
+                # a SystemExit would end the owner
+                if not isinstance(error, Exception) or pickle_error(error) is None:
                     last = traceback.format_exception_only(error)[-1].strip()
                     told = PlanError(f"the planner of step {step} failed with {last}")
                 told.add_note(f"while planning step {step}\n{''.join(traceback.format_exception(error))}")

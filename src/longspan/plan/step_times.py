@@ -345,7 +345,8 @@ def _least_seconds_of_document(length: int, widest: int, cap: int | None, cost: 
     if cost.network:  # its messages depend on the group's place, so that the bound has none
         seconds = cost.work_seconds(length, float(length) ** 2) / degree
     else:
-        fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)  # what fits a host may also be across
+        # what fits a host may also be across
+        fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
         alone = replace(cost, states=None, inside_bytes_per_second=fastest)
         together = np.minimum(degree, node_size)
         seconds = alone.group_seconds(length, length**2, degree, inside=together == degree, together=together)

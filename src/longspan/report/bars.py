@@ -94,7 +94,8 @@ def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
         bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
     if plan.mode == "free" or not plan.micro_batches:
         return PlanBars(plan, (Panel(0.0, 0.0, timeline.step_seconds),), tuple(bars))
-    starts, ends = timeline.start.min(axis=1).tolist(), timeline.end.max(axis=1).tolist()
+    starts = timeline.start.min(axis=1).tolist()
+    ends = timeline.end.max(axis=1).tolist()
     panels = (Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True))
     return PlanBars(plan, tuple(panels), tuple(bars))
 
@@ -169,5 +170,6 @@ def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_sc
         for neighbours in np.split(busy, np.flatnonzero((np.diff(busy) != 1) | (np.diff(begin) != 0)) + 1):
             for i in range(0, len(neighbours), most_slots):
                 run = neighbours[i : i + most_slots]
-                counts, times = (documents[run].sum(), tokens[run].sum()), (first[run].min(), last[run].mean())
+                counts = (documents[run].sum(), tokens[run].sum())
+                times = (first[run].min(), last[run].mean())
                 yield Summary(index, int(run[0]), len(run), *map(int, counts), *map(float, times))

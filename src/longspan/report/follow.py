@@ -56,7 +56,8 @@ class LiveRun:
     @property
     def steps(self) -> int:
         """How many steps the run is to take, by run.json, summary.json or config.toml; 0 where none of them says."""
-        facts, summary = self.run.facts, self.run.summary
+        facts = self.run.facts
+        summary = self.run.summary
         values = facts.steps if facts else 0, summary.get("steps"), self.run.configured_value("train", "steps")
         # up to 2^53 a browser holds whole numbers exactly
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
@@ -107,7 +108,8 @@ def _state_of(run: RunFolder, holder: str) -> State:
         return "running"
     if not run.summary and not len(run.step) and not run.evaluations:
         return "waiting"
-    summary_step, steps = number_to_draw(run.summary.get("step")), number_to_draw(run.summary.get("steps"))
+    summary_step = number_to_draw(run.summary.get("step"))
+    steps = number_to_draw(run.summary.get("steps"))
     if summary_step != (int(run.step[-1]) if len(run.step) else summary_step):
         return "broken"
     return "stopped" if run.summary.get("stopped") else "done" if summary_step >= steps else "broken"

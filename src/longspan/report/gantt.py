@@ -145,7 +145,9 @@ def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 class _Canvas:
     def __init__(self, picture: PlanBars, cost: Cost, width: int) -> None:
-        self.picture, self.plan, self.timed = picture, picture.plan, bool(cost.source)
+        self.picture = picture
+        self.plan = picture.plan
+        self.timed = bool(cost.source)
         self.x_scale = (width - _LEFT - _RIGHT) / (picture.end or 1.0)
         self.slot_height = slot_height(picture.plan.slots)
         self.bottom = _TOP + self.slot_height * picture.plan.slots
@@ -176,7 +178,8 @@ class _Canvas:
         rect = svg_element("rect", class_=css, data_d=bar.document, x=x, y=y + inset, **size)
         length = self.plan.lengths[bar.document]
         names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
-        name = next((n for n in names if width >= 6.4 * len(n) + 6), "")  # pixels of a character, and of both margins
+        # pixels of a character, and of both margins
+        name = next((n for n in names if width >= 6.4 * len(n) + 6), "")
         if not name or height < 12:
             return rect
         return rect + svg_element("text", name, class_="name", x=x + width / 2, y=y + height / 2 + 3.8)

@@ -46,7 +46,8 @@ MEMORY_KINDS = {
     "logits": "a chunk of logits, and what the loss makes of it",
     "communicators": "buffers of NCCL, and the CUDA context",
 }
-_PERCENT, _ZERO = {"format": "percent"}, {"zero": True}
+_PERCENT = {"format": "percent"}
+_ZERO = {"zero": True}
 _STEP_CHARTS: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (  # title, column, unit, colour, options
     ("Speed", "tokens_per_second", "tokens per second", 0, _ZERO),
     ("Model FLOPs utilisation", "mfu", "of the device's peak", 3, _PERCENT | _ZERO),
@@ -210,7 +211,8 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
 def resume_events(run: RunFolder) -> list[tuple[int, str]]:
     """Where the run was resumed: the last step before each time, and words, with the ranks if they changed."""
     sessions = run.facts.sessions if run.facts is not None else ()
-    pairs = zip(sessions, (0, *(ranks for _, ranks in sessions)), strict=False)  # a session, and the ranks before it
+    # a session, and the ranks before it
+    pairs = zip(sessions, (0, *(ranks for _, ranks in sessions)), strict=False)
     words = ("resumed" if ranks == old else f"resumed on {plural(ranks, 'rank')}" for (_, ranks), old in pairs)
     return [(step, word) for (step, _), word in zip(sessions, words, strict=True) if step]
 

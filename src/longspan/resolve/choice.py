@@ -173,7 +173,8 @@ class PlanChoice:
         if self.planner == "dynamic":
             from longspan.plan.dynamic.planner import plan_dynamic
 
-            max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
+            max_cp = self.max_degree or None
+            widest = widest_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
@@ -205,7 +206,8 @@ class PlanChoice:
 
     def check_fits(self, longest: int, home: Layout) -> None:
         """Raise PlanError where no plan can hold a document of `longest` tokens, or the options are impossible."""
-        if not (self.has_one_degree or self.planner == "dynamic"):  # what a planner of one's own allows, it alone knows
+        # what a planner of one's own allows, it alone knows
+        if not (self.has_one_degree or self.planner == "dynamic"):
             self.plan((longest,), home)
             return
         if self._surely_fits(longest, home):
@@ -242,9 +244,11 @@ def list_choices(choice: PlanChoice, home: Layout, lengths_differ: bool) -> Iter
 
     Dynamic plans of documents of one length gain nothing. Degrees are powers of two that divide the slots, and all.
     """
-    degree, planners = choice.degree, [choice.planner]
+    degree = choice.degree
+    planners = [choice.planner]
     if choice.planner == AUTO:
-        degree, planners = 0, ["dynamic"] * (lengths_differ and home.slots > 1) + ["fixed"]
+        degree = 0
+        planners = ["dynamic"] * (lengths_differ and home.slots > 1) + ["fixed"]
     for one in (replace(choice, planner=planner, degree=degree) for planner in planners):
         if degree or not one.has_one_degree:
             yield one
@@ -260,7 +264,9 @@ def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
 
 def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
     """ "auto" rows are dealt out in zigzag, which gives slots as many; schedules that split backward cost as 1F1B."""
-    cap, node_size, parallel = section.max_tokens_per_slot, config.context.node_size, config.parallel
+    cap = section.max_tokens_per_slot
+    node_size = config.context.node_size
+    parallel = config.parallel
     return PlanOptions(
         max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
         cp_comm_type=section.cp_comm_type or "p2p",
@@ -282,7 +288,8 @@ class StepPlanner:
     home: Layout
 
     def __call__(self, step: int) -> Plan:
-        lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
+        lengths = self.order.lengths_of_step(step)
+        targets = self.order.targets_of_step(step)
         return self.choice.plan(lengths, self.home, targets=targets)
 
 
@@ -323,10 +330,12 @@ def plan_by_custom_planner(name: str, key: str, lengths: Sequence[int], home: La
     Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
     and slots, and for a plan that is not sound or exceeds the limit of rows.
     """
-    request, planner = Request.from_arguments(lengths, home, options), _import_planner(name, key)
+    request = Request.from_arguments(lengths, home, options)
+    planner = _import_planner(name, key)
     if not request.lengths:  # a planner need not know what to do with a step without documents
         return request.make_plan((), name)
-    documents, slots = plural(len(request.lengths), "document"), plural(home.slots, "slot")
+    documents = plural(len(request.lengths), "document")
+    slots = plural(home.slots, "slot")
     try:
         plan = planner(request.lengths, home, options=options)
     except LongspanError:

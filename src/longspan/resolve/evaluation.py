@@ -19,7 +19,8 @@ from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
 from longspan.resolve.text import plan_type_text
 
-TYPES = ("a2a", "p2p")  # of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
+# of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
+TYPES = ("a2a", "p2p")
 CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
 NAMED = 4  # degrees after the best, in a line of reasons
@@ -33,7 +34,8 @@ def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None)
     """
     if options.cp_comm_type != "auto":
         return [options if cp is None else options_at_degree(options, cp)]
-    known, types = options.heads is not None, ["p2p", "all_gather"]
+    known = options.heads is not None
+    types = ["p2p", "all_gather"]
     exchanged = known and (cp is None or heads_allow_degree(cp, options.heads, ("a2a",), home.tp))
     if cp == 1:  # one slot sends nothing, so that all types are the same
         types = ["p2p"]
@@ -70,7 +72,8 @@ def compare_partitions(
     `options` name are kept. `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a
     way that it refuses with a LongspanError is left out. Raises PlanError where nothing is possible.
     """
-    seconds, refused = dict[PlanOptions, float](), dict[PlanOptions, str]()
+    seconds = dict[PlanOptions, float]()
+    refused = dict[PlanOptions, str]()
     types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
     kinds = reversed(PARTITIONS) if partition == "auto" else (partition,)
     for kind, cp_comm_type in product(kinds, types):
@@ -106,7 +109,8 @@ def plan_evaluation(
         return fastest
     # Limits from the least rows that hold the longest document in a group of `widest` slots, each twice the one before,
     # but none above twice a slot's mean rows, which would limit nothing, and at most MOST_ROUNDS micro-batches a stage.
-    multiple, share = options.row_multiple, sum(lengths) / home.slots
+    multiple = options.row_multiple
+    share = sum(lengths) / home.slots
     least_rows = -(-max(lengths) // (widest * multiple)) * multiple
     highest = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
     limits = [least_rows << doubling for doubling in range(32) if least_rows << doubling < highest]
@@ -188,10 +192,13 @@ def compare_degrees(
     degree is possible.
     """
     lengths, options = check_lengths(lengths), options or PlanOptions()
-    longest, multiple = max(lengths), options.row_multiple
+    longest = max(lengths)
+    multiple = options.row_multiple
     cap = options.max_tokens_per_slot or -(-longest // multiple) * multiple
-    heads, types = options.heads, check_comm_types(options.cp_comm_type)
-    choices, refused = list[DegreeChoice](), list[str]()
+    heads = options.heads
+    types = check_comm_types(options.cp_comm_type)
+    choices = list[DegreeChoice]()
+    refused = list[str]()
     degrees = tuple(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
     for cp in degrees:
         if longest > cp * (cap // multiple * multiple):

@@ -49,7 +49,8 @@ class SlotRows:
 
 def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
     """Read the rows that an earlier start chose on as many ranks, under these keys; None if there are none."""
-    file, keys = Path(config.run.dir) / FILE, keys_that_decide_rows(config)
+    file = Path(config.run.dir) / FILE
+    keys = keys_that_decide_rows(config)
     if not file.is_file():
         return None
     try:
@@ -73,7 +74,8 @@ def ran_short_of_memory(error: BaseException) -> bool:
 
 def halve_saved_rows(config: RunConfig) -> None:
     """Halve the rows that a run has kept in its folder; for the first rank."""
-    file, multiple = Path(config.run.dir) / FILE, plan_row_multiple(config.parallel)
+    file = Path(config.run.dir) / FILE
+    multiple = plan_row_multiple(config.parallel)
     values = read_json(file)
     rows = max(1, values["rows"] // 2 // multiple) * multiple
     write_atomically(file, json.dumps(values | {"rows": rows}, indent=1))

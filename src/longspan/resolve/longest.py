@@ -20,7 +20,9 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
     changed to that length, for planning each would be slow; the longest that fits is planned anew, and shortened by
     1/256 at a time until its own plan fits too.
     """
-    way, home, budget = Way(config, facts), facts.home, facts.budget
+    way = Way(config, facts)
+    home = facts.home
+    budget = facts.budget
     assert budget is not None
     degree = (way.choice.degree if way.choice.has_one_degree else 0) or home.slots
     multiple = 2 * way.choice.options.row_multiple
@@ -40,6 +42,7 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
         return any_choice_fits(way.memory_needs([plan]), budget, way.fixed_memory)
 
     most = largest_number_that_fits(lambda units: fits(plan_of(units)), MOST_ROWS // unit)
-    while most and not fits(way.choice.plan((most * unit * degree,), home)):  # attention may be shared in another way
+    # attention may be shared in another way
+    while most and not fits(way.choice.plan((most * unit * degree,), home)):
         most = max(0, most - 1 - most // 256)
     return most * unit * degree, way.with_context(max_tokens_per_slot=max(1, most) * unit)

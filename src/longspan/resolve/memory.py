@@ -74,7 +74,8 @@ def run_cost_settings(
 
     Without `run.machine` a number counts two bytes, those of bfloat16, whatever the run computes in.
     """
-    train, parallel = config.train, config.parallel
+    train = config.train
+    parallel = config.parallel
     compute_dtype = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     settings = CostSettings(
         recomputation=given_checkpointing(train) or "none",
@@ -110,7 +111,8 @@ def run_memory_settings(
     >>> run_memory_settings(RunConfig()).state_numbers
     2.0
     """
-    train, parallel = config.train, config.parallel
+    train = config.train
+    parallel = config.parallel
     computed = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     return MemorySettings(
         parameter_bytes=DTYPE_BYTES[config.model.dtype],
@@ -144,7 +146,8 @@ def can_be_free(config: RunConfig, home: Layout) -> bool:
 
 def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     """Read the keys of memory that are given by hand; None is what the plan of memory may choose."""
-    train, by_hand = config.train, not chooses_measures(config.train, gpu=gpu)
+    train = config.train
+    by_hand = not chooses_measures(config.train, gpu=gpu)
     off = False if by_hand else None  # of a key that is not set
     return FixedMemory(
         measure=given_checkpointing(train) or ("none" if by_hand else None),

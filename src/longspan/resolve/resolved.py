@@ -99,7 +99,9 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
     best = ranking.best
     if best.seconds is None:
         raise PlanError(best.refusal)
-    chosen, choice, notes = set_usual_mode(best.way.config), best.way.choice, list[str]()
+    chosen = set_usual_mode(best.way.config)
+    choice = best.way.choice
+    notes = list[str]()
     if config.context.planner == AUTO and not choice.has_one_degree:
         chosen = replace(chosen, context=replace(chosen.context, context_parallel_size=1))
     chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)
@@ -133,7 +135,8 @@ def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
 
 def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
     """Choose degree, type and levels for every evaluation set whose degree is open."""
-    entries, lines = list[EvalConfig](), list[str]()
+    entries = list[EvalConfig]()
+    lines = list[str]()
     for entry in resolved.config.evaluations:
         choice = PlanChoice.evaluation(resolved.config, entry, cost=resolved.cost, heads=facts.heads)
         lengths = [int(n) for n in facts.evaluated.get(entry.name, ())]
@@ -161,7 +164,8 @@ def choose_degree(
     except PlanError as error:
         ranks = plural(len(home.ranks), "rank")
         raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error
-    best, mixed = comparison.best, comparison.dynamic
+    best = comparison.best
+    mixed = comparison.dynamic
     if planner_open and mixed and mixed.predicted_seconds * choice.least_gain < best.planned.predicted_seconds:
         return choice, f"dynamic plans are faster than one degree: {comparison.reason(name)}"
     options = replace(
@@ -174,7 +178,8 @@ def choose_degree(
 
 
 def _set_chosen_degree(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
-    types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
+    types = choice.options.cp_comm_type
+    sizes = choice.options.hierarchical_context_parallel_sizes
     return replace(
         entry,
         context_parallel_size=choice.degree,
@@ -197,7 +202,8 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
     if way.cost().states is None:
         return set_default_partition(config), ""
     fastest = _choose_fastest_partition(way)
-    context, options = config.context, fastest.options
+    context = config.context
+    options = fastest.options
     if context.cp_comm_type == AUTO:
         context = replace(context, cp_comm_type=options.cp_comm_type)
     config = replace(config, context=replace(context, partition=options.partition))
@@ -211,7 +217,8 @@ def set_default_partition(config: RunConfig) -> RunConfig:
 
 
 def _choose_fastest_partition(way: Way) -> PartitionChoice:
-    choice, facts = way.choice, way.facts
+    choice = way.choice
+    facts = way.facts
     widest = choice.widest_degree(facts.home)
     steps = [facts.lengths(step) for step in range(min(PARTITION_STEPS, max(1, facts.steps)))]
 

@@ -55,7 +55,8 @@ class Way:
     @cached_property
     def choice(self) -> PlanChoice:
         """How steps are planned; where the keys leave the host's size open, it is the machine's."""
-        config, facts = self.config, self.facts
+        config = self.config
+        facts = self.facts
         if config.context.node_size == AUTO:
             node_size = max(1, facts.machine.node_size // facts.home.tp)
             config = replace(config, context=replace(config.context, node_size=node_size))
@@ -63,14 +64,16 @@ class Way:
 
     def cost(self, memory: MemoryPlan | None = None, notes: list[str] | None = None) -> Cost:
         """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
-        facts, log = self.facts, (notes if notes is not None else list[str]()).append
+        facts = self.facts
+        log = (notes if notes is not None else list[str]()).append
         settings: Any = {"slots": facts.home.slots, "target_share": facts.target_share, "memory": memory}
         return find_run_cost(self.config, facts.model, log, gpu=facts.gpu, machine=facts.machine, **settings)
 
     @cached_property
     def memory_settings(self) -> MemorySettings:
         """A slot encodes its share of a step's image rows, encoder.max_rows at once."""
-        facts, most = self.facts, self.config.encoder.max_rows
+        facts = self.facts
+        most = self.config.encoder.max_rows
         rows = math.ceil(UNEVEN * facts.image_rows / facts.home.slots)
         rows = min(rows, most or rows)
         numbers = facts.state_numbers
@@ -87,7 +90,8 @@ class Way:
 
     def plan_steps(self, steps: Sequence[int]) -> list[Plan]:
         """Plan steps as training does; each is planned once."""
-        facts, plans = self.facts, self._plans
+        facts = self.facts
+        plans = self._plans
         for step in steps:
             if step not in plans:
                 plans[step] = self.choice.plan(facts.lengths(step), facts.home, targets=facts.targets(step))
@@ -110,7 +114,8 @@ class Way:
     def step_seconds(self, plans: Sequence[Plan], memory: MemoryPlan | None) -> float:
         if memory is None:
             return mean(plan.predicted_seconds for plan in plans)
-        facts, needs = self.facts, self.memory_needs(plans)
+        facts = self.facts
+        needs = self.memory_needs(plans)
         cost = self.cost(memory).shared_by(facts.home.tp)
         return mean_step_seconds(facts.model, plans, memory, needs, facts.machine, cost)
 
@@ -120,7 +125,8 @@ class Way:
         Those of one degree, under a limit of rows that is given, are the fullest of all steps, by a simple cost; others
         those of the heaviest steps.
         """
-        facts, choice = self.facts, self.choice
+        facts = self.facts
+        choice = self.choice
         limit = choice.options.max_tokens_per_slot
         if facts.sees_all:
             return self.plan_steps(facts.coming_steps)
@@ -132,12 +138,14 @@ class Way:
         if not limit:
             return [*plans, choice.plan((facts.longest_document,), facts.home)]
         multiple = choice.options.row_multiple
-        rows = min(limit, max(plan.tokens for plan in plans)) // multiple * multiple  # no more than a plan has tokens
+        # no more than a plan has tokens
+        rows = min(limit, max(plan.tokens for plan in plans)) // multiple * multiple
         return [*plans, self.plan_full_slots(max(rows, multiple))]
 
     def plan_full_slots(self, rows: int) -> Plan:
         """Make a plan with `rows` rows on every slot in each micro-batch: a document in each of the widest groups."""
-        home, choice = self.facts.home, self.choice
+        home = self.facts.home
+        choice = self.choice
         degree = choice.widest_even_degree(home)
         in_flight = max(1, home.pp * self.config.parallel.vpp)  # micro-batches that a pipeline holds at once
         lengths = [rows * degree] * (home.slots // degree * in_flight)
@@ -153,7 +161,9 @@ class Way:
         rows of the longest document or the mean, plus UNIT for uneven groups; of dynamic plans at degree 1, which has
         most. Of few steps a limit that no packing exceeds is one more, as their groups may be as uneven.
         """
-        choice, home, unit = self.choice, self.facts.home, 2 * self.choice.options.row_multiple
+        choice = self.choice
+        home = self.facts.home
+        unit = 2 * self.choice.options.row_multiple
         longest = self.facts.longest_document
         least = _round_up(-(-longest // choice.widest_even_degree(home)), unit)
         degree = max(choice.degree, 1) if choice.has_one_degree else 1
@@ -198,7 +208,8 @@ class Fit:
     @property
     def ranked_way(self) -> RankedWay:
         planner, degree, _ = self.layout
-        rows, priced = self.way.config.context.max_tokens_per_slot, bool(self.way.choice.options.cost.source)
+        rows = self.way.config.context.max_tokens_per_slot
+        priced = bool(self.way.choice.options.cost.source)
         return RankedWay(planner, degree, rows if isinstance(rows, int) else 0, self.seconds or 0.0, priced=priced)
 
     @property
@@ -243,7 +254,8 @@ def rank_ways(config: RunConfig, facts: Facts, given: Given | None = None) -> Ra
 
     Raises PlanError where nothing can be planned.
     """
-    best, refused = list[Fit](), dict[str, str]()
+    best = list[Fit]()
+    refused = dict[str, str]()
     for layout in _list_layouts(config, facts, given or Given()):
         try:
             best.append(_best_fit_of_layout(layout))
@@ -267,7 +279,8 @@ def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
 
 def _best_fit_of_layout(layout: Way) -> Fit:
     """The fastest rows by the heaviest steps, of those that fit all steps; free mode where that is faster."""
-    context, facts = layout.config.context, layout.facts
+    context = layout.config.context
+    facts = layout.facts
     layout.choice.check_fits(facts.longest_document, facts.home)
     way = replace(layout, config=set_usual_mode(layout.config))
     rows_open = context.max_tokens_per_slot == AUTO
@@ -322,7 +335,8 @@ def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way
 
 def fastest_plan(choice: PlanChoice, lengths: Sequence[int], home: Layout) -> Plan:
     """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
-    plans, refusal = list[tuple[float, Plan]](), None
+    plans = list[tuple[float, Plan]]()
+    refusal = None
     for one in list_choices(choice, home, len(set(lengths)) > 1):
         try:
             plan = one.plan(lengths, home)

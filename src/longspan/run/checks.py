@@ -67,7 +67,8 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
 
 
 def check_number_bounds(config: RunConfig, *, training: bool) -> None:
-    train, run = config.train, config.run
+    train = config.train
+    run = config.run
     corpus_decides = [key for key in ("steps", "warmup_steps") if train.epochs and getattr(train, key) == NOT_GIVEN]
     leave_out = [*(f"train.{key}" for key in corpus_decides), *["train.lr"] * (not training)]
     for section, kind in section_kinds().items():
@@ -99,14 +100,16 @@ def check_keys_needed_by_keys(config: RunConfig) -> None:
 
 
 def check_data(config: RunConfig) -> None:
-    data, count = config.data, len(config.data.sources)
+    data = config.data
+    count = len(config.data.sources)
     if count and data.split:
         raise ConfigError(
             f"data.split is {data.split!r} and there are {count} tables [[data.sources]]; give it in each"
         )
     if count and data.path:
         raise ConfigError(f"data.path is {data.path!r} and there are {count} tables [[data.sources]]; give one of them")
-    counted, paths = config.train.epochs_of, [source.path for source in data.sources]
+    counted = config.train.epochs_of
+    paths = [source.path for source in data.sources]
     if config.train.epochs and (count > 1 or counted) and counted not in paths:
         raise ConfigError(
             f"train.epochs_of is {counted!r}, train.epochs {config.train.epochs:g}; [[data.sources]] have the paths "
@@ -129,7 +132,8 @@ def check_data(config: RunConfig) -> None:
 
 def check_paths_exist(config: RunConfig) -> None:
     """Check that a model, a tokenizer and texts exist. Ranks find out what files contain."""
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     paths = {"model.path": model.path, "model.config": model.config, "data.tokenizer": data.tokenizer}
     paths["data.chat_template"] = data.chat_template
     for key, path in paths.items():
@@ -189,7 +193,9 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
 
 
 def check_precision(config: RunConfig) -> None:
-    dtype, compute, float8 = config.model.dtype, config.model.compute_dtype, config.train.float8
+    dtype = config.model.dtype
+    compute = config.model.compute_dtype
+    float8 = config.train.float8
     if float8 and (dtype == "float64" or compute not in (AUTO, "bfloat16")):
         raise ConfigError(
             f'train.float8 is "{float8}", next to arithmetic in bfloat16, and model.dtype is "{dtype}" with '
@@ -205,7 +211,8 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_lora(config: RunConfig) -> None:
-    lora, tp = config.lora, config.parallel.tp
+    lora = config.lora
+    tp = config.parallel.tp
     if not lora.rank:
         return
     if find_spec("peft") is None:
@@ -228,7 +235,8 @@ def check_mtp_section(config: RunConfig) -> None:
 
 
 def check_encoder_keys(config: RunConfig, home: Layout) -> None:
-    encoder, count = config.encoder, len(home.ranks)
+    encoder = config.encoder
+    count = len(home.ranks)
     if count % encoder.tp:
         fitting = ", ".join(str(tp) for tp in range(1, count + 1) if count % tp == 0)
         ranks = f"{'is' if count == 1 else 'are'} {plural(count, 'rank')}"
@@ -266,7 +274,8 @@ def check_optimizer(config: RunConfig) -> None:
 
         from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
-        choice, matrix = OptimizerChoice.from_section(train), nn.Linear(2, 2, bias=False)
+        choice = OptimizerChoice.from_section(train)
+        matrix = nn.Linear(2, 2, bias=False)
         if train.stochastic_rounding and not choice.is_one_pass:
             raise ConfigError(
                 "train.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; train.optimizer "
@@ -324,10 +333,8 @@ def check_longest_training_document(
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    choice, title = (
-        PlanChoice.unpriced(entry, config, entry.prefix, heads),
-        f"the longest document of set {entry.name!r}",
-    )
+    choice = PlanChoice.unpriced(entry, config, entry.prefix, heads)
+    title = f"the longest document of set {entry.name!r}"
     _check_document_fits(
         choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})"
     )
@@ -355,7 +362,9 @@ def _check_document_fits(choice: PlanChoice, cut_by: str, home: Layout, longest:
     except ConfigError as error:
         if not choice.options.max_tokens_per_slot:
             raise
-        rows, wider = -(-longest // home.slots), ""  # `wider`: the key that lets the document have more slots
+        # `wider`: the key that lets the document have more slots
+        rows = -(-longest // home.slots)
+        wider = ""
         if choice.has_one_degree and 0 < choice.degree < home.slots:
             wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
         elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:

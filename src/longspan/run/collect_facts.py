@@ -28,7 +28,9 @@ from longspan.train.step_figures import world_device_name
 
 def collect_facts(run: TrainingRun) -> RunFacts:
     """Return the facts of a run; entered by all ranks."""
-    world, home, sessions = run.world, run.world.home, _sessions_so_far(run)
+    world = run.world
+    home = run.world.home
+    sessions = _sessions_so_far(run)
     sizes = _count_parameters(run)
     return RunFacts(
         lines=tuple(_fact_lines(run, *sizes, sessions)),
@@ -95,7 +97,8 @@ def _fact_lines(
     free = ", free" if config.context.mode == "free" else ""
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
     reasons = [reason.removeprefix("evaluation ") for reason in run.reasons.degrees]
-    is_chosen = any(reason.startswith("at cp ") for reason in reasons)  # of held-out documents: a line below says it
+    # of held-out documents: a line below says it
+    is_chosen = any(reason.startswith("at cp ") for reason in reasons)
     evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out and not is_chosen else ""
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
     yield "plans", f"{run.reasons.planner or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
@@ -171,7 +174,8 @@ def _scores_text(run: TrainingRun) -> str:
         return ""
     from longspan.train.terms.scores import usual_problem
 
-    scores, coefficient = run.config.model.num_labels, run.config.train.center_rewards_coefficient
+    scores = run.config.model.num_labels
+    coefficient = run.config.train.center_rewards_coefficient
     loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, run.corpus.labels.shape[1])
     if run.corpus.unit > 1:
         loss = "-log σ(chosen - rejected - margin)"

@@ -69,7 +69,8 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 _WANDB_VARIABLES = {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}
-_NO_LOGIN = re.compile(r"^(mode *= *(offline|disabled|dryrun)|api_key *=)", re.MULTILINE)  # is needed, or one is there
+# is needed, or one is there
+_NO_LOGIN = re.compile(r"^(mode *= *(offline|disabled|dryrun)|api_key *=)", re.MULTILINE)
 
 
 def check_logins(names: Sequence[str], environment: Mapping[str, str]) -> None:

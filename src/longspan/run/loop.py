@@ -57,7 +57,8 @@ class Steps:
     """Takes the steps of a run on this rank, and agrees with the other ranks on what comes after each."""
 
     def __init__(self, run: TrainingRun, plans: PlanAhead, log: LogLine) -> None:
-        self._run, self._log = run, log
+        self._run = run
+        self._log = log
         self._reader = StepReader(run, plans)
         self._slow_slots = SlowSlots()
         steps = run.config.train.profile_steps
@@ -68,7 +69,8 @@ class Steps:
         """Run one optimizer step (from 0); returns its row of metrics (from 1) and its plan. A profiled step's seconds
         do not count for slow slots.
         """
-        run, reader = self._run, self._reader
+        run = self._run
+        reader = self._reader
         started = time.perf_counter()
         profiles = self._profiles
         documents, plan = reader.read_step(step)
@@ -189,7 +191,9 @@ class _Loop:
         A checkpoint comes before an evaluation, in which the step could be lost. A run that goes on first makes the
         evaluation that was due where it stopped. `run.done` are the steps before this start, `saves.done` all steps.
         """
-        run, settings, stopped = self.run, self.run.config.train, ""
+        run = self.run
+        settings = self.run.config.train
+        stopped = ""
         with saves.save_before_errors():
             if run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)

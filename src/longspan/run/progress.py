@@ -15,13 +15,17 @@ class ProgressDisplay:
     """Shows steps and evaluations of a run; silent if `stream` is None."""
 
     def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:
-        self._steps, self._stream, self._log_every = steps, stream, log_every
-        self._writing, self._ended = threading.Lock(), threading.Event()
+        self._steps = steps
+        self._stream = stream
+        self._log_every = log_every
+        self._writing = threading.Lock()
+        self._ended = threading.Event()
         self._work = "setting up"  # what takes time now
         self._begun = time.monotonic()
         self._written = self._begun  # when the last line was
         self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
-        self._timed_since: tuple[float, int] | None = None  # when the first step ended, without evaluations; its number
+        # when the first step ended, without evaluations; its number
+        self._timed_since: tuple[float, int] | None = None
         self._step_tokens = 0  # since then
         self._eval_seconds = self._eval_tokens = 0.0
         self._evaluations: tuple[tuple[int, int, int], ...] = ()
@@ -40,7 +44,8 @@ class ProgressDisplay:
         """Set the steps of the run, and of each evaluation set the tokens, the steps between its evaluations (0: there
         is none before the end), and how many come at the end.
         """
-        self._steps, self._evaluations = steps, tuple(evaluations)
+        self._steps = steps
+        self._evaluations = tuple(evaluations)
 
     def log(self, text: str) -> None:
         if self._stream is not None:

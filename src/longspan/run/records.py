@@ -60,7 +60,9 @@ class Records(NamedTuple):
 @contextmanager
 def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogLine) -> Iterator[Records]:
     """Open all records, log the facts, and close the records at the end; entered by all ranks, the first writes."""
-    world, first, facts = run.world, is_first_rank(run.world), collect_facts(run)
+    world = run.world
+    first = is_first_rank(run.world)
+    facts = collect_facts(run)
     metrics_file, plans_file = (run.dir / name if first else None for name in ("metrics.jsonl", "plans.jsonl"))
     if run.done < run.config.train.steps:
         # a report would take the summary of an earlier end for this run's

@@ -74,7 +74,8 @@ class EvaluationSet:
         return int(lengths[longest]), self.documents.origin(longest)
 
     def describe_set(self) -> str:
-        lengths, every = self.documents.lengths, self.config.every
+        lengths = self.documents.lengths
+        every = self.config.every
         targets = getattr(self.documents, "targets", None)
         detail = "" if targets is None else f" ({targets:,} of them targets)"
         size = (
@@ -234,7 +235,8 @@ class StepReader:
     """Selects the documents of each step, once a step, with its plan."""
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
-        self._run, self._plans = run, plans
+        self._run = run
+        self._plans = plans
         self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
     def read_step(self, step: int) -> tuple[Any, Plan]:

@@ -62,10 +62,13 @@ def write_model_files(
     directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine, ends: Ends
 ) -> None:
     """Write config.json, as the run trains the model, and generation_config.json, which also stops at learnt `ends`."""
-    source, config, dtype = Path(settings.source), deepcopy(configuration), torch_dtype(settings.dtype)
+    source = Path(settings.source)
+    config = deepcopy(configuration)
+    dtype = torch_dtype(settings.dtype)
     if settings.source and isinstance(named := configuration.dtype, torch.dtype) and named.is_floating_point:
         dtype = named
-    config.architectures, config.dtype = [architecture], dtype
+    config.architectures = [architecture]
+    config.dtype = dtype
     with no_progress_bars():
         config.save_pretrained(directory)
     # model.config may name a file: generation_config.json is looked for beside it; a preset has none
@@ -132,7 +135,8 @@ def set_up_model(
         model = run_on_every_rank(world, load, ModelError)
     if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
         model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
-    run_dir, architecture = Path(config.run.dir), type(model).__name__
+    run_dir = Path(config.run.dir)
+    architecture = type(model).__name__
     ends = data.corpus.manifest.ends
     keep = partial(write_model_files, run_dir, config.model, configuration, architecture, log, ends)
     run_on_first_rank(world, keep, RunFolderError)
@@ -220,10 +224,12 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
     fixed += ["encoder.train"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
-    free = (*_FREE_KEYS, *["model.path"] * Path(config.run.dir, BASE).is_file())  # by which `check_base` compares it
+    # by which `check_base` compares it
+    free = (*_FREE_KEYS, *["model.path"] * Path(config.run.dir, BASE).is_file())
     for name in (name for name in fixed if name not in free):
         section, _, key = name.partition(".")
-        value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
+        value_before = sections_before.get(section, {}).get(key)
+        value = sections_now[section][key]
         if value_before is not None and value not in (absolute_path(value_before), AUTO):
             raise ConfigError(
                 f"{name} was {value_before!r} when {path} was saved and is {value!r} now; set it back, or set run.dir "
@@ -262,7 +268,8 @@ def open_run_documents(
     """Open the documents of a run; return its configuration, the one to write as config.toml, and the data."""
     if state and config.data.eval_documents == AUTO:
         config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
-    node_size, config = config.context.node_size, set_node_size(config, world)
+    node_size = config.context.node_size
+    config = set_node_size(config, world)
     set_world_machine(config, world)
     if checkpoint is not None:
         run_on_first_rank(world, partial(check_base, Path(config.run.dir), config), ModelError)
@@ -354,7 +361,8 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     starts.end_part("data")
     done = int(state.get("step", 0))
     resolved = resolve_run(config, data, configuration, world, log, done=done)
-    config, memory = resolved.config, resolved.memory
+    config = resolved.config
+    memory = resolved.memory
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)

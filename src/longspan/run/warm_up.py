@@ -52,7 +52,8 @@ def group_kind(group: Group) -> tuple[object, ...]:
     longest_chunk = -(-max(rows) // chunks)
     messages = group.degree, group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition
     documents = (len(rows) > 1) + (len(rows) > MANY)  # one, several, more than MANY
-    whole = min(2, sum(n >= chunks for n in rows))  # of which each member has a part of every chunk: none, one, several
+    # of which each member has a part of every chunk: none, one, several
+    whole = min(2, sum(n >= chunks for n in rows))
     return *messages, documents, whole, -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0
 
 
@@ -79,7 +80,8 @@ def shorten_group(group: Group) -> Group:
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
-    degree, filled_slots = group.degree, slots // group.degree * group.degree
+    degree = group.degree
+    filled_slots = slots // group.degree * group.degree
     blocks = [tuple(range(first, first + degree)) for first in range(0, filled_slots, degree)]
     batches = [MicroBatch(tuple(replace(group, slots=block) for block in blocks))]
     if filled_slots < slots:  # the degree does not divide the slots
@@ -88,7 +90,8 @@ def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
 
 
 def make_plan_like(plan: Plan, batches: Sequence[MicroBatch]) -> Plan:
-    lengths, numbered = list[int](), list[MicroBatch]()
+    lengths = list[int]()
+    numbered = list[MicroBatch]()
     for batch in batches:
         groups = list[Group]()
         for group in batch.groups:

@@ -170,7 +170,8 @@ class Passing:
         if key in self._places:
             return self._places[key]
         runs = self.chains.runs
-        states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
+        states = np.full(len(runs.member), -1)
+        transitions = np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
             numbers = runs.member_runs(member)
             leaving = numbers[self._leaves[numbers]]

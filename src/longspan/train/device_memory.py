@@ -21,7 +21,8 @@ from longspan.plan import MemoryBudget
 from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
 
-_highest: dict[torch.device, int] = {}  # the peak of each GPU before `measure_added_peak` reset its allocator's figure
+# the peak of each GPU before `measure_added_peak` reset its allocator's figure
+_highest: dict[torch.device, int] = {}
 
 
 @contextmanager
@@ -40,7 +41,8 @@ def measure_added_peak(device: torch.device) -> Iterator[list[int]]:
 def unused_bytes(device: torch.device, ranks: int) -> int:
     """Return the bytes that a rank could still take of its GPU, or of the host, shared by `ranks`; 0: unknown."""
     if device.type == "cuda":
-        free, in_use = torch.cuda.mem_get_info(device)[0], _allocator_figure(device, "allocated_bytes", "current")
+        free = torch.cuda.mem_get_info(device)[0]
+        in_use = _allocator_figure(device, "allocated_bytes", "current")
         return free + _allocator_figure(device, "reserved_bytes", "current") - in_use
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
@@ -93,7 +95,9 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
     """
 
     def check_rank_has_room() -> None:
-        home, train, gpu = world.home, config.train, world.device.type == "cuda"
+        home = world.home
+        train = config.train
+        gpu = world.device.type == "cuda"
         shards = home.tp * home.pp * home.slots // home.dp_replicate
         weights = sum(p.nbytes for p in model.parameters()) // shards
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards

@@ -31,7 +31,8 @@ from longspan.train.read_rows import (
     reading_error,
 )
 
-IDS, LABELS = "ids", "labels"
+IDS = "ids"
+LABELS = "labels"
 _HINT = "Every rank makes the plan from the lengths of the documents that were gathered, with the same settings"
 
 
@@ -120,7 +121,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
                 f"the plan has {plural(len(plan.lengths), 'document')} of {excerpt(plan.lengths)} tokens, {len(self)} "
                 f"of {excerpt(self.lengths)} were gathered; plan from their lengths: plan_dynamic(documents.lengths, …)"
             )
-        home, local = self.world.home, set(self.local)
+        home = self.world.home
+        local = set(self.local)
         by_slot = [[_one_run(0, 0)] for _ in range(home.slots)]  # empty arrays, for slots that need nothing
         for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
             sends = not local.isdisjoint(group.documents)
@@ -142,7 +144,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
 
     def read_column(self, column: str, document: int, positions: Any) -> Integers:
         """Return a column at these positions of a document; DataError for rows that are not on this rank."""
-        length, local_rows = int(self._facts.lengths[document]), self._rows_here
+        length = int(self._facts.lengths[document])
+        local_rows = self._rows_here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a document of {length} tokens")
@@ -164,7 +167,9 @@ class GatheredDocument:
 
     def __init__(self, documents: GatheredDocuments, number: int) -> None:
         facts = {name: int(values[number]) for name, values in documents._facts._asdict().items()}
-        self._documents, self._number, self._facts = documents, number, facts
+        self._documents = documents
+        self._number = number
+        self._facts = facts
         self.targets: int = facts["targets"]
         self.rows_before_targets: int = facts["prefix_rows"]
         self.makes_scores: bool = bool(facts["scored"])
@@ -206,7 +211,8 @@ def _merge_runs(runs: Integers) -> Integers:
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     reach = np.maximum.accumulate(runs[:, 1])
-    firsts = np.append(0, np.flatnonzero(runs[1:, 0] > reach[:-1]) + 1)  # runs that begin after the end of all before
+    # runs that begin after the end of all before
+    firsts = np.append(0, np.flatnonzero(runs[1:, 0] > reach[:-1]) + 1)
     return np.stack([runs[firsts, 0], reach[np.append(firsts[1:], len(runs)) - 1]], axis=1)
 
 
@@ -251,7 +257,8 @@ class _Share(NamedTuple):
 class _Local:
     def __init__(self) -> None:
         self._facts, self._documents = list[tuple[int, ...]](), list[dict[str, Integers]]()
-        self._names, self._labelled = NamesOfValues(), False
+        self._names = NamesOfValues()
+        self._labelled = False
 
     def add_document(self, number: int, document: Any) -> None:
         """Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table."""
@@ -347,7 +354,8 @@ def _gather_shares(local: _Local, world: World) -> GatheredDocuments:
     _check_value_names(shares, world.home.ranks)
     _refuse_same_documents(shares, world.home.ranks)
     facts = np.concatenate([share.facts for share in shares])  # columns: length, 3 more, whether there are weights
-    lengths, weighted = facts[:, 0], facts[:, -1]
+    lengths = facts[:, 0]
+    weighted = facts[:, -1]
     facts = np.column_stack([facts, np.cumsum(lengths) - lengths])
     ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
     index = world.home.ranks.index(world.rank)

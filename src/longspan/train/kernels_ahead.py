@@ -56,7 +56,8 @@ def compile_kernels_ahead(
     ...     run_on_ranks(train_rank, args, 8)
     """
     with ExitStack() as stack:
-        folder, digest = os.environ.get(CACHE, ""), _model_digest(config.model)
+        folder = os.environ.get(CACHE, "")
+        digest = _model_digest(config.model)
         if (
             folder
             and digest
@@ -71,7 +72,8 @@ def compile_kernels_ahead(
                 "FLASH_ATTENTION_NUM_SMS": str(multiprocessors),
                 "OMP_NUM_THREADS": "1",
             }
-            causal_values = (True,) if slots == 1 else (True, False)  # several slots: whole blocks of others' keys too
+            # several slots: whole blocks of others' keys too
+            causal_values = (True,) if slots == 1 else (True, False)
             for kind in [BlockKind(several, causal, backward) for several in (True, False) for causal in causal_values]:
                 note = Path(folder) / f"ahead-{digest}-{kind.name}"
                 if not note.exists():
@@ -115,7 +117,8 @@ def _read_head_sizes(model: ModelConfig) -> Mapping[str, int]:
         read_configuration(Path(model.source)) if model.source else preset_config(model.preset_name, vocab_size=256)
     )
     text = configuration.get_text_config()
-    heads, kv_heads = int(text.num_attention_heads), int(getattr(text, "num_key_value_heads", 0) or 0)
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", 0) or 0)
     size = int(getattr(text, "head_dim", 0) or text.hidden_size // heads)
     if getattr(text, "kv_lora_rank", None):
         raise ValueError("latent attention")
@@ -131,8 +134,11 @@ def compile_block_kernels(sizes: Mapping[str, int], kind: BlockKind) -> None:
     from longspan.attention.kernels import fa4
     from longspan.attention.tiles import Launch, Tile, Tiling
 
-    device, documents = torch.device("cuda"), 1 + kind.several
-    heads, kv_heads, size = sizes["heads"], sizes["kv_heads"], sizes["head_size"]
+    device = torch.device("cuda")
+    documents = 1 + kind.several
+    heads = sizes["heads"]
+    kv_heads = sizes["kv_heads"]
+    size = sizes["head_size"]
     with FakeTensorMode():
         right = 0 if kind.causal else None  # keys that a row sees after its own position; None: all
         starts = [document * _ROWS for document in range(documents)]

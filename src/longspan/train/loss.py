@@ -92,7 +92,8 @@ def add_entropy_gradient(gradient: Tensor, logits: Tensor, slopes: Tensor) -> No
     """Add the derivative of the entropies H of softmaxes p by logits (t, V), times slopes (t,): −p (log p + H)."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     for part in cut_into_chunks(len(logits), max(1, len(logits) // _ENTROPY_PARTS)):
-        log_probs = logits[part].to(dtype).log_softmax(-1).clamp_(min=torch.finfo(dtype).min)  # of −inf, which adds 0
+        # of −inf, which adds 0
+        log_probs = logits[part].to(dtype).log_softmax(-1).clamp_(min=torch.finfo(dtype).min)
         probs = log_probs.exp()
         entropies = -(probs * log_probs).sum(-1, keepdim=True)
         gradient[part] -= (log_probs.add_(entropies).mul_(probs) * slopes[part].unsqueeze(1)).to(gradient.dtype)
@@ -171,7 +172,8 @@ class CrossEntropy:
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return the sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
-        rows, device = target_rows(batch), hidden.device
+        rows = target_rows(batch)
+        device = hidden.device
         targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         if WEIGHTS not in batch.values:
             return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows)
@@ -226,10 +228,12 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
     chunk within 2 GiB on a GPU, 64 MiB elsewhere. A head may enter collectives: without targets it gets a padding row.
     """
-    rows, parameters = _rows_of_chunk(hidden, head, rows), head.parameters
+    rows = _rows_of_chunk(hidden, head, rows)
+    parameters = head.parameters
     numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
     if not len(targets.rows):
-        targets, losses = _one_padding_target(targets), _no_loss
+        targets = _one_padding_target(targets)
+        losses = _no_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedLoss.apply(hidden, targets, losses, head, rows, numbers, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -242,7 +246,8 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
 @torch.no_grad()
 def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int = 0) -> Tensor:
     """Compute the numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
-    count, rows = len(targets.rows), _rows_of_chunk(hidden, head, rows)
+    count = len(targets.rows)
+    rows = _rows_of_chunk(hidden, head, rows)
     if not count:
         targets = _one_padding_target(targets)
     chunk_values = [
@@ -315,7 +320,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient.index_copy_(0, predicting, gradients.pop(0))
             sums = _add_to_sums(sums, gradients, last=chunk.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
-        ctx.has_hidden_gradient, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
+        ctx.has_hidden_gradient = gradient is not None
+        ctx.dtypes = [p.dtype for p in parameters]
         return total
 
     @staticmethod

@@ -178,7 +178,9 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    model, world, backward = passes.model, passes.world, passes.backward
+    model = passes.model
+    world = passes.world
+    backward = passes.backward
     run = _run_pipeline if is_pipeline(model) else _run_whole_model
     naming = world.watch.name_collectives("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
@@ -204,7 +206,8 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     before the first backward pass; in lockstep the first micro-batch does not, as its own forward pass comes before
     that.
     """
-    model, free = passes.model, passes.plan.mode == "free"
+    model = passes.model
+    free = passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     with keep_parameters_whole(model) if free else defer_until_last_pass(model) as finish:
         if passes.needs_loads_first:

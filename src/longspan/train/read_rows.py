@@ -96,7 +96,8 @@ def read_rows(
             length = shard_part.group.lengths[local]
             stop = min(stop, length)  # a document laid out longer than it is ends in padding
             if stop > start:
-                document, row = shard_part.group.documents[local], shard_part.start + offset
+                document = shard_part.group.documents[local]
+                row = shard_part.start + offset
                 reader.read_run(document, start, stop, row, length=length)
     return reader.local_batch(shard)
 
@@ -129,7 +130,9 @@ class _Reader:
         names: NamesOfValues,
         depths: int,
     ) -> None:
-        self._documents, self._vocabulary, self._items = documents, vocabulary, items
+        self._documents = documents
+        self._vocabulary = vocabulary
+        self._items = items
         self._names = names
         self._at_depth = [_LocalRows(rows) for _ in range(depths + 1)]
 
@@ -142,7 +145,8 @@ class _Reader:
         end = min(stop + len(self._at_depth), length)  # no tokens follow a document's end
         # True at the placeholders of items, which are neither inputs nor targets.
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
-        positions, value = np.arange(start, end), self._documents[document]
+        positions = np.arange(start, end)
+        value = self._documents[document]
         tokens = self._read_tokens(value, document, positions, hidden)
         # A row predicts the next token, or has a score of its own.
         of_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
@@ -258,7 +262,8 @@ def bring_gathered_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
 
 def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
     """Read, and compare a digest over all ranks; where any rank cannot read, every rank raises DataError."""
-    result, failure = None, None
+    result = None
+    failure = None
     try:
         result = read()
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
@@ -270,10 +275,16 @@ def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **
 
 def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0) -> list[LocalBatch]:
     """Read this rank's rows of some micro-batches, without the other ranks; middle stages read no tokens."""
-    model, plan, world, documents = inputs.language_model, inputs.plan, inputs.world, inputs.documents.documents
+    model = inputs.language_model
+    plan = inputs.plan
+    world = inputs.world
+    documents = inputs.documents.documents
     reads = getattr(model, "reads_tokens", True)  # of a PipelineModel
-    batches, vocabulary, names = list[LocalBatch](), vocabulary_size(model), NamesOfValues()
-    rules, items = call_rules(model), inputs.documents.items
+    batches = list[LocalBatch]()
+    vocabulary = vocabulary_size(model)
+    names = NamesOfValues()
+    rules = call_rules(model)
+    items = inputs.documents.items
     positions = getattr(documents, "positions", None)
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
@@ -343,7 +354,8 @@ def _document_prefixes(
 
 def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable | None" = None) -> int:
     """Return how many rows of a document stand before its first target; all of them if it has no target."""
-    if (known_rows := getattr(document, "rows_before_targets", None)) is not None:  # gathered: rows are on other ranks
+    # gathered: rows are on other ranks
+    if (known_rows := getattr(document, "rows_before_targets", None)) is not None:
         return known_rows
     for start in range(0, length, _RUN):
         positions = np.arange(start, min(start + _RUN, length))

@@ -38,7 +38,8 @@ def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     folder = config.model.path if weights_path == AUTO else "" if weights_path == RANDOM else weights_path
     if not folder:
         return None
-    available, depths = count_depths(Path(folder), configuration.get_text_config().num_hidden_layers), config.mtp.depths
+    available = count_depths(Path(folder), configuration.get_text_config().num_hidden_layers)
+    depths = config.mtp.depths
     if available >= depths:
         return Path(folder)
     if weights_path == AUTO and not available:

@@ -104,7 +104,8 @@ class _FirstCopies:
     """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
 
     def __init__(self, world: World) -> None:
-        self._first_rank, self._rank = world.home.rank_at(0, pp=world.coordinates.pp), world.rank
+        self._first_rank = world.home.rank_at(0, pp=world.coordinates.pp)
+        self._rank = world.rank
         self._by_mesh = dict[Any, bool]()
 
     def __call__(self, gradient: Tensor) -> bool:
@@ -288,7 +289,9 @@ class StepEnd:
 
     def _clip_factor(self, values: Tensor) -> Tensor:
         """The factor (at most 1) of gradients on the device; no number where the step must not be taken."""
-        norm, loss, targets = values[0].sqrt(), values[1] / self.passes.divisor, values[2]
+        norm = values[0].sqrt()
+        loss = values[1] / self.passes.divisor
+        targets = values[2]
         is_good = norm.isfinite() & loss.isfinite() & (targets == self.passes.plan.targets)
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
@@ -365,7 +368,8 @@ class HostCopy:
     """A copy of a tensor on its way to the host: `wait` returns its numbers, and waits for nothing launched later."""
 
     def __init__(self, values: Tensor) -> None:
-        self._on_host, self._arrived = values, None
+        self._on_host = values
+        self._arrived = None
         if values.is_cuda:
             self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._on_host.copy_(values, non_blocking=True)

@@ -52,7 +52,8 @@ class StepFigures:
         `images` are the rows of each image, whose FLOPs count too. `encoders` give their share of the step's time, and
         that which the plans predict.
         """
-        figures, in_encoders = dict[str, float](), encoders.predicted_seconds if encoders else 0.0
+        figures = dict[str, float]()
+        in_encoders = encoders.predicted_seconds if encoders else 0.0
         if encoders is not None:
             figures["encoder_share"] = round(encoders.seconds / seconds, 4)
             figures["predicted_encoder_share"] = round(in_encoders / (in_encoders + plan.predicted_seconds), 4)
@@ -71,8 +72,12 @@ class StepFigures:
 
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
     """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
-    device, shape, images, uncounted = world_device_name(world), None, None, ""
-    encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None  # a run has one
+    device = world_device_name(world)
+    shape = None
+    images = None
+    uncounted = ""
+    # a run has one
+    encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None
     trained: Trained = "all"
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.depths)

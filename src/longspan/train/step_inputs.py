@@ -205,7 +205,8 @@ def _refuse_mixed_parameters(index: int, group: dict[str, Any]) -> None:
     sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
     if not 0 < sharded < len(parameters):
         return
-    by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)  # torch's default
+    # torch's default
+    by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)
     if group.get("fused") or group.get("foreach") or by_default:
         raise ModelError(
             f"group {index} of the optimizer has {sharded} sharded parameters and {len(parameters) - sharded} plain "

@@ -67,7 +67,8 @@ def scale_positions(
 
     Raises ConfigError where the document is longer still, with its source `origin` and `cut_by`, the key that cuts.
     """
-    old_limit, scaled = position_limit(configuration), configuration
+    old_limit = position_limit(configuration)
+    scaled = configuration
     configured = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
     if longest > configured and has_no_positions(configuration):
         log(
@@ -137,7 +138,8 @@ def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedCo
 
     With `model.num_labels` it is that of the family's class with a head that scores. ModelError for other labels.
     """
-    source, labels = config.model.source, config.model.num_labels
+    source = config.model.source
+    labels = config.model.num_labels
     if source:
         configuration = read_configuration(Path(source))
     else:
@@ -163,7 +165,8 @@ def load_run_model(
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here.
     """
     configuration = configuration or read_model_configuration(config, vocabulary)
-    model, seed = config.model, config.train.seed
+    model = config.model
+    seed = config.train.seed
     tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
     options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}
     if model.num_labels and model.path:
@@ -237,7 +240,8 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     """Add the new adapter that [lora] describes; the model becomes a PeftModel. Raises ModelError as `add_lora`."""
     from longspan.model.lora import NewAdapter, add_lora
 
-    lora, folder = config.lora, Path(config.model.path).resolve()
+    lora = config.lora
+    folder = Path(config.model.path).resolve()
     name = hub_name(folder) if config.model.path else ""
     adapter = NewAdapter(
         rank=lora.rank,
@@ -288,12 +292,14 @@ def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: 
 def _prepare_options(
     config: RunConfig, world: World, model: PreTrainedModel, memory: "MemoryPlan | None", *, training: bool
 ) -> PrepareOptions:
-    dtypes, computed_dtype = {model.dtype}, compute_dtype(config.model, world.device.type)
+    dtypes = {model.dtype}
+    computed_dtype = compute_dtype(config.model, world.device.type)
     if config.lora.rank:  # parameters of an adapter may be in another dtype than the model's
         dtypes |= {p.dtype for p in model.parameters() if p.requires_grad}
     float8 = config.train.float8
     if float8 and not training and world.control.any_rank(bool(unsupported_reason(world.device))):
-        float8 = ""  # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
+        # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
+        float8 = ""
     return PrepareOptions(
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
@@ -316,7 +322,8 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
             "reshard_after_forward": not memory.gathered_once,
             "sync_each_batch": not memory.summed_once,
             "mlp_tile_rows": memory.mlp_tile_rows,
-            "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,  # of recomputing ones
+            # of recomputing ones
+            "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,
         }
     checkpointing = given_checkpointing(config.train) or "none"
     return {

@@ -35,7 +35,8 @@ def gather_facts(
     Raises ConfigError for keys of memory that contradict the devices. Bytes are known on GPUs, on CPUs with
     `train.memory_bytes`, and where rows of a slot are to be chosen; of a run that is over none are needed.
     """
-    gpu, train = world.device.type == "cuda", config.train
+    gpu = world.device.type == "cuda"
+    train = config.train
     budget = None
     if more.get("done", 0) < steps:
         check_memory_keys(train, gpu=gpu)
@@ -84,7 +85,8 @@ def resolve_on_ranks(
 
 def set_node_size(config: RunConfig, world: World) -> RunConfig:
     """Set how many slots a host of this world has, in place of "auto"; ConfigError, on all ranks, for another one."""
-    number, slots = config.context.node_size, world.node_size
+    number = config.context.node_size
+    slots = world.node_size
     if number not in (AUTO, slots):
         raise ConfigError(
             f"context.node_size is {number}, and this world has {plural(slots, 'slot')} a host "

@@ -90,8 +90,10 @@ class LongspanEngine(BaseEngine):
     ) -> None:
         super().__init__()
         refuse_model_settings(model_config)
-        self.model_config, self.engine_config = model_config, engine_config
-        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.checkpoint_config = checkpoint_config
         self.mode: str | None = None
         self._has_images = self.reads_images and getattr(model_config.hf_config, "vision_config", None) is not None
         ranks = dist.get_world_size()
@@ -128,7 +130,8 @@ class LongspanEngine(BaseEngine):
     def initialize(self) -> None:
         """Load the model of `model.path`, and make optimizer and schedule anew, as FSDP's engine does."""
         torch.manual_seed(self.engine_config.seed)
-        model, keywords = self._load_model(), dict(self.engine_config.prepare)
+        model = self._load_model()
+        keywords = dict(self.engine_config.prepare)
         if not self.engine_config.forward_only:
             keywords.setdefault("activation_checkpointing", self.model_config.enable_gradient_checkpointing)
             keywords.setdefault("offload_activations", self.model_config.enable_activation_offload)
@@ -148,7 +151,8 @@ class LongspanEngine(BaseEngine):
         self.to("cpu", model=offload, optimizer=self.is_optimizer_offload_enabled, grad=offload)
 
     def _load_model(self) -> Any:
-        path, config = self._model_path(), self._stock_configuration()
+        path = self._model_path()
+        config = self._stock_configuration()
         model = load_model(
             path, config=config, dtype=self.engine_config.model_dtype, sharded=True, images=self._has_images
         )
@@ -160,7 +164,8 @@ class LongspanEngine(BaseEngine):
         if rank > 0:
             names = self.model_config.target_modules
             targets = () if names == "all-linear" else (names,) if isinstance(names, str) else tuple(names)
-            alpha, seed = self.model_config.lora_alpha, self.engine_config.seed
+            alpha = self.model_config.lora_alpha
+            seed = self.engine_config.seed
             return add_lora(model, NewAdapter(rank=rank, alpha=alpha, targets=targets, seed=seed, base=path))
         return model
 
@@ -174,7 +179,8 @@ class LongspanEngine(BaseEngine):
 
     def _build_schedule(self) -> Any:
         settings = self.optimizer_config
-        total, warmup = settings.total_training_steps, settings.lr_warmup_steps
+        total = settings.total_training_steps
+        warmup = settings.lr_warmup_steps
         if warmup is None or warmup <= 0:
             warmup = int(settings.lr_warmup_steps_ratio * total)
         if settings.lr_scheduler_type == "constant":
@@ -220,7 +226,8 @@ class LongspanEngine(BaseEngine):
     # ---- steps
 
     def _plan(self, documents: Any, data: Any, *, forward_only: bool) -> Plan:
-        settings, home = self.engine_config, self.world.home
+        settings = self.engine_config
+        home = self.world.home
         limit = settings.max_tokens_per_slot
         if limit is None:
             if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
@@ -375,11 +382,13 @@ class LongspanEngine(BaseEngine):
         Returned beside them is the adapter's configuration, None without one or where it is merged.
         """
         self.to(get_device_name(), model=self._offloaded["model"], optimizer=False, grad=False)
-        adapter, kind = adapter_of_prepared_model(self.module), self.model_config.hf_config.model_type
+        adapter = adapter_of_prepared_model(self.module)
+        kind = self.model_config.hf_config.model_type
         if adapter is None or self.model_config.lora.get("merge", False):
             merged = weights_by_name(self.module, self.world, merge_adapter=adapter is not None)
             return unfuse_moe_params(merged, kind), None
-        weights, config = WholeWeights(self.module, self.world), adapter.config
+        weights = WholeWeights(self.module, self.world)
+        config = adapter.config
         of_adapter = {
             name: name_in_peft_files(name, adapter.name) for name in weights.names if belongs_to_adapter(name)
         }
@@ -414,7 +423,8 @@ class LongspanEngine(BaseEngine):
             state = {"schedule": schedule}
             save_checkpoint(local_path, self.module, self.optimizer, self.world, step=global_step, state=state)
             if "hf_model" in self.checkpoint_config.save_contents:
-                folder, processor = Path(local_path, "huggingface"), self.model_config.get_processor()
+                folder = Path(local_path, "huggingface")
+                processor = self.model_config.get_processor()
                 save_model(self.module, folder, self.world, tokenizer=processor)
         self._checkpoints.append(local_path)
         while max_ckpt_to_keep and len(self._checkpoints) > max_ckpt_to_keep:
@@ -451,10 +461,12 @@ class LongspanValueEngine(LongspanEngine):
     reads_images = False
 
     def _load_model(self) -> Any:
-        path, config = self._model_path(), self._stock_configuration()
+        path = self._model_path()
+        config = self._stock_configuration()
         config.num_labels = 1
         config.classifier_dropout = config.hidden_dropout = config.summary_dropout_prob = 0.0  # as verl's engines
-        dtype, kind = self.engine_config.model_dtype, self.model_config.architectures[0]
+        dtype = self.engine_config.model_dtype
+        kind = self.model_config.architectures[0]
         if kind.endswith("ForSequenceClassification"):  # a reward model, whose head a critic of tokens goes on with
             stock: Any = score_class(config, "ForTokenClassification")
             return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype), **FOLDER_OPTIONS)

@@ -35,7 +35,8 @@ class Samples:
         return torch.from_numpy(np.concatenate(self.predicted))
 
     def select(self, samples: Sequence[int]) -> "Samples":
-        ids, predicted = [self.ids[i] for i in samples], [self.predicted[i] for i in samples]
+        ids = [self.ids[i] for i in samples]
+        predicted = [self.predicted[i] for i in samples]
         offsets = torch.tensor(np.cumsum([0, *map(len, ids)]))
         return Samples(ids, predicted, offsets, [self.images[i] for i in samples])
 
@@ -82,7 +83,8 @@ def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
         )
     if "pixel_values" not in given:
         return []
-    pixels, grids = given["pixel_values"], given.get("image_grid_thw")
+    pixels = given["pixel_values"]
+    grids = given.get("image_grid_thw")
     if grids is None:
         return [ImageInput(image[None]) for image in pixels]
     counts = grids.prod(-1).tolist()
@@ -110,7 +112,8 @@ def pad_answers(data: Any) -> Any:
     if "responses" not in data.keys() or not data["responses"].is_nested:  # noqa: SIM118 (a TensorDict)
         return data
     lengths = data["responses"].offsets().diff()
-    width, padded = int(lengths.max()), data.clone(recurse=False)
+    width = int(lengths.max())
+    padded = data.clone(recurse=False)
     rows: Any
     for name, rows in data.items():
         if name in ("prompts", "responses") or not (getattr(rows, "is_nested", False) and rows.ndim == 2):

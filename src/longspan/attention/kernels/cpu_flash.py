@@ -49,7 +49,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     q, k, v, out, lse = saved
     sizes = q.shape[2], v.shape[2]
     q, k, v = _pad_to_one_size(q, k, v)
-    dout, out = pad_heads(dout, q.shape[2]), pad_heads(out, q.shape[2])
+    dout = pad_heads(dout, q.shape[2])
+    out = pad_heads(out, q.shape[2])
     dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for dense in _split_into_dense_calls(launch, q.dtype):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

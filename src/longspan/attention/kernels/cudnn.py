@@ -94,7 +94,8 @@ def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tu
     unread = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, at dropout 0
     none = None  # bias and boundaries of variable lengths: torch takes None for an undefined tensor
     # torch keeps cuDNN's plans by the strides of q, k and v only, so those of out and dout must always be the same.
-    dout, out = dout.contiguous(), out.to(q.dtype).contiguous()
+    dout = dout.contiguous()
+    out = out.to(q.dtype).contiguous()
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(_add_batch_dim(x) for x in (dout, q, k, v, out)),
         heads_first.unsqueeze(-1) if _lse_has_last_dim(q.device) else heads_first,

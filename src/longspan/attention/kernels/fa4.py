@@ -48,7 +48,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
         *tensors, softmax_scale=call.scale, softcap=call.softcap, return_lse=True, **lengths, **_mask_arguments(launch)
     )
     if out.ndim == 4:
-        out, lse = out[0], lse[0]
+        out = out[0]
+        lse = lse[0]
     return out[..., : v.shape[2]], lse.transpose(0, 1)
 
 

@@ -64,7 +64,8 @@ def pack_bits(
 
     A row's bits fill whole words of 64 keys. Positions that the tile has no key at set none.
     """
-    tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    tile = tl.load(blocks + 2 * tl.program_id(0))
+    start = tl.load(blocks + 2 * tl.program_id(0) + 1)
     q_start = tl.load(q_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - tl.load(k_ends + tile)
     first_place = tl.load(place_starts + tile)
@@ -125,7 +126,8 @@ def forward(
     bit is set (`pack_bits`; a tile's begin at the word `bit_starts`). Blocks without a bit are computed too: a branch
     around them costs 30 %, as loads are not made ahead through it (bench/records/indexed-attention-2xH200.md).
     """
-    tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    tile = tl.load(blocks + 2 * tl.program_id(0))
+    start = tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     kv_head = head // group
@@ -141,7 +143,8 @@ def forward(
     aligned = row + (keys - rows)
     q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
     first_aligned = start + keys - rows
-    first_key, end_key = 0, keys
+    first_key = 0
+    end_key = keys
     if HAS_LEFT:
         first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
     if HAS_RIGHT:
@@ -222,7 +225,8 @@ def query_gradients(
     Exponentials are powers of 2, so scores and lse are multiplied by log₂ e. `first_key` and `end_key` leave out the
     blocks of keys that the window hides from all of these rows. Arguments are those of `forward`.
     """
-    tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    tile = tl.load(blocks + 2 * tl.program_id(0))
+    start = tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     kv_head = head // group
@@ -243,7 +247,8 @@ def query_gradients(
     row_lse = tl.load(lse + row.to(tl.int64) * heads, mask=row < rows, other=0.0) * _LOG2_E
     row_delta = tl.load(delta + row.to(tl.int64) * heads, mask=row < rows, other=0.0)
     first_aligned = start + keys - rows
-    first_key, end_key = 0, keys
+    first_key = 0
+    end_key = keys
     if HAS_LEFT:
         first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
     if HAS_RIGHT:
@@ -317,7 +322,8 @@ def key_gradients(
     times the soft cap's slope. `first_row` and `end_row` leave out the blocks of rows that see none of these keys.
     WANTS_K and WANTS_V leave out what needs no gradient. Arguments are those of `forward`; blocks are of keys.
     """
-    tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    tile = tl.load(blocks + 2 * tl.program_id(0))
+    start = tl.load(blocks + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = tl.num_programs(1)
     heads = kv_heads * group
@@ -332,7 +338,8 @@ def key_gradients(
     key = start + tl.arange(0, KEYS)
     shift = keys - rows
     k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
-    first_row, end_row = 0, rows
+    first_row = 0
+    end_row = rows
     if HAS_RIGHT:
         first_row = tl.maximum(start - shift - right, 0) // ROWS * ROWS
     if HAS_LEFT:

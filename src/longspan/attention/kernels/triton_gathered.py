@@ -41,7 +41,8 @@ _PIECE = 64  # at least so many columns of a value have their gradients summed a
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to latents k (Tk, 1, H − Hv), v (Tk, 1, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
-    out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=torch.float32)
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     _launch_on_runs("forward", FORWARD, (q, k, v), (out, lse), launch, call)
     return out, lse
 

@@ -33,7 +33,9 @@ def list_keys(
     program = tl.program_id(0).to(tl.int64)
     tile = tl.load(blocks + 2 * program)
     row = tl.load(blocks + 2 * program + 1)
-    q_start, k_start, first_place = tl.load(q_ends + tile), tl.load(k_ends + tile), tl.load(place_starts + tile)
+    q_start = tl.load(q_ends + tile)
+    k_start = tl.load(k_ends + tile)
+    first_place = tl.load(place_starts + tile)
     keys = tl.load(k_ends + tile + 1) - k_start
     positions = tl.load(place_starts + tile + 1) - first_place
     aligned = row + keys - (tl.load(q_ends + tile + 1) - q_start)

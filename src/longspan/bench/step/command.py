@@ -88,11 +88,13 @@ def _make_training(settings: StepSettings, world: World) -> Training:
             print(line, file=sys.stderr)
 
     # Every batch is a coming step, under all planners: they share one model, whose layers must suit all plans.
-    batches, model_config = [batch.lengths for batch in settings.batches()], settings.configuration
+    batches = [batch.lengths for batch in settings.batches()]
+    model_config = settings.configuration
     facts = gather_facts(settings.config, world, model_config, batches.__getitem__, len(batches))
     decide = partial(_resolve_for_planners, settings.planners)
     resolved = resolve_on_ranks(settings.config, facts, world, log, decide)
-    config, memory = resolved.config, resolved.memory
+    config = resolved.config
+    memory = resolved.memory
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
@@ -187,7 +189,8 @@ def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> No
         return
     write_unfinished_record(record, settings.out)
     row = record["rows"][-1]
-    seconds, speed = row.get("seconds", 0.0), row.get("tokens_per_second_per_device", 0.0)
+    seconds = row.get("seconds", 0.0)
+    speed = row.get("tokens_per_second_per_device", 0.0)
     outcome = row.get("missing") or f"{seconds:.3f} s, {speed:.0f} tokens/s a device"
     print(f"{row['name']}: {outcome}", file=sys.stderr)
 
@@ -209,8 +212,11 @@ _NAMES = (
 
 def record_text(record: dict[str, Any]) -> str:
     """Write the page of a record, which is printed and stands beside its file."""
-    shape, documents, keys = record["shape"], "one sequence at a time", record["configuration"]
-    context, dtype = keys["context"], keys["model"]["dtype"]
+    shape = record["shape"]
+    documents = "one sequence at a time"
+    keys = record["configuration"]
+    context = keys["context"]
+    dtype = keys["model"]["dtype"]
     if not record["sequences"]:
         documents = f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
         documents += f"({record['source']})"
@@ -221,7 +227,8 @@ def record_text(record: dict[str, Any]) -> str:
         f"recomputation {keys['train']['activation_checkpointing']}, "
         f"{dtype}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
-    lines, planned_bytes = list[str](), ""
+    lines = list[str]()
+    planned_bytes = ""
     if memory := record.get("memory"):
         gathered = once_a_step_text(memory["gathered_once"], memory["summed_once"])
         host = f"; {bytes_text(memory['host']['total'])} on the host" * bool(memory["host"]["total"])

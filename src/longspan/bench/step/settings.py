@@ -82,7 +82,8 @@ def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
     """Parse the flags; returns them and the configuration of the file with the keys that flags change. Flags are parsed
     a second time with the values of the file that they name as defaults.
     """
-    flags, file_config = parse_flags(StepFlags, argv, "longspan bench step"), RunConfig()
+    flags = parse_flags(StepFlags, argv, "longspan bench step")
+    file_config = RunConfig()
     if flags.config:
         file_config = read_file(flags.config)
         defaults = {name: getattr(file_config, name) for name in SECTIONS}
@@ -174,7 +175,8 @@ class StepSettings:
         return choice.plan(self.lengths, self.home)
 
     def to_json(self) -> dict[str, Any]:
-        config, text = self.config, self.configuration.get_text_config()
+        config = self.config
+        text = self.configuration.get_text_config()
         experts = read_experts(text).of_layer
         return {
             "shape": {"hidden": text.hidden_size, "layers": text.num_hidden_layers, "experts": experts},
@@ -211,7 +213,8 @@ def make_settings(
         raise ConfigError(
             f'context.max_tokens_per_slot is "auto", which is kept in a run\'s folder, and {lack}; give a number'
         )
-    cost, peak = find_run_cost(config, configuration, lambda _: None, gpu=gpu, slots=home.slots), flags.peak_tflops
+    cost = find_run_cost(config, configuration, lambda _: None, gpu=gpu, slots=home.slots)
+    peak = flags.peak_tflops
     if gpu and not peak:
         import torch
 
@@ -295,7 +298,8 @@ def _choose_degree(config: RunConfig, facts: Facts) -> RunConfig:
 
 def step_facts(config: RunConfig, model: Any, home: Layout, steps: Sequence[Sequence[int]], *, gpu: bool) -> Facts:
     """The facts of steps of these documents, without bytes."""
-    machine, longest = run_machine(config, gpu=gpu), max(map(max, steps))
+    machine = run_machine(config, gpu=gpu)
+    longest = max(map(max, steps))
     return Facts(
         home=home,
         machine=machine,

@@ -102,7 +102,8 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
         images = corpus.images
         rows = 0.0 if images is None else float(images.column("rows").sum()) / tokens * most_step_tokens(config, order)
-        longest_tokens, line = _longest_planned_length(order, lengths), documents_line(config, order)
+        longest_tokens = _longest_planned_length(order, lengths)
+        line = documents_line(config, order)
         yield RunDocuments(config, order, longest_tokens, share, rows, line)
 
 
@@ -113,7 +114,8 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
     files = tuple(find_rows(data.path or STDLIB, data.split))
     sizes = text_sizes(files, data.max_text_bytes)
-    limit, tokens = data.max_document_tokens, (size // BYTES_PER_TOKEN for size in sizes)
+    limit = data.max_document_tokens
+    tokens = (size // BYTES_PER_TOKEN for size in sizes)
     cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)
     counts = [*filter(None, ([n for n in text if n >= SHORTEST] for text in cut))]  # of the documents of each text
     if not counts:
@@ -192,7 +194,9 @@ class Answer:
         """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
         `device` is the moment at which a GPU holds most, `largest` has each part at its own largest.
         """
-        gpus, best, fits = self.run.gpus, self.ways[0], self.seconds is not None
+        gpus = self.run.gpus
+        best = self.ways[0]
+        fits = self.seconds is not None
         memory = planned_memory(best)
         hours = self.seconds * self.steps / 3600 if self.seconds is not None and self.steps is not None else None
         return {
@@ -219,7 +223,8 @@ class Answer:
 
 
 def _largest_parts(fit: Fit) -> dict[str, int]:
-    memory, needs = planned_memory(fit), fit.way.memory_needs(fit.plans)
+    memory = planned_memory(fit)
+    needs = fit.way.memory_needs(fit.plans)
     names = ("gathered_once", "summed_once", "offload_states", "mlp_tile_rows", "segment_layers")
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names})
     places = (replace(place, settings=settings) for place in needs.places)
@@ -230,11 +235,16 @@ def _largest_parts(fit: Fit) -> dict[str, int]:
 def _way_figures(fit: Fit) -> dict[str, Any]:
     # What a way that does not fit lacks is None; MFU too, where the GPU's peak or the model's FLOPs are not known.
     planner, degree, ep = fit.layout
-    facts, config, memory = fit.way.facts, fit.way.config, planned_memory(fit)
-    per_gpu, mfu, count = None, None, len(facts.home.ranks)
+    facts = fit.way.facts
+    config = fit.way.config
+    memory = planned_memory(fit)
+    per_gpu = None
+    mfu = None
+    count = len(facts.home.ranks)
     if fit.seconds is not None:
         per_gpu = sum(plan.tokens for plan in fit.plans) / len(fit.plans) / fit.seconds / count
-        peak, frozen = peak_tflops(facts.machine.device, "bfloat16"), config.lora.rank > 0
+        peak = peak_tflops(facts.machine.device, "bfloat16")
+        frozen = config.lora.rank > 0
         shape = ModelShape.of(facts.model, depths=config.mtp.depths)
         flops = sum(model_flops(shape, plan.lengths, frozen=frozen) for plan in fit.plans) / len(fit.plans)
         mfu = flops / fit.seconds / count / 1e12 / peak if peak else None
@@ -255,7 +265,8 @@ def _way_figures(fit: Fit) -> dict[str, Any]:
 
 
 def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    groups, tokens = Counter[int](), Counter[int]()
+    groups = Counter[int]()
+    tokens = Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):
         groups[row["degree"]] += row["count"]
         tokens[row["degree"]] += row["tokens"]
@@ -268,7 +279,8 @@ def _run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
-            values, defaults = vars(getattr(config, section)), vars(kind())
+            values = vars(getattr(config, section))
+            defaults = vars(kind())
             names |= {f"{section}.{key}" for key in values if values[key] != defaults[key]}
     names -= {GATHERS} - given_keys
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
@@ -288,7 +300,8 @@ def _read_key(config: RunConfig, name: str) -> Any:
 def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     source = find_document_source(flags, question)
-    config, gives = question.config, question.gives_any
+    config = question.config
+    gives = question.gives_any
     gpus = read_gpus(flags, config.run.machine)
     if not gives("context.cp_comm_type"):  # then the fastest type
         config = replace(config, context=replace(config.context, cp_comm_type=AUTO))
@@ -313,7 +326,9 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
 
 def _leave_open(config: RunConfig, question: Question) -> RunConfig:
     # A question leaves open whatever it does not give, also where a run's defaults are numbers.
-    context, gives, keys = config.context, question.gives_any, dict[str, Any]()
+    context = config.context
+    gives = question.gives_any
+    keys = dict[str, Any]()
     if not gives("context.context_parallel_size"):
         keys["context_parallel_size"] = 0
         if not gives("context.planner", LOWEST_DEGREE, HIGHEST_DEGREE):
@@ -388,20 +403,26 @@ def _fit_on(fit: Fit, steps: Sequence[int]) -> Fit:
 
 
 def _answer_ways(title: str, run: GpuRun, facts: Facts, given_keys: frozenset[str], given: Given) -> Answer:
-    config, notes = run.config, list[str]()
+    config = run.config
+    notes = list[str]()
     try:
         config, _ = choose_partition(config, facts)
         ranking = rank_ways(config, facts, given)
-        ways, notes = ranking.fits, [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
+        ways = ranking.fits
+        notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
     except PlanError:  # the limit of rows that is given is below what the longest document needs
         way = Way(set_usual_mode(config), facts).with_context(max_tokens_per_slot=0)
         plans = way.plan_steps(facts.timed_steps)
-        ranking, ways = None, (Fit(way, tuple(plans), way.leanest_memory(plans), None),)
-    fits, longest, larger = ways[0].seconds is not None, facts.longest_document, None
+        ranking = None
+        ways = (Fit(way, tuple(plans), way.leanest_memory(plans), None),)
+    fits = ways[0].seconds is not None
+    longest = facts.longest_document
+    larger = None
     if fits and ranking:
         chosen = settle(config, ranking).config
     else:
-        chosen, larger = ways[0].way.config, _fit_more_gpus(run, facts, given)
+        chosen = ways[0].way.config
+        larger = _fit_more_gpus(run, facts, given)
     chosen = scale_positions(chosen, facts.model, longest)
     if fits and given.planner:
         notes += position_notes(chosen, facts.model, longest)
@@ -446,7 +467,9 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
 
 
 def _answer_lines(answer: Answer) -> Iterator[str]:
-    best, figures, budget = answer.ways[0], _way_figures(answer.ways[0]), answer.run.budget
+    best = answer.ways[0]
+    figures = _way_figures(answer.ways[0])
+    budget = answer.run.budget
     memory = planned_memory(best)
     assert answer.seconds is not None
     yield from (answer.title, f"on {answer.run.gpus.title}", "", memory.summary_line(budget))
@@ -505,12 +528,15 @@ def _ways_table(answer: Answer) -> str:
 
 
 def _refusal_line(answer: Answer) -> str:
-    memory, budget, larger = planned_memory(answer.ways[0]), answer.run.budget, answer.larger
+    memory = planned_memory(answer.ways[0])
+    budget = answer.run.budget
+    larger = answer.larger
     line = f"{answer.title} does not fit {answer.run.gpus.count_and_name}: at least {gib_text(memory.device.total)} "
     line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to {gib_text(budget.device)}, "
     line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; "
     if larger:
-        gpus, keys = larger[0].gpus, _run_keys(larger[1], answer.given_keys)
+        gpus = larger[0].gpus
+        keys = _run_keys(larger[1], answer.given_keys)
         words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
         flags = re.sub('[],"[]', "", " ".join(words))  # as the command line takes strings and lists
         line += f"it fits {gpus.count_and_name}, with {flags}"
@@ -518,7 +544,8 @@ def _refusal_line(answer: Answer) -> str:
         line += (
             f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; use a higher parallel.tp or parallel.pp"
         )
-    config, defaults = answer.run.config, RunConfig()
+    config = answer.run.config
+    defaults = RunConfig()
     names = [key for key in OF_MEMORY if _read_key(config, key) != _read_key(defaults, key)]
     line += f", or leave {' and '.join(names)} out" if names else ""
     return line + (f"; the longest document that fits has {answer.longest:,} tokens" if answer.longest else "")

@@ -71,7 +71,8 @@ class GpuRun:
         return MemoryBudget(device=device, host=self.gpus.host_bytes)
 
     def facts(self, lengths_of_step: Callable[[int], Sequence[int]], steps: int, **more: Any) -> Facts:
-        train, lora = self.config.train, self.config.lora.rank > 0
+        train = self.config.train
+        lora = self.config.lora.rank > 0
         return Facts(
             home=self.home,
             machine=self.gpus.machine,
@@ -98,7 +99,8 @@ def scale_positions(config: RunConfig, model: Any, longest: int) -> RunConfig:
 
 def position_notes(config: RunConfig, model: Any, longest: int) -> Iterator[str]:
     """What an answer says about a document that is longer than the positions of the model."""
-    limit, scaling = position_limit(model), config.model.rope_scaling
+    limit = position_limit(model)
+    scaling = config.model.rope_scaling
     if limit is None or longest <= limit:
         return
     text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"

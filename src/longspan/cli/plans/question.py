@@ -118,7 +118,9 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     """
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
     check_flag_names(argv, types, PROG)
-    words, keys, flag_of = list[str](), list[str](), dict[str, str]()
+    words = list[str]()
+    keys = list[str]()
+    flag_of = dict[str, str]()
     for name, values, _ in split_flags(argv):
         key = name if "." in name else KEYS.get(name, "")
         if not key:
@@ -222,8 +224,10 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
         raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give --tflops N, such as 400, or --machine")
     gpu = flags.gpu or (run_machine or "h200") * (flags.compare and not flags.gpu_bytes)
     named = read_machine(gpu, "--gpu") if gpu else None
-    machine, of_size = named or Machine(), f" of {flags.gpu_bytes:,} bytes" * bool(flags.gpu_bytes)
-    size, speed = flags.gpu_bytes or machine.memory_bytes, machine
+    machine = named or Machine()
+    of_size = f" of {flags.gpu_bytes:,} bytes" * bool(flags.gpu_bytes)
+    size = flags.gpu_bytes or machine.memory_bytes
+    speed = machine
     if run_machine:
         speed = read_machine(run_machine, "run.machine")
     elif flags.tflops:
@@ -252,7 +256,8 @@ def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     """
     name, size = (find_first_gpu() if on_gpus else None) or ("", 0)
     named = read_machine(config.run.machine, "run.machine") if config.run.machine else find_machine_of_device(name)
-    machine, host = named or Machine.known("H200"), 0
+    machine = named or Machine.known("H200")
+    host = 0
     if name:
         host_ranks = count_host_ranks() if has_torchrun() else ranks
         host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, host_ranks))

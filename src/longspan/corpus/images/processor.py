@@ -199,7 +199,8 @@ def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
     tensors = {name: _as_tensor(name, value) for name, value in outputs.items() if name not in _OF_TEXT}
     pixels = tensors.pop(PIXELS)
     nested = pixels.shape[:2] if pixels.ndim == 5 else None
-    grid, size = tensors.pop(GRIDS, None), tensors.pop(SIZES, None)
+    grid = tensors.pop(GRIDS, None)
+    size = tensors.pop(SIZES, None)
     return ImageInput(
         pixels if nested is None else pixels[0],
         None if grid is None else tuple(grid[0].tolist()),  # type: ignore[arg-type]

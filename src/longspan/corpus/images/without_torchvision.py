@@ -240,7 +240,8 @@ class VideoProcessor:
         """
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
         fewest_pixels, most_pixels = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
-        capped, tokens = self.settings["cap_pixels_per_frame"], self.settings["max_video_tokens"]
+        capped = self.settings["cap_pixels_per_frame"]
+        tokens = self.settings["max_video_tokens"]
         if self.kind == _QWEN2:
             if capped:
                 share = int(tokens * factor**2 * 0.9) * self.frames_per_group // frames

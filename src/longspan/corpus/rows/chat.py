@@ -124,7 +124,8 @@ class ChatEncoding:
 
     def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
         """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens."""
-        end, engine = self.settings.end_of_chat, self.tokenizer.engine
+        end = self.settings.end_of_chat
+        engine = self.tokenizer.engine
         is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")
         if not end or not is_answer or sample.labels is None or (sample.labels == NO_TARGET).all():
             return sample

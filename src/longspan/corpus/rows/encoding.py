@@ -116,7 +116,8 @@ def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
 
 
 def _check_one_document(values: Mapping[str, Any], length: int) -> None:
-    lengths, positions = values.get("seq_lengths"), values.get("position_ids")
+    lengths = values.get("seq_lengths")
+    positions = values.get("position_ids")
     hint = "give each a row of its own, steps pack rows themselves"
     if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
         raise RowError(f"seq_lengths says that the row holds {len(lengths)} documents; {hint}")
@@ -222,7 +223,8 @@ class RowEncoding:
 
     def list_unread(self, values: Mapping[str, Any]) -> list[str]:
         """List the keys of a row that have a value and that nothing reads."""
-        scored, chat = self.settings.num_labels > 0, is_chat(values, self.kind)
+        scored = self.settings.num_labels > 0
+        chat = is_chat(values, self.kind)
         read = read_keys(self.kind, scored, chat, self.images is not None)
         return [key for key, value in values.items() if key not in read and has_value(value)]
 
@@ -272,7 +274,8 @@ class RowEncoding:
             return [Sample(tokenizer.encode([require_string(require_key(values, "text"), "text")])[0])]
         if self.kind == "input_ids":
             return [take_token_ids(values, self.tokenizer.size)]
-        prompt, completion = require_key(values, "prompt"), require_key(values, "completion")
+        prompt = require_key(values, "prompt")
+        completion = require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
             prompt = check_messages(prompt, "prompt", images=self.images is not None)
             answers = check_messages(completion, "completion", images=self.images is not None)

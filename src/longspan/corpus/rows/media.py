@@ -237,7 +237,8 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     """
     by_key = read_media(row.values, row.folder)
     part_media = _PartMedia(row.folder)
-    values, pattern = dict(row.values), media_name_pattern(kinds_by_name(row.values))
+    values = dict(row.values)
+    pattern = media_name_pattern(kinds_by_name(row.values))
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
             values[key] = part_media.extract_media(row.values[key], key, pattern)
@@ -435,7 +436,8 @@ class RowImages:
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
         pattern = re.compile("|".join(re.escape(token) for token in tokens.values()))
-        placeholders, pieces = pattern.findall(text), pattern.split(text)
+        placeholders = pattern.findall(text)
+        pieces = pattern.split(text)
         kinds = [kind for token in placeholders for kind in tokens if tokens[kind] == token]
         for kind, files in (("image", media.images), ("video", media.videos)):
             if kinds.count(kind) != len(files):

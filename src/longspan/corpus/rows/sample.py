@@ -229,7 +229,8 @@ _COLUMNS = '; data.columns gives columns other names, as ["prompt=question", "co
 # Keys of a row that may hold tools, and what the JSON of their schemas has, perhaps inside of strings.
 _OF_TOOLS = re.compile(r"(?i).*(tool|func|plugin).*|(.*_)?apis?(_.*)?")
 _SCHEMA = re.compile(r'\\*"(name|function|description|parameters|input_?schema)\\*"\s*:', re.IGNORECASE)
-Place = Literal["text", "tokens", "chat", "message"]  # rows of text, of input_ids, and any others; a message of a chat
+# rows of text, of input_ids, and any others; a message of a chat
+Place = Literal["text", "tokens", "chat", "message"]
 
 
 class _Unread(NamedTuple):

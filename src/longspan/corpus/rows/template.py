@@ -101,7 +101,8 @@ class ChatTemplate:
         with_tools = stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
         ids = read_stop_token_ids(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
-        ends = (tokenizer.engine.id_to_token(i) for i in sorted(ids))  # None for ids that the tokenizer does not have
+        # None for ids that the tokenizer does not have
+        ends = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
         return cls(template, with_tools, special, tuple(name for name in ends if name is not None))
 
     def has_marks(self, tools: Sequence[Any] | None) -> bool:

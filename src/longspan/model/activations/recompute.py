@@ -42,7 +42,8 @@ class LayerSegments:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._last_link: weakref.ref[_SegmentCall] | None = None  # the call before, which only its graph keeps alive
+        # the call before, which only its graph keeps alive
+        self._last_link: weakref.ref[_SegmentCall] | None = None
 
     def run_layer(
         self,
@@ -127,7 +128,8 @@ class _SegmentCall:
             if (saved.data_ptr(), saved.shape, saved.dtype) != identity:
                 return _keep_in_place(saved)
             fetch = keep(saved)
-            if self.before is None:  # a segment is fetched ahead once the first layer of the one behind runs backward
+            # a segment is fetched ahead once the first layer of the one behind runs backward
+            if self.before is None:
                 self._fetch_first = partial(fetch, ahead=False) if isinstance(fetch, partial) else fetch
             return fetch
 
@@ -245,7 +247,8 @@ class RecomputationFeature(Feature):
             for name in ("activation_checkpointing", "offload_activations"):
                 if (value := getattr(options, name)) not in (False, "none"):
                     raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
-        self._is_one = isinstance(measures, str)  # for all layers; else of each decoder layer and then of each depth
+        # for all layers; else of each decoder layer and then of each depth
+        self._is_one = isinstance(measures, str)
         self._measures = [measures] if isinstance(measures, str) else [*measures]
         if wrong := [word for word in self._measures if word not in MEASURES]:
             raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
@@ -300,7 +303,8 @@ class RecomputationFeature(Feature):
         first = True  # no layer so far keeps tensors on the host
         segments = LayerSegments(self.options.segment_layers) if self.options.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
-            module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
+            # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
+            module: Any = layer
             if measure != "none":
                 run = run_checkpointed if segments is None else partial(segments.run_layer, layer)
                 module._gradient_checkpointing_func = partial(run, measure=measure, offload=offload, first=first)

@@ -133,7 +133,8 @@ class _Tiles(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(trained)
         with use_random_states(ctx.node.random_states, rows[0].device), ctx.autocast(), ctx.around():
             douts = gradients[0].tensor_split(ctx.count, ROWS)
-            tiles, tile_gradients = _split_rows(rows, ctx.count), _split_rows(row_gradients, ctx.count)
+            tiles = _split_rows(rows, ctx.count)
+            tile_gradients = _split_rows(row_gradients, ctx.count)
             for dout, tile, into in zip(douts, tiles, tile_gradients, strict=True):
                 _add_tile_gradients(ctx, tile, dout, trained, into, sums)
         indices = iter(range(len(trained)))  # of sums: those of trained parameters only
@@ -281,4 +282,5 @@ class TileFeature(Feature):
             for mlp in find_mlps(layer).values():
                 mlp.forward = TiledForward(mlp, self.options.mlp_tile_rows)
             for experts in expert_modules(layer).values():
-                setattr(experts, TILE_ROWS, self.options.mlp_tile_rows)  # their forward, which is longspan's, reads it
+                # their forward, which is longspan's, reads it
+                setattr(experts, TILE_ROWS, self.options.mlp_tile_rows)

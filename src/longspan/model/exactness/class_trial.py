@@ -60,7 +60,8 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     try:
         model = _make_small_model(kind, config)
         outs: list[Tensor] = []
-        ids, positions = torch.arange(_ROWS)[None], torch.full((1, _ROWS), 3)
+        ids = torch.arange(_ROWS)[None]
+        positions = torch.full((1, _ROWS), 3)
         for seed in (1, 2):
             torch.manual_seed(seed)
             with torch.no_grad():

@@ -46,7 +46,9 @@ from longspan.plan.shape.families import find_family
 
 Side = tuple[int, int]
 _FINE = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
-_SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixel_values"
+_SHAPES = "spatial_shapes"
+_MERGES = "image_merge_sizes"
+_FINER = "high_res_pixel_values"
 
 
 def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
@@ -55,7 +57,8 @@ def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> 
     `side` is height and width: in merged patches (of `merge` patches a side), in halves of a tile's side where the
     model cuts images, or in tiles; for padded tiles see `_draw_padded_tiles`.
     """
-    parameters, vision = image_feature_parameters(base), base.config.vision_config
+    parameters = image_feature_parameters(base)
+    vision = base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
     patch, image_side = (_first_side(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
     if GRIDS in parameters:
@@ -64,7 +67,8 @@ def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> 
         return _draw_padded_tiles(base, side, channels * patch**2, draw)
     if getattr(base.config, "image_grid_pinpoints", None):
         return _draw_cut_image(base, side, (channels, image_side, image_side), draw)
-    if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):  # patches are merged, without a grid
+    # patches are merged, without a grid
+    if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
     return _draw_tiles(base, side, (channels, image_side, image_side), draw)
@@ -75,11 +79,13 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
 
     Models with `image_merge_sizes` get 1 for an even width and 2 for an odd one, so that trials have both.
     """
-    fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
+    fields = dict[str, Tensor]()
+    frames = getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_feature_parameters(base):
         merge = side[1] % 2 + 1
         fields[_MERGES] = torch.tensor([merge])
-    patch, patch_shape = _first_side(base.config.vision_config.patch_size), (frames * width,)
+    patch = _first_side(base.config.vision_config.patch_size)
+    patch_shape = (frames * width,)
     if find_family(base.config.model_type).square_patches:
         patch_shape = (width // patch**2, patch, patch)
     pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), draw)
@@ -113,8 +119,10 @@ def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """As many as the shorter side; a mask of pixels hides a patch at the right of the last one of an odd width."""
-    parameters, tiles = image_feature_parameters(base), min(side)
-    pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
+    parameters = image_feature_parameters(base)
+    tiles = min(side)
+    pixels = _draw_pixels((tiles, *tile), draw)
+    fields = dict[str, Tensor]()
     if _FINE in parameters:
         fields[MASK] = torch.ones(tiles, dtype=torch.bool)
     elif MASK in parameters:
@@ -189,7 +197,8 @@ def make_trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]
     tokens = image_tokens(model.config)
     draw = np.random.default_rng(0)
     words = np.array(ordinary_ids(model.config))
-    base, most = base_model(model), max((images for _, images in sizes), default=0)
+    base = base_model(model)
+    most = max((images for _, images in sizes), default=0)
     images = [draw_image(base, tokens.merge, side, draw) for side in (_SIDES * most)[:most]]
     with torch.no_grad():
         pool = [(image, len(encode_images(base, [image])[0])) for image in images]
@@ -208,7 +217,9 @@ def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dic
     """Make the arguments that the whole unchanged model takes for a document, as its processor would."""
     ids = torch.from_numpy(document.ids)[None]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    base, like, parameters = base_model(model), next(model.parameters()), signature(model.forward).parameters
+    base = base_model(model)
+    like = next(model.parameters())
+    parameters = signature(model.forward).parameters
     if images := [image for i, image in enumerate(document.images) if i not in document.groups]:
         arguments |= image_arguments(base, images, like)
     if document.videos:
@@ -230,7 +241,8 @@ def _make_document(
         ids += [*words_between.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
     grids = np.array([image.grid for image, _ in images if image.grid is not None])
     positions = tokens.positions(np.array(ids), grids)
-    inputs, rows = tuple(x for x, _ in images), tuple(n for _, n in images)
+    inputs = tuple(x for x, _ in images)
+    rows = tuple(n for _, n in images)
     at_images = np.array(ids) == tokens.placeholder
     prefix = 0
     if tokens.config is not None and has_bidirectional_prefix(tokens.config):
@@ -250,7 +262,9 @@ def make_video_document(model: PreTrainedModel) -> TrialDocument:
     # words: (before everything; between groups of frames; after each item), nine of each, of which some are used
     merge = videos.images.merge
     words = draw.choice(np.array(ordinary_ids(model.config)), (3, 9))
-    ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
+    ids = words[0].tolist()
+    images = list[ImageInput]()
+    clips = list[TrialVideo]()
     for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):  # a video, an image, a video
         placeholder = videos.images.placeholder if number == 1 else videos.placeholder
         if number != 1:
@@ -261,7 +275,9 @@ def make_video_document(model: PreTrainedModel) -> TrialDocument:
             words_between = words[1, :2].tolist() if videos.apart and group > 0 else []
             ids += [*words_between, *[placeholder] * (side[0] * side[1])]
         ids += words[2, : 2 + number].tolist()  # another number of words after each item
-    all_ids, grid = np.array(ids), np.array([image.grid for image in images[3:4]])  # after the first video's 3 groups
+    # after the first video's 3 groups
+    all_ids = np.array(ids)
+    grid = np.array([image.grid for image in images[3:4]])
     positions = videos.positions(all_ids, grid, [clip.video for clip in clips])
     at_videos = all_ids == videos.placeholder
     rows = tuple(videos.images.rows(image.grid) for image in images)
@@ -331,7 +347,8 @@ def _run_documents(
 
 
 def _logits_from_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
-    model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
+    model = parts.language_model
+    ids = torch.from_numpy(document.ids)[None]
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [parts.encoder([image]) for image in document.images]
     embedding: Any = model.get_input_embeddings()

@@ -28,7 +28,8 @@ from longspan.model.seams.meta_pass import preserve_attributes
 from longspan.model.sharding import reshard
 from longspan.plan import Group, MicroBatch
 
-_LENGTHS = (19, 1, 9, 3, 13, 5, 11, 2, 8)  # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many
+# 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many
+_LENGTHS = (19, 1, 9, 3, 13, 5, 11, 2, 8)
 _ALL = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 _FEWER = (8, 5, 4, 1, 7)
 _SEED = 29  # by which the first and the last of the fewer rows are compared
@@ -191,7 +192,8 @@ class _ObservedPass:
     def _compared_indices(self, before: "_ObservedPass", x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
         sizes = len(x), len(earlier)
         if sizes not in self._places:
-            here, there = self.rows.row_numbers(sizes[0]), before.rows.row_numbers(sizes[1])
+            here = self.rows.row_numbers(sizes[0])
+            there = before.rows.row_numbers(sizes[1])
             assert here is not None and there is not None
             compared = np.flatnonzero(_compared_mask(here))
             _, *indices = np.intersect1d(here[compared], there, assume_unique=True, return_indices=True)
@@ -233,7 +235,8 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
         _clean_up_after_trial(model),
         world.watch.name_collectives("trial of rows outside attention", world.home.ranks),
     ):
-        if not (backward and model.training):  # a model in training keeps the modules that its user froze as they are
+        # a model in training keeps the modules that its user froze as they are
+        if not (backward and model.training):
             model.train(backward)
         error = trial.find_error(every_module=False)
         if world.control.any_rank(error is not None):

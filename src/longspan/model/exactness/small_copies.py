@@ -126,7 +126,8 @@ class _Rules:
             return self.sizes.heads if name in _KV_HEADS else None
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
-        if isinstance(value, float) and name in _SCORE_SCALES:  # by Granite's default, 1, a softmax sees one key alone
+        # by Granite's default, 1, a softmax sees one key alone
+        if isinstance(value, float) and name in _SCORE_SCALES:
             return min(value, 1.5 / math.sqrt(self.sizes.head_size))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
             return value
@@ -140,7 +141,8 @@ class _Rules:
         if name in _FIXED:
             return _FIXED[name]
         if name in _LENGTHS:
-            dynamic = "dynamic" in rope_types(self.values.get("rope_parameters"))  # which scales beyond few positions
+            # which scales beyond few positions
+            dynamic = "dynamic" in rope_types(self.values.get("rope_parameters"))
             return SCALED_FROM if dynamic else POSITIONS
         if name in (*_EXPERTS, *PICKED, *EXPERT_GROUPS):
             return min(value, sizes.experts if name in _EXPERTS else 2)

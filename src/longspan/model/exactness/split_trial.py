@@ -138,7 +138,8 @@ def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[st
     largest_gradient = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
     wrong = list[str]()
     for name, norm in norms.items():
-        x, result = true[name], results[name]
+        x = true[name]
+        result = results[name]
         assert x is not None
         off = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
         error = off / max(norm, _FLOOR * largest_gradient, 1e-30)
@@ -187,7 +188,8 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[str, Tensor], row_names: Sequence[str]) -> Tensor:
     """What the first row-wise linear gets where column-wise ones give `outputs` and all other weights are 1."""
-    twin, row_linear = _copy_without_values(block), _StandIn()
+    twin = _copy_without_values(block)
+    row_linear = _StandIn()
     for name in row_names:
         twin.set_submodule(name, row_linear)
     for name, out in outputs.items():

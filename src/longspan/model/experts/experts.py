@@ -200,7 +200,8 @@ def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
         getattr(find_row_kernels(x), name)[blocks](x, *others, x.stride(0), width, COLUMNS=_COLUMNS)
 
 
-_GROUPS_FLOAT8 = (9, 0)  # the one compute capability for which torch 2.11 has grouped float8 products with row scales
+# the one compute capability for which torch 2.11 has grouped float8 products with row scales
+_GROUPS_FLOAT8 = (9, 0)
 _ALIGNED_ELEMENTS = 8  # rows of bfloat16 operands begin at multiples of 16 bytes
 
 

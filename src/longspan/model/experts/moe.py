@@ -127,7 +127,8 @@ def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Ma
 @break_graphs_around
 def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
     """Note a layer's shard and sums of routers, from its keyword arguments, for the routers and experts inside."""
-    shard, router = kwargs.get("shard"), kwargs.get("router")
+    shard = kwargs.get("shard")
+    router = kwargs.get("router")
     if shard is None:  # a model that hands its layers no keywords has them bound around the layer
         running = running_layer()
         shard = running.shard

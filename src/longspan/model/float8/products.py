@@ -191,7 +191,8 @@ def keep_quantised_weights(model: nn.Module) -> Iterator[None]:
     now.
     """
     weights = list[Float8Weight]()  # which keep from here on
-    weight_at = dict[int, Tensor]()  # the gathered weights, referred to so that no other tensor gets their addresses
+    # the gathered weights, referred to so that no other tensor gets their addresses
+    weight_at = dict[int, Tensor]()
     for module in model.modules():
         for name, float8_weight in vars(module).get(FLOAT8_WEIGHTS, {}).items():
             if not float8_weight.keeps:  # one that keeps already does so for an outer scope, which ends later

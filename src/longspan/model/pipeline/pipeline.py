@@ -106,7 +106,8 @@ class PipelineModel(nn.Module):
         self.config: PreTrainedConfig = model.config
         self.generation_config: GenerationConfig | None = getattr(model, "generation_config", None)
         self.stages: tuple[Stage, ...] = tuple(stages)
-        self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages  # of all stages, whatever are here
+        # of all stages, whatever are here
+        self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages
         self.pipeline_settings: PipelineSettings = pipeline_settings
         self.dtype: torch.dtype = dtype
         self.copies: StageCopies = StageCopies(
@@ -172,7 +173,8 @@ class PipelineModel(nn.Module):
                 with leave_out_idle_hooks(self, trains=backward):
                     _run_watched_schedule(step, world)
             except BaseException:
-                self._schedules.clear()  # torch's interleaved ones would find their stages gathered in the next step
+                # torch's interleaved ones would find their stages gathered in the next step
+                self._schedules.clear()
                 raise
             finally:
                 for stage in stages:
@@ -208,7 +210,8 @@ class PipelineModel(nn.Module):
             logits.append(model(**arguments).logits)
             return logits[0].new_zeros((), dtype=torch.float64)
 
-        keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}  # which a stage sets itself
+        # which a stage sets itself
+        keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}
         self.run_micro_batches([StageInput(shard, input_ids, make_output, keywords)], backward=False)
         return CausalLMOutput(logits=self._broadcast_logits(logits, shard))
 

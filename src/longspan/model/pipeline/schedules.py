@@ -203,7 +203,8 @@ class ScheduledStage(PipelineStage):
         self._stage = stage
         self._leaves: tuple[Tensor, ...] = ()  # rows of its images, which get gradients as parameters do
         self._freed = torch.empty(0, dtype=dtype, device=world.device)  # stands for a buffer that is freed
-        name = "_forward_chunk_states" if hasattr(self, "_forward_chunk_states") else "fwd_cache"  # torch 2.15, before
+        # torch 2.15, before
+        name = "_forward_chunk_states" if hasattr(self, "_forward_chunk_states") else "fwd_cache"
         self._forward_states = vars(self)[name]  # what a forward pass leaves for its backward pass
 
     def _count_rows(self, stage_input: StageInput) -> int:
@@ -289,7 +290,8 @@ class ScheduledStage(PipelineStage):
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]  # None on the last stage, whose output is the loss
-        weights = (*self.submod.parameters(), *self._leaves)  # gradients of images' rows are found as those of weights
+        # gradients of images' rows are found as those of weights
+        weights = (*self.submod.parameters(), *self._leaves)
         input_gradient, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
         return (input_gradient,), pending
 

@@ -35,7 +35,8 @@ class SharedParameter(NamedTuple):
 
 def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tuple[SharedParameter, ...]:
     """Return the parameters of a whole model that several of its `stages`, all of them, have, in the model's order."""
-    names, holders = defaultdict[int, list[str]](list), defaultdict[int, list[int]](list)
+    names = defaultdict[int, list[str]](list)
+    holders = defaultdict[int, list[int]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     for index, stage in enumerate(stages):

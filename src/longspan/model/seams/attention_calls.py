@@ -102,7 +102,8 @@ def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
     for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
         run: Any = vars(part).get("_gradient_checkpointing_func")
         function = getattr(run, "func", run)
-        if function is checkpoint:  # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
+        # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
+        if function is checkpoint:
             run = partial(run, use_reentrant=False)
         if run is not None and function is not _checkpoint_with_note:
             vars(part)["_gradient_checkpointing_func"] = partial(_checkpoint_with_note, run)
@@ -202,7 +203,8 @@ def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
 
 def chunk_size(module: nn.Module) -> int | None:
     """Return how many positions each chunk of this attention module's layer has; None for a layer without chunks."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if not types or not isinstance(layer, int) or not 0 <= layer < len(types) or types[layer] != "chunked_attention":
         return None
@@ -210,7 +212,8 @@ def chunk_size(module: nn.Module) -> int | None:
 
 
 IMPLEMENTATION = "longspan"
-_BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of packed rows
+# of packed rows
+_BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PARTS_OF_POSITIONS = (3, 4)  # M-RoPE: time, height and width; of four, the position in the text comes first
 
 

@@ -112,7 +112,8 @@ def guard_prepared_model(prepared: nn.Module, name: str, saves: str = SAVES) -> 
             target.generate = partial(
                 refuse_call, f"{reason} writes a folder that transformers loads and generates from"
             )
-        target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)  # DistributedDataParallel fails as it reads this
+        # DistributedDataParallel fails as it reads this
+        target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)
 
 
 def refuse_call(message: str, *args: object, **kwargs: object) -> NoReturn:
@@ -136,7 +137,8 @@ class _RefusesDDP:
 
 
 _SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # draw one of several, as some routers choose experts
-_NOT_HERE = ("att", "summary", "classifier", "layerdrop")  # keys of dropout in attention, or in heads of other tasks
+# keys of dropout in attention, or in heads of other tasks
+_NOT_HERE = ("att", "summary", "classifier", "layerdrop")
 
 
 class PositionTable(NamedTuple):

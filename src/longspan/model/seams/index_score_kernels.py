@@ -52,7 +52,8 @@ def write_best_keys(scores, least, ties, chosen, keys, k, scores_row, chosen_row
     at = tl.program_id(0).to(tl.int64)
     scores = scores + at * scores_row
     chosen = chosen + at * chosen_row
-    row_least, ties_left = tl.load(least + at), tl.load(ties + at)
+    row_least = tl.load(least + at)
+    ties_left = tl.load(ties + at)
     written = tl.zeros((), tl.int32)
     for start in range(0, keys, KEYS):
         key = start + tl.arange(0, KEYS)

@@ -29,7 +29,8 @@ from longspan.model.seams.latents import latents_text, takes_latents
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
 _ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time
-_SCORE_BYTES = 256 << 20  # of the scores of all heads that are held at a time; what is made of them takes as much again
+# of the scores of all heads that are held at a time; what is made of them takes as much again
+_SCORE_BYTES = 256 << 20
 
 
 class LowestFirst(TorchFunctionMode):
@@ -43,7 +44,8 @@ class LowestFirst(TorchFunctionMode):
         if func not in (Tensor.topk, torch.topk) or args[0].ndim != 3:
             return func(*args, **(kwargs or {}))
         scores, k = args
-        values, order = (x[..., :k] for x in (scores + 0.0).sort(dim=-1, descending=True, stable=True))  # −0 becomes 0
+        # −0 becomes 0
+        values, order = (x[..., :k] for x in (scores + 0.0).sort(dim=-1, descending=True, stable=True))
         return torch.return_types.topk((values, order.masked_fill(values == -torch.inf, -1) if self._none else order))
 
 

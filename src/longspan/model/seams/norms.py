@@ -240,7 +240,8 @@ def _find_eps(norm: nn.Module) -> float | None:
 
 def count_groups(norm: nn.Module) -> int:
     """Count the groups of features over which a norm takes means."""
-    size, groups = getattr(norm, "group_size", None), getattr(norm, "n_groups", None)
+    size = getattr(norm, "group_size", None)
+    groups = getattr(norm, "n_groups", None)
     return norm.weight.numel() // size if isinstance(size, int) else groups if isinstance(groups, int) else 1  # pyright: ignore
 
 

@@ -67,7 +67,8 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
     scaled = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
         scaled["original_max_position_embeddings"] = limit
-        config.max_position_embeddings = int(limit * factor)  # for linear, readers multiply by the factor themselves
+        # for linear, readers multiply by the factor themselves
+        config.max_position_embeddings = int(limit * factor)
     config.rope_parameters = scaled
     config.validate_rope()
     return config

@@ -148,7 +148,9 @@ def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
 
     Qwen3.5 fuses queries, keys and values one after another, and OLMo Hybrid has a linear for each.
     """
-    keys, values, heads = EvenRows(mixer.key_dim), EvenRows(mixer.value_dim), EvenRows(mixer.num_v_heads)
+    keys = EvenRows(mixer.key_dim)
+    values = EvenRows(mixer.value_dim)
+    heads = EvenRows(mixer.num_v_heads)
     queries_keys_values = FusedRows((keys, keys, values))
     rows = {
         "in_proj_qkvz": EvenRows(2 * keys.size + 2 * values.size),
@@ -170,7 +172,8 @@ def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
-    width, heads = EvenRows(mixer.qkv_dim), EvenRows(mixer.num_heads)
+    width = EvenRows(mixer.qkv_dim)
+    heads = EvenRows(mixer.num_heads)
     of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
     of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
     rows = {
@@ -186,7 +189,8 @@ def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
 
 def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
     """Projects to [gate / x / B / C / dt] and convolves [x / B / C]."""
-    inner, heads = EvenRows(mixer.intermediate_size), EvenRows(mixer.num_heads)
+    inner = EvenRows(mixer.intermediate_size)
+    heads = EvenRows(mixer.num_heads)
     # of B, and as many of C
     states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
     projected = FusedRows((inner, inner, states, states, heads))

@@ -344,7 +344,8 @@ def split_over_ranks(
     )
     head = model.get_output_embeddings()  # which is split already, or stays whole
     for name, module, style, parameter in styled_modules:
-        in_parts = sequence_parallel and not name.startswith(mixtures)  # a block of experts gets and returns all rows
+        # a block of experts gets and returns all rows
+        in_parts = sequence_parallel and not name.startswith(mixtures)
         if is_adapted(module) and style in ADAPTED and module is not head:
             split_adapted_linear(module, style, world, sequence_parallel=in_parts)
         elif style == tp_style.MIXER:

@@ -96,7 +96,9 @@ class VisionParts:
 
 def split_off_image_encoder(model: PreTrainedModel) -> VisionParts:
     """Split a vision-language model into encoder and language model, which is the model itself, now without towers."""
-    base, text, towers = base_model(model), text_model(model), towers_beside_text_model(model)
+    base = base_model(model)
+    text = text_model(model)
+    towers = towers_beside_text_model(model)
     name_of_base = base_name(model)  # read now: it may differ once the towers are gone
     shell = copy_shallow_module(base)
     for name, child in list(base.named_children()):
@@ -104,7 +106,8 @@ def split_off_image_encoder(model: PreTrainedModel) -> VisionParts:
             del base._modules[name]
         elif any(module is text for module in child.modules()):
             del shell._modules[name]
-    base._parameters.clear()  # they belong to images too (a vector that ends a line of patches), and stay in the shell
+    # they belong to images too (a vector that ends a line of patches), and stay in the shell
+    base._parameters.clear()
     return VisionParts(ImageEncoder(shell, name_of_base), model, image_tokens(model.config))
 
 

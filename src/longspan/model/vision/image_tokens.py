@@ -131,7 +131,8 @@ class ImageTokens:
         model = headless_model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):
             return None
-        ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64)
+        ids = np.asarray(ids, dtype=np.int64)
+        grids = np.asarray(grids, dtype=np.int64)
         kinds = self.kinds(ids, grids)
         return compute_rope_positions(model, self.config, ids, kinds, image_grid_thw=torch.from_numpy(grids))
 
@@ -232,7 +233,8 @@ class VideoTokens:
     @classmethod
     def from_configuration(cls, config: PreTrainedConfig) -> "VideoTokens":
         """Read what a configuration takes for videos; ModelError where it takes none by grids, or lacks the id."""
-        images, model = image_tokens(config), headless_model_class(config)
+        images = image_tokens(config)
+        model = headless_model_class(config)
         placeholder = getattr(config, "video_token_id", None)
         feature_arguments = _argument_names(model, "get_video_features")
         position_arguments = _argument_names(model, "get_rope_index")
@@ -381,7 +383,8 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
         dtypes = [like.dtype if x.is_floating_point() else x.dtype for x in parts]
         parts = [x.to(like.device, dtype, non_blocking=True) for x, dtype in zip(parts, dtypes, strict=True)]
         arguments[name] = _join_images(name, parts, pads=pads)
-    if MASK in image_feature_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
+    # Idefics: (documents, tiles, 3, H, W)
+    if MASK in image_feature_parameters(model) and arguments[PIXELS].ndim == 4:
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
 

@@ -56,7 +56,8 @@ def local_tensor(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, differentiably; any other tensor is returned as it is."""
     if not isinstance(x, DTensor):
         return x
-    return x.to_local() if torch.is_grad_enabled() else x._local_tensor  # a view costs the host time, and is not needed
+    # a view costs the host time, and is not needed
+    return x.to_local() if torch.is_grad_enabled() else x._local_tensor
 
 
 def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:

@@ -76,7 +76,8 @@ class StateCost:
         if mixer is None:
             return None
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
-        transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)  # numbers of what a run does to a state
+        # numbers of what a run does to a state
+        transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
             summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
@@ -111,7 +112,8 @@ class StateCost:
         """
         tokens, squares, documents = rows
         summarised = tokens / degree
-        if self.partition == "contiguous":  # the run that a boundary cuts, of a document as long as the typical row's
+        # the run that a boundary cuts, of a document as long as the typical row's
+        if self.partition == "contiguous":
             summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
         wire = self.exchanged_state_bytes(documents, tokens, degree) * (degree - 1) / degree / speed
         return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
@@ -124,11 +126,14 @@ class StateCost:
         slot are neighbours and count as one. Under "contiguous" each of the degree − 1 boundaries between slots cuts a
         document; the first run of each sends no transition.
         """
-        documents, tokens, degree = np.asarray(documents), np.asarray(tokens), np.asarray(degree)
+        documents = np.asarray(documents)
+        tokens = np.asarray(tokens)
+        degree = np.asarray(degree)
         if self.partition == "contiguous":
             return self.state_bytes * (degree - 1) + self.transition_bytes * np.maximum(degree - 1 - documents, 0)
         runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document, a row each at least
-        states, transitions = documents * (runs - 1), documents * np.maximum(runs - 2, 0)
+        states = documents * (runs - 1)
+        transitions = documents * np.maximum(runs - 2, 0)
         sent = degree > 1
         return self.state_bytes * np.where(sent, states, 0) + self.transition_bytes * np.where(sent, transitions, 0)
 
@@ -207,8 +212,10 @@ class Cost:
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
     attention_seconds: float = 36 * 7 * 4096 / 4e14  # layers x (2 forward + 5 backward) x query width
-    ring_bytes: float = 36 * 3 * 2 * 1024 * 2  # layers x (forward, backward, gradients) x k and v x width x bfloat16
-    exchange_bytes: float = 36 * 2 * 2 * (4096 + 1024) * 2  # layers x (forward, backward) x (q, out; k, v) x bfloat16
+    # layers x (forward, backward, gradients) x k and v x width x bfloat16
+    ring_bytes: float = 36 * 3 * 2 * 1024 * 2
+    # layers x (forward, backward) x (q, out; k, v) x bfloat16
+    exchange_bytes: float = 36 * 2 * 2 * (4096 + 1024) * 2
     inside_bytes_per_second: float = 350e9
     across_bytes_per_second: float = 40e9
     ring_step_seconds: float = 36 * 2 * 10e-6
@@ -335,7 +342,9 @@ class Cost:
         their number (which counts for states); `inside` is whether all its slots share a node, `together` the fewest on
         one node (None: all nodes but the last are full). Seconds are of linear layers, attention, states and messages.
         """
-        tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
+        tokens = _float_array(tokens)
+        squares = _float_array(squares)
+        degree = _float_array(degree)
         if together is None:  # a group that would fit a node, but is not inside one, has one slot on each
             on_last = np.where(degree % self.node_size, degree % self.node_size, self.node_size)
             together = np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
@@ -399,7 +408,8 @@ class Cost:
         copies = home.dp_replicate
         width = home.slots // home.dp_replicate
         share_host = home.slots <= node_size
-        inside, across = self.inside_bytes_per_second, self.across_bytes_per_second
+        inside = self.inside_bytes_per_second
+        across = self.across_bytes_per_second
         speed = inside if share_host or node_size % width == 0 else across  # of a replica
         gathered = weights * gather_bytes * (width - 1) / width / speed
         forward = self.forward_only()
@@ -574,7 +584,8 @@ def _shown_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, 
     if "a2a" in kind:
         # Of a2a+p2p exchanges stay inside a host. Of a2a those between hosts take place beside those inside.
         together = rows.together if kind == "a2a" else degree
-        near, far = np.minimum(exchanging, together) - 1, np.maximum(exchanging - together, 0)
+        near = np.minimum(exchanging, together) - 1
+        far = np.maximum(exchanging - together, 0)
         sent = cost.exchange_bytes * rows.tokens / degree / exchanging
         exposed = exposed + sent * np.maximum(near / cost.inside_bytes_per_second, far / cost.across_bytes_per_second)
     return exposed
@@ -605,7 +616,8 @@ def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, comp
     block = ring_bytes * member_rows * (network.block_share if both else 1.0)
     gradients = ring_bytes * member_rows * network.gradient_share
     exchanged = cost.exchange_bytes * member_rows / (2 if both else 1)
-    queries, keys = (1 - network.key_share) / 2 * exchanged, network.key_share * exchanged * copies
+    queries = (1 - network.key_share) / 2 * exchanged
+    keys = network.key_share * exchanged * copies
     back = keys * np.where(copies > 1, network.gradient_share / network.block_share, 1.0)
 
     def step_seconds(size: Floats) -> Floats:

@@ -112,7 +112,8 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     sizes = (inner, around) if kind != "all_gather" else (1, degree)
     if call.heads % inner:
         return TypePrice(kind, sizes, math.inf, math.inf, f"{call.heads} query heads do not divide by {inner}")
-    tokens, squares = sum(laid_out), sum(length * length for length in laid_out)
+    tokens = sum(laid_out)
+    squares = sum(length * length for length in laid_out)
     typical = squares / max(1, tokens)
     counts = np.array([tokens, call.squares(laid_out), degree, together, squares, sizes[1]], dtype=np.float64)
     rows, pairs, members, neighbours, causal, ring = counts
@@ -422,8 +423,10 @@ class Machine:
         width = settings.shards
         dense = (shape.stored_weights - shape.stored_experts) / tp
         experts = shape.stored_experts / ep
-        expert_ranks = tp / ep  # over which FSDP2 shards a rank's experts in a slot, below 1 where slots share experts
-        replayed = 0 < width * settings.dp_replicate <= self.node_size and not forward  # a measured machine knows it
+        # over which FSDP2 shards a rank's experts in a slot, below 1 where slots share experts
+        expert_ranks = tp / ep
+        # a measured machine knows it
+        replayed = 0 < width * settings.dp_replicate <= self.node_size and not forward
         launches = REPLAYED_LAUNCHES if replayed and not self.world else 1.0
         micro_batch = cost.micro_batch_seconds
         hidden = 0.0
@@ -441,7 +444,8 @@ class Machine:
                 copies = self.weight_copy_seconds * (dense + experts) * (gathers + sums)
                 return copies + shown * wire, (1 - shown) * wire
 
-            gathered, summed = settings.gathered_once or settings.free, settings.summed_once or settings.free
+            gathered = settings.gathered_once or settings.free
+            summed = settings.summed_once or settings.free
             sums = 1 - (forward or settings.frozen)
             shown, hidden = sharding_seconds(1 if forward else 2 * (not gathered), sums * (not summed))
             micro_batch += shown
@@ -454,7 +458,8 @@ class Machine:
             exchanges = 2.0 if forward else 4.0 + 2.0 * recomputed
             near = min(ep, self.node_size)
             row_bytes = exchanges * shape.routed_numbers * number / ep
-            inside, across = self.inside.exchange, self.across.exchange
+            inside = self.inside.exchange
+            across = self.across.exchange
             near_seconds = row_bytes * (near - 1) / inside.bytes_per_second
             rows = max(near_seconds, row_bytes * (ep - near) / across.bytes_per_second)
             micro_batch += exchanges * shape.expert_layers * (inside if near == ep else across).latency
@@ -538,7 +543,8 @@ class Machine:
         """
         # A model of one layer with nothing but this call.
         width = call.head_dim + (call.value_dim or call.head_dim)  # of a key and a value together
-        queries, keys = call.heads * width // 2, call.kv_heads * width // 2
+        queries = call.heads * width // 2
+        keys = call.kv_heads * width // 2
         heads, kv_heads = call.heads, call.kv_heads
         shape = ModelShape(layers=1, weights=0, query_width=queries, key_width=keys, heads=heads, kv_heads=kv_heads)
         cost = self._shape_cost(shape, call.bytes_per_number)

@@ -60,7 +60,8 @@ class _Queues:
         cost = problem.request.cost
         self.parts = [part for block in problem.blocks for part in problem.split_into_runs(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
-        self.usable = np.array([width in problem.degrees for _, width in self.parts])  # others only work in long groups
+        # others only work in long groups
+        self.usable = np.array([width in problem.degrees for _, width in self.parts])
         self.launch = cost.micro_batch_seconds  # what a micro-batch costs in addition to its work
         self.group_end: Floats = np.zeros(len(self.parts))
         self.end: Floats = np.zeros(len(self.parts))
@@ -80,12 +81,14 @@ class _Queues:
             queues = order[:count]
             degree = self._group_degree(queues)
             is_last_idle = int(self.width[queues[:-1]].sum()) >= degree
-            if is_last_idle or degree < least_degree:  # the last queue gives no slot, or the document is over the cap
+            # the last queue gives no slot, or the document is over the cap
+            if is_last_idle or degree < least_degree:
                 continue
             seconds = self._group_seconds(item, queues)
             score = (degree * seconds, seconds)
             if score < best:
-                best, chosen = score, queues
+                best = score
+                chosen = queues
             if degree == self.problem.max_cp or degree * seconds > WORTH_TRYING * best[0]:
                 break
         self._make_group(item, chosen)
@@ -109,7 +112,8 @@ class _Queues:
         where no number of queues makes a degree. A long group follows the last one of its queues, and what a queue
         works on alone comes after its long groups.
         """
-        best, earliest = None, np.inf
+        best = None
+        earliest = np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_QUEUES]
         for count in range(2, len(order) + 1):
             queues = order[:count]
@@ -118,7 +122,8 @@ class _Queues:
             group_end = self.group_end[queues].max() + self._group_seconds(item, queues)
             end = float((self.end[queues] - self.group_end[queues]).max() + group_end)
             if end < earliest:
-                best, earliest = queues, end
+                best = queues
+                earliest = end
             if end <= goal:
                 break
         return best, earliest

@@ -43,13 +43,15 @@ ALL_DURATIONS = (0.98, 0.04)  # where other documents become long ones
 JUST_FITS = 1.0005  # times a document's seconds: its micro-batch must hold it although sums are rounded
 LEAST_DURATION = 1e-6  # of the mean work of a slot
 SHOWN_LATENCY = 0.5  # share of a short group's latency in a gap: some gaps have groups, and others single slots
-SHORT_FROM = (3, 4)  # from this share of the items on, longest first, documents are as dense as those that fill gaps
+# from this share of the items on, longest first, documents are as dense as those that fill gaps
+SHORT_FROM = (3, 4)
 
 LARGE = 2500  # items and bins, from which on fewer settings are tried first
 CLASSES = 192  # different lengths, above which nearly equal ones share their degrees
 LITTLE_MORE = 1.03  # slot seconds of a document at a high degree, against those at its best
 GAP_LOST = 0.3  # share of a gap that is taken for lost although short documents could fill it
-SHARE_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # short documents that a bin's slots may share
+# short documents that a bin's slots may share
+SHARE_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 class Settings(NamedTuple):
@@ -136,7 +138,8 @@ def search_candidate(problem: Problem, steps: int) -> Candidate:
         changed = _change_settings(best, settings, random)
         candidate = place_items(problem, table, changed, known)
         if candidate is not None and candidate.seconds < best.seconds:
-            best, settings = candidate, changed
+            best = candidate
+            settings = changed
     return best
 
 
@@ -422,7 +425,8 @@ class _Placing:
 
     def place_short(self, items: list[int]) -> None:
         """Give each item to the bin that ends earliest with it; one that fits none starts another micro-batch."""
-        work, tokens = self.problem.work.tolist(), self.problem.tokens.tolist()
+        work = self.problem.work.tolist()
+        tokens = self.problem.tokens.tolist()
         position = 0  # items placed
         ready = 0  # micro-batches whose free slots are bins
         while True:
@@ -462,7 +466,8 @@ class LeastLoaded:
                 idle[width].append((self.late[b], b))
         for heap in idle.values():
             heapify(heap)
-        self.heaps = [(width, heap, list[tuple[int, int]]()) for width, heap in idle.items()]  # the last: (−room, bin)
+        # the last: (−room, bin)
+        self.heaps = [(width, heap, list[tuple[int, int]]()) for width, heap in idle.items()]
 
     def place_items(self, items: list[int], first: int, tokens: list[int], work: list[float]) -> int:
         """Give items, from position `first` on, to bins; returns the position of the first that fits none, or their
@@ -494,7 +499,8 @@ class LeastLoaded:
                     waiting = max(waiting, -full[0][0])
             for heap in self.heaps:
                 if heap[1] and (end := heap[1][0][0] + seconds / heap[0]) < earliest:
-                    earliest, chosen = end, heap
+                    earliest = end
+                    chosen = heap
             if chosen is None:
                 return position
             b = chosen[1][0][1]
@@ -517,7 +523,8 @@ def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list
     """
     problem = candidate.problem
     bins = candidate.bins
-    tokens, work = problem.tokens.tolist(), problem.work.tolist()
+    tokens = problem.tokens.tolist()
+    work = problem.work.tolist()
     ways = defaultdict[int, list[tuple[float, list[int]]]](list)  # of each bin: when it ends, and slots
     for b, shared, seconds, rows in _price_sharing(candidate):
         width = bins.width[b]
@@ -575,7 +582,8 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
         return
     tokens, squares, documents = np.array(groups, dtype=np.int64).T
     index = np.array([choice[0] for choice in choices])
-    start, width = np.array(bins.start)[index], np.array(bins.width)[index]
+    start = np.array(bins.start)[index]
+    width = np.array(bins.width)[index]
     node = problem.request.node_size
     shares_node = start // node == (start + width - 1) // node
     cost = problem.request.cost

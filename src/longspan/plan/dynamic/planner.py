@@ -215,7 +215,8 @@ def _items_by_place(items: range | list[int], places: list[int], count: int) -> 
 
 
 def _best_arrangement(problem: Problem, items: list[int]) -> Arrangement | None:
-    tokens, work = problem.tokens[items].tolist(), problem.work[items].tolist()
+    tokens = problem.tokens[items].tolist()
+    work = problem.work[items].tolist()
     best: Arrangement | None = None
     for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
         places = pack_least_loaded(tokens, work, count, problem.max_cp * problem.cap)
@@ -288,13 +289,16 @@ def _group_widths(problem: Problem, sizes: Ints) -> Ints | None:
     seconds: Floats = cost.group_seconds(tokens, squares, degrees, inside, documents)
     seconds = np.where(-(-tokens // degrees) <= problem.cap, seconds, np.inf)  # (groups, degrees)
     ends = np.unique(seconds[np.isfinite(seconds)])
-    low, high, widths = 0, len(ends), None
+    low = 0
+    high = len(ends)
+    widths = None
     while low < high:
         middle = (low + high) // 2
         in_time = seconds <= ends[middle]
         fewest = degrees[in_time.argmax(axis=1)]
         if in_time.any(axis=1).all() and int(fewest.sum()) <= problem.request.slots:
-            widths, high = fewest, middle
+            widths = fewest
+            high = middle
         else:
             low = middle + 1
     return widths

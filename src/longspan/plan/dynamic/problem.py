@@ -98,7 +98,8 @@ class Problem:
     def short_row_seconds(self) -> float:
         """Seconds of work for each row of short documents: of the shortest items, which hold half of all rows."""
         light = 2 * np.cumsum(self.tokens) > int(self.tokens.sum())
-        tokens, squares = int(self.tokens[light].sum()), int(self.squares[light].sum())
+        tokens = int(self.tokens[light].sum())
+        squares = int(self.squares[light].sum())
         return float(self.request.cost.work_seconds(tokens, squares)) / tokens
 
     @cached_property
@@ -229,7 +230,8 @@ class FreeSlots:
         self.left: list[int] = [size for _, size in blocks]
         self.total = sum(self.left)
         self.by_left: list[list[int]] = [[] for _ in range(max(self.left) + 1)]  # blocks by free slots
-        for block in range(len(self.left) - 1, -1, -1):  # backwards: the last of a list, a first block, is taken first
+        # backwards: the last of a list, a first block, is taken first
+        for block in range(len(self.left) - 1, -1, -1):
             self.by_left[self.left[block]].append(block)
 
     def take_slots(self, width: int) -> Parts:

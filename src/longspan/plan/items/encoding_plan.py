@@ -78,7 +78,8 @@ class ModalityRows:
         give the spans of items that each segment meets.
         """
         document = np.asarray(documents, dtype=np.int64)[segments.document]
-        end = (document + 1) * self.stride  # where the keys of the next document begin: a padded one may reach further
+        # where the keys of the next document begin: a padded one may reach further
+        end = (document + 1) * self.stride
         start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
         first_span = np.searchsorted(self.spans.stop, start, side="right")
         end_span = np.searchsorted(self.spans.start, stop, side="left")
@@ -128,7 +129,8 @@ class ItemTable:
         """Return whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
         keys = np.arange(start, stop) + document * self._stride
         span = np.searchsorted(self._spans.start, keys, side="right") - 1
-        return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])  # −1: before all spans, looks up the last
+        # −1: before all spans, looks up the last
+        return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])
 
     def placeholders(self, document: int) -> Integers:
         """Return the positions of a document that items take, ascending."""
@@ -211,7 +213,8 @@ class ItemTable:
         start, stop, _, _, document, index = table.T
         overlaps = np.flatnonzero(start[1:] < stop[:-1])
         if len(overlaps):
-            earlier, later = int(overlaps[0]), int(overlaps[0]) + 1
+            earlier = int(overlaps[0])
+            later = int(overlaps[0]) + 1
             earlier_item, later_item = int(index[earlier]), int(index[later])
             position = int(start[later] - document[later] * self._stride)
             raise DataError(

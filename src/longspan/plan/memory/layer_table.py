@@ -214,8 +214,10 @@ class LayerTable:
         read = self.read
         tp = self.tp
         widths = attention_widths(self.read)
-        query, key = widths.query / tp, widths.key / min(tp, key_value_heads(read))
-        heads, kv_heads = read.count("num_attention_heads") / tp, max(1.0, key_value_heads(read) / tp)
+        query = widths.query / tp
+        key = widths.key / min(tp, key_value_heads(read))
+        heads = read.count("num_attention_heads") / tp
+        kv_heads = max(1.0, key_value_heads(read) / tp)
         gate = max(0.0, attention_weights(read).all / self.hidden_size / tp - 2 * query - 2 * widths.key / tp)
         projected = self.linears_part(query, "o_proj")
         part = self.linears_part(self.hidden_size, "q_proj", "k_proj", "v_proj") + projected

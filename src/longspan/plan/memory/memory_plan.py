@@ -114,7 +114,8 @@ class MemoryPlan:
         return f"memory: {measures_text(self.measures)}{''.join(extras)}; {used} used, and {host}"
 
     def to_json(self) -> dict[str, Any]:
-        device, host = self.device.to_json(), self.host.to_json()
+        device = self.device.to_json()
+        host = self.host.to_json()
         return vars(self) | {"device": device, "host": host, "measures": list(self.measures)}
 
 
@@ -271,7 +272,8 @@ class MemoryPrices:
         """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, and of states on the host."""
         prices = self._layer_seconds[bool(memory.mlp_tile_rows)]
         layers = sum(prices[word] for word in memory.measures)
-        if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
+        # all but the last layer of a segment run forward once more, attention included
+        if memory.segment_layers > 1:
             layers_run_again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
             layers += layers_run_again * self._layer_seconds[False]["full"]
         states = memory.host.states if memory.offload_states else 0
@@ -313,7 +315,8 @@ class MemoryPrices:
 
         def layer_seconds(kind: Recomputation) -> float:
             cost = self.machine.cost(self.config, replace(costs, recomputation=kind)).shared_by(place.home.tp)
-            return float(cost.work_seconds(rows, rows * rows / documents)) / degree / layers  # the squares' sum last
+            # the squares' sum last
+            return float(cost.work_seconds(rows, rows * rows / documents)) / degree / layers
 
         plain = layer_seconds("none")
         selective, full = (max(0.0, layer_seconds(kind) - plain) for kind in ("selective", "full"))
@@ -324,7 +327,8 @@ class MemoryPrices:
         again = {"none": 0.0, "exchanged": selective}
         again["selective"] = selective + number_seconds * (shape.query_width + 2 * shape.key_width)
         again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
-        whole, tiled = dict[str, float](), dict[str, float]()
+        whole = dict[str, float]()
+        tiled = dict[str, float]()
         for word in MEASURES:
             kind, _, host = word.partition("+")
             size = mean(place.layer_bytes(layer, load, word).host for layer in place.stage.layers) if host else 0.0
@@ -343,17 +347,20 @@ class MemoryPrices:
         once = 1 / self.place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:
             return 0.0
-        gathers, sums = once if kept.gathered_once else 2.0, once if kept.summed_once else 1.0
+        gathers = once if kept.gathered_once else 2.0
+        sums = once if kept.summed_once else 1.0
         layers = place.numbers.layers
         settings = place.settings
-        gathered, summed = sum(numbers.whole for numbers in layers), sum(numbers.trained for numbers in layers)
+        gathered = sum(numbers.whole for numbers in layers)
+        summed = sum(numbers.trained for numbers in layers)
         sent = gathers * gathered * settings.compute_bytes + sums * summed * settings.reduce_bytes
         wire_seconds = sent * (place.shards - 1) / place.shards / self.machine.sharding_bytes_per_second
         copies = self.machine.weight_copy_seconds * (gathers * gathered + sums * summed)
         return copies + SHARDING_SHARE * wire_seconds
 
 
-TILE_ROWS = 16384  # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
+# rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
+TILE_ROWS = 16384
 SEGMENT_LAYERS = 4  # layers of a segment that the plan chooses, where nothing else fits
 
 
@@ -403,7 +410,8 @@ def choose_memory(
         key=lambda memory: max(0, memory.device.total - budget.device) + max(0, memory.host.total - budget.host),
     )
     keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
-    device, host = leanest.device.total, leanest.host.total
+    device = leanest.device.total
+    host = leanest.host.total
     raise PlanError(
         f"the run does not fit {f'with {keys}' if keys else 'under any measure'}: with a slot of {leanest.rows:,} rows "
         f"a rank needs at least {gib_text(device)} ({device:,} bytes) of a GPU that may fill "
@@ -461,7 +469,8 @@ def _leanest_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
     # Any other choice needs more memory, but in a model of few layers, where another one may need about 1 % less.
-    leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}  # on the host, or not
+    # on the host, or not
+    leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
     choices = list(memory_choices(needs, replace(fixed, **once)))
     tile_rows = max(choice.places[0].settings.mlp_tile_rows for choice, _, _ in choices)
@@ -507,7 +516,8 @@ def largest_number_that_fits(fits: Callable[[int], bool], limit: int | None = No
     """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do. Numbers double until
     one does not fit or is at least `limit`; halving finds the last below that one.
     """
-    low, high = 0, 1
+    low = 0
+    high = 1
     while (limit is None or high < limit) and fits(high):
         low, high = high, 2 * high
     while low + 1 < high:

@@ -129,7 +129,8 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
-    separate = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
+    # attention, mixers and MLPs each are layers of their own
+    separate = any(kind in ("mlp", "moe") for kind in types)
     usual = "sliding_attention" if sliding_window(read) and not types else ATTENTION[0]
     types += [usual] * (count - len(types))
     return tuple(_layer_kind(read, layer, kind, separate) for layer, kind in enumerate(types[:count]))
@@ -433,11 +434,13 @@ def _read_gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
     read.check_counts(*names)
     key_heads, key_size, value_size, width = (read.count(name) for name in names)
     heads = read.count("linear_num_value_heads")
-    keys, values = key_heads * key_size, heads * value_size
+    keys = key_heads * key_size
+    values = heads * value_size
     channels = 2 * keys + values
     return MixerShape(
         kind="gated delta net",
-        weights=hidden * (2 * keys + 3 * values + 2 * heads) + channels * width,  # q k; v, gate, out; beta and decay
+        # q k; v, gate, out; beta and decay
+        weights=hidden * (2 * keys + 3 * values + 2 * heads) + channels * width,
         last=hidden * values,
         heads=heads,
         key_size=key_size,
@@ -454,7 +457,8 @@ def _read_kimi_delta_attention(read: ConfigReader, hidden: int) -> MixerShape:
     size = linear.count("head_dim") or read.require_count("linear_head_dim")
     width = linear.count("short_conv_kernel_size") or read.require_count("linear_conv_kernel_dim")
     inner = heads * size
-    gates = 2 * size * (hidden + inner)  # decay (for each number of a key) and output gate, each of two narrow products
+    # decay (for each number of a key) and output gate, each of two narrow products
+    gates = 2 * size * (hidden + inner)
     return MixerShape(
         kind="Kimi delta attention",
         weights=hidden * (4 * inner + heads) + gates + 3 * inner * width,  # q k v out, and beta of a head

@@ -429,7 +429,8 @@ class DeltaBackward:
         dv = chunk_kernel(**self._shared_rows, scale=scale, chunk_size=CHUNK, **indices)
         self._states = DeltaGradients({**self._shared_rows, "w": self._w, "dv": dv}, pieces, transitions, scale)
         self.initial_state_gradients = self._states.initial_state_gradients
-        self._h = self._new_values = inputs.v[:0]  # results of `compute_chunk_states`, once `prepare_chunks` has run
+        # results of `compute_chunk_states`, once `prepare_chunks` has run
+        self._h = self._new_values = inputs.v[:0]
 
     def prepare_chunks(self) -> None:
         """The states of chunks are computed once more: forward did not keep them."""

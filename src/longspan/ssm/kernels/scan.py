@@ -18,7 +18,8 @@ from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.kernels.call import Inputs, LocalRuns, SavedScan, pick_rows, state_dtype
 
 CHUNK = 32  # rows
-_CHUNK_BY_CHANNEL = 16  # rows where each key number has a decay of its own: pairs of rows times key numbers are held
+# rows where each key number has a decay of its own: pairs of rows times key numbers are held
+_CHUNK_BY_CHANNEL = 16
 
 
 class _Chunks(NamedTuple):
@@ -46,9 +47,11 @@ def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device)
     counts = -(-size // chunk)
     starts = np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
-    run, place = np.repeat(order, counts[order]), expand_runs(np.zeros_like(order), counts[order])
+    run = np.repeat(order, counts[order])
+    place = expand_runs(np.zeros_like(order), counts[order])
     place_order = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
-    run, place = run[place_order, None], place[place_order]
+    run = run[place_order, None]
+    place = place[place_order]
     row_of_run = place[:, None] * chunk + np.arange(chunk)
     rows = np.where(row_of_run < size[run], starts[run] + row_of_run, total).reshape(-1)
     filled_places = np.flatnonzero(rows < total)
@@ -82,7 +85,8 @@ def scan(
     g = cut_rows(g)
     decay = g.cumsum(2)
     chunk_decay = g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
-    later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(chunk_decay)], 2).flip(2).cumsum(2).flip(2)  # last − decay
+    # last − decay
+    later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(chunk_decay)], 2).flip(2).cumsum(2).flip(2)
     new_values = v  # u
     state_share = None  # w
     fades = None if q is None and beta is None else _pair_decays(g)
@@ -127,7 +131,8 @@ def _pair_decays(g: Tensor) -> Tensor:
     chunk's first row on would leave their rounding, in the gradient of g above all.
     """
     chunk = g.shape[2]
-    left_out = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu()  # i ≤ j: g_i is in no sum of column j
+    # i ≤ j: g_i is in no sum of column j
+    left_out = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu()
     return g.unsqueeze(3).expand(*g.shape[:3], chunk, -1).masked_fill(left_out[..., None], 0).cumsum(2).exp()
 
 

@@ -39,10 +39,12 @@ def scan_chunks_kernel(
     run = tl.program_id(2).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < SIZE * WIDTH
-    row, column = place // WIDTH, place % WIDTH
+    row = place // WIDTH
+    column = place % WIDTH
     added_offsets = (head // SHARED) * SIZE * SHARED * WIDTH + row * SHARED * WIDTH + (head % SHARED) * WIDTH + column
     state_offsets = head * SIZE * WIDTH + place
-    first_chunk, end_chunk = tl.load(chunk_ends + run), tl.load(chunk_ends + run + 1)
+    first_chunk = tl.load(chunk_ends + run)
+    end_chunk = tl.load(chunk_ends + run + 1)
     state = tl.load(states + run * HEADS * SIZE * WIDTH + state_offsets, mask=inside, other=0.0)
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if BACKWARDS else first_chunk + step
@@ -88,7 +90,8 @@ def maps_kernel(
     length = (tl.load(ends + run + 1) - first_row).to(tl.int32)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # columns of B, then those of M
     unit = value - first_unit
-    key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
+    key = tl.arange(0, KEYS)
+    row = tl.arange(0, CHUNK)
     key_mask = (key < SIZE)[None, :]
     inside = (value < WIDTH)[:, None]
 
@@ -159,7 +162,8 @@ def initial_state_gradients_kernel(
     first_row = tl.load(ends + run)
     length = (tl.load(ends + run + 1) - first_row).to(tl.int32)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
+    key = tl.arange(0, KEYS)
+    row = tl.arange(0, CHUNK)
     key_mask = (key < SIZE)[None, :]
     inside = (value < WIDTH)[:, None]
 

@@ -8,8 +8,11 @@ import triton.language as tl
 COLUMNS = tl.constexpr(20)  # of a tensor's row in the table, 8 bytes each
 FACTORS = tl.constexpr(16)  # the column with which float32 factors begin
 # As in one_pass_adamw.py.
-GOLDEN, FAR = tl.constexpr(0x9E3779B9), tl.constexpr(0x85EBCA6B)
-FIRST, SECOND, THIRD = tl.constexpr(0x21F0AAAD), tl.constexpr(0xD35A2D97), tl.constexpr(0xB5297A4D)
+GOLDEN = tl.constexpr(0x9E3779B9)
+FAR = tl.constexpr(0x85EBCA6B)
+FIRST = tl.constexpr(0x21F0AAAD)
+SECOND = tl.constexpr(0xD35A2D97)
+THIRD = tl.constexpr(0xB5297A4D)
 
 
 @triton.jit
@@ -44,19 +47,25 @@ def adamw_kernel(
         square = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(MOMENT)), ALIGNMENT)
         numel = tl.load(row + 4)
         factors = (row + FACTORS).to(tl.pointer_type(tl.float32))
-        decay, mean_weight = tl.load(factors), tl.load(factors + 1)
+        decay = tl.load(factors)
+        mean_weight = tl.load(factors + 1)
         square_decay, square_weight = tl.load(factors + 2), tl.load(factors + 3)
-        root_scale, eps = tl.load(factors + 4), tl.load(factors + 5)
-        rate, sign = tl.load(factors + 6), tl.load(factors + 7)
+        root_scale = tl.load(factors + 4)
+        eps = tl.load(factors + 5)
+        rate = tl.load(factors + 6)
+        sign = tl.load(factors + 7)
         # Not read unless BY_CHANCE, which sets them; `offset` needs an int64, as `numel` is.
-        offset, start_key, middle_key = numel, 0, 0
+        offset = numel
+        start_key = 0
+        middle_key = 0
         if BY_CHANCE:
             start_key, middle_key = tl.load(row + 5).to(tl.uint32), tl.load(row + 6).to(tl.uint32)
             offset = tl.load(row + 7)
             if FLAT:
                 offset += tl.load(row + 12)
         whole = numel // BLOCK * BLOCK
-        start, step = tl.program_id(0).to(tl.int64) * BLOCK, tl.num_programs(0).to(tl.int64) * BLOCK
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
         for first in range(start, whole, step):
             update_block(
                 *(parameter + first, gradient + first, mean + first, square + first),
@@ -148,7 +157,10 @@ def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
     no longer than such a row touches two of them at most and needs no other division; where rows are shorter than a
     block, each number takes one.
     """
-    inner, rows, near, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
+    inner = tl.load(row + 8)
+    rows = tl.load(row + 9)
+    near = tl.load(row + 10)
+    far = tl.load(row + 11)
     first += tl.load(row + 12)  # where a part of a tensor starts
     if first < 4294967296:  # noqa: SIM108  (a division of 32 bits takes a fifth of the instructions)
         first_row = (first.to(tl.uint32) // inner.to(tl.uint32)).to(tl.int64)

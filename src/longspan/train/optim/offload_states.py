@@ -127,7 +127,8 @@ class StateBucket:
 def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False) -> Iterator[StateBucket]:
     """Cut parameters with gradients, or `every` one, into buckets; only one parameter that is not flat takes more."""
     for group in optimizer.param_groups:
-        parts, filled = list[StatePart](), 0
+        parts = list[StatePart]()
+        filled = 0
         for parameter in group["params"]:
             if parameter.grad is None and not every:
                 continue
@@ -136,7 +137,8 @@ def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False)
                 part_bytes = number_bytes * (part.stop - part.start)
                 if parts and filled + part_bytes > bucket_bytes:
                     yield StateBucket(group, tuple(parts), filled)
-                    parts, filled = [], 0
+                    parts = []
+                    filled = 0
                 parts.append(part)
                 filled += part_bytes
         if parts:
@@ -180,9 +182,11 @@ class OffloadedStates(Optimizer):
         optimizer.param_groups = self.param_groups
         self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
-        states, optimizer.state = optimizer.state, defaultdict(dict)
+        states = optimizer.state
+        optimizer.state = defaultdict(dict)
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
-            self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))  # of steps before this
+            # of steps before this
+            self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
     @property
     def host_bytes(self) -> int:
@@ -243,7 +247,8 @@ class OffloadedStates(Optimizer):
         next_fetched = self._fetch_bucket(buckets[0], before) if buckets else None
         device_states = list[Tensor]()  # of the bucket before, until they are on the host
         for bucket, next_bucket in zip(buckets, [*buckets[1:], None], strict=True):
-            fetched, next_fetched = next_fetched, None
+            fetched = next_fetched
+            next_fetched = None
             assert fetched is not None
             self._copies.wait_for_stores()
             device_states.clear()  # frees the memory that the next bucket takes
@@ -254,7 +259,8 @@ class OffloadedStates(Optimizer):
 
     def _fetch_bucket(self, bucket: StateBucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
         # Each part but the last counts steps in a copy: the count of a parameter moves on once.
-        states, pairs = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
+        states = list[dict[str, Any]]()
+        pairs = list[tuple[Tensor, Tensor]]()
         for part in bucket.parts:
             state = dict[str, Any]()
             for name, value in before[part.parameter].items():
@@ -269,7 +275,8 @@ class OffloadedStates(Optimizer):
 
     def _update_bucket(self, bucket: StateBucket, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels."""
-        inner, stand_ins = self.inner, [part.make_stand_in() for part in bucket.parts]
+        inner = self.inner
+        stand_ins = [part.make_stand_in() for part in bucket.parts]
         group = {**bucket.group, "params": stand_ins}
         if "foreach" in group and any(isinstance(parameter, DTensor) for parameter in bucket.group["params"]):
             group["foreach"] = bool(group["foreach"])
@@ -281,7 +288,8 @@ class OffloadedStates(Optimizer):
                 inner.step()
             return [inner.state.get(p, {}) for p in stand_ins]
         finally:
-            inner.param_groups, inner.state = self.param_groups, defaultdict(dict)
+            inner.param_groups = self.param_groups
+            inner.state = defaultdict(dict)
 
     def _store_bucket(self, bucket: StateBucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
         """Returns the tensors to keep on the device until all are copied."""

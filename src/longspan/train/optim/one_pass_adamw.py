@@ -25,11 +25,17 @@ from longspan.comm import World, to_device
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 
-GOLDEN, FAR = 0x9E3779B9, 0x85EBCA6B  # factors of a place's low and high word
-FIRST, SECOND = 0x21F0AAAD, 0xD35A2D97  # of hash-prospector's hash of least bias, with shifts of 16, 15 and 15
+# factors of a place's low and high word
+GOLDEN = 0x9E3779B9
+FAR = 0x85EBCA6B
+# of hash-prospector's hash of least bias, with shifts of 16, 15 and 15
+FIRST = 0x21F0AAAD
+SECOND = 0xD35A2D97
 THIRD = 0xB5297A4D  # of the third stream
 WORD = (1 << 32) - 1  # mask of 32 bits
-NOISE_BITS, STREAMS = 16, 3  # random bits that round one number; a parameter and both moments are rounded
+# random bits that round one number; a parameter and both moments are rounded
+NOISE_BITS = 16
+STREAMS = 3
 
 
 _KEY = struct.Struct("<2I")  # the two words of a key in a digest
@@ -73,7 +79,9 @@ class Places(NamedTuple):
         >>> Places.from_block((4, 6), (slice(2, 4), slice(3, 6)))
         Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)
         """
-        offset, stride, levels = 0, 1, [(1, 1)]
+        offset = 0
+        stride = 1
+        levels = [(1, 1)]
         for size, part in zip(reversed(shape), reversed(block), strict=True):
             count, (level_count, level_stride) = part.stop - part.start, levels[-1]
             offset += part.start * stride
@@ -123,7 +131,8 @@ class RoundingBits:
 
     def restart_counts(self) -> None:
         """Let the next update draw the bits of the first update of its step."""
-        self._step, self._draws = self._world.step, Counter()
+        self._step = self._world.step
+        self._draws = Counter()
 
     def places(self, parameter: nn.Parameter) -> Places:
         places = self._places.get(parameter)
@@ -173,7 +182,9 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-BLOCK, WARPS = 1024, 4  # numbers that a program updates at a time, by so many warps
+# numbers that a program updates at a time, by so many warps
+BLOCK = 1024
+WARPS = 4
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
 ALIGNMENT = 16  # bytes that one load of a thread takes
 COLUMNS = 20  # columns of the table, of eight bytes each: as in adamw_kernels.py
@@ -329,7 +340,8 @@ class OnePassAdamW(AdamW):
         """Update every parameter that has a gradient; returns what `closure` returns."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        factors, updates = dict[Any, Factors](), list[Update]()
+        factors = dict[Any, Factors]()
+        updates = list[Update]()
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -392,7 +404,8 @@ class OnePassAdamW(AdamW):
         """A part takes the whole parameter's key, and places from its start; the last one counts the update."""
         assert parameter.grad is not None
         state = self.state[parameter]
-        mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
+        mean = local_tensor(state["exp_avg"])
+        square = local_tensor(state["exp_avg_sq"])
         update = Update(local_tensor(parameter.detach()), local_tensor(parameter.grad), mean, square, factors)
         if self._rounding is None or parameter.dtype != torch.bfloat16:
             return update
@@ -410,7 +423,8 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
 
     Versions are raised by hand, for autograd does not see what the kernel writes.
     """
-    of_kernel, others = list[Update](), list[Update]()
+    of_kernel = list[Update]()
+    others = list[Update]()
     for update in updates:
         if update.parameter.numel():
             (of_kernel if kernel_supports(update) else others).append(update)

@@ -292,7 +292,9 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
     return True
 
 
-STEPS, BOUND = 2, 1e-4  # updates that are tried, and their largest error as a share of the largest update
+# updates that are tried, and their largest error as a share of the largest update
+STEPS = 2
+BOUND = 1e-4
 
 
 def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
@@ -325,7 +327,8 @@ def _make_whole_and_sharded(model: nn.Module, device: torch.device) -> Iterator[
             kinds.setdefault((parameter.device_mesh, parameter.placements, parameter.ndim), parameter)
     for parameter in kinds.values():
         assert isinstance(parameter, DTensor)
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh = parameter.device_mesh
+        placements = parameter.placements
         shape = [4] * parameter.ndim
         for axis, placement in enumerate(placements):
             if (dim := getattr(placement, "dim", None)) is not None:
@@ -335,7 +338,8 @@ def _make_whole_and_sharded(model: nn.Module, device: torch.device) -> Iterator[
 
 
 def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
-    mesh, placements = like.device_mesh, like.placements
+    mesh = like.device_mesh
+    placements = like.placements
     local = whole[local_block(whole.shape, mesh, placements)].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 

@@ -101,7 +101,8 @@ def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums:
 
     Derivatives are 0 for documents of no set. Raises LossError where the function gives no scalar.
     """
-    total, coefficients = 0.0, np.zeros_like(sums)
+    total = 0.0
+    coefficients = np.zeros_like(sums)
     for documents in sets:
         leaf = torch.from_numpy(sums[list(documents)]).requires_grad_()
         with torch.enable_grad():
@@ -133,7 +134,10 @@ class DocumentPasses:
         self.error: Exception | None = None
         self.forward_twice = 0  # micro-batches that `compute_coefficients_ahead` runs
         self.check = SameOnRanks()
-        self._function, self._plan, self._world, self._chunk_rows = function, plan, world, chunk_rows
+        self._function = function
+        self._plan = plan
+        self._world = world
+        self._chunk_rows = chunk_rows
         self._scores = scores  # of a row; 0: log-probabilities
         shape = (len(plan.lengths), scores) if scores > 1 else len(plan.lengths)
         self._coefficients: Floats = np.zeros(shape)  # of sets that are not in one micro-batch
@@ -182,11 +186,14 @@ class DocumentPasses:
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
-        targets, coefficients, loss = BatchTargets(batch, hidden.device), self._coefficients, 0.0
+        targets = BatchTargets(batch, hidden.device)
+        coefficients = self._coefficients
+        loss = 0.0
         groups = batch.shard.micro_batch.groups
         if groups and (sets := self._sets_inside.get(self._index[groups[0].documents[0]])):
             numbers = chunked_values(hidden, targets.targets, row_numbers(head), head, self._chunk_rows)
-            local, sums = np.zeros_like(coefficients), np.zeros_like(coefficients)
+            local = np.zeros_like(coefficients)
+            sums = np.zeros_like(coefficients)
             np.add.at(local, targets.documents, (numbers.double().cpu().numpy() * targets.weights).T)
             ids = sorted({document for documents in sets for document in documents})
             over_slots = self._world.control.sum_over_slots(local[ids].ravel().tolist(), "numbers of documents")
@@ -253,7 +260,8 @@ class LossTerm(Term):
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
-        loss_text, failure = "", None
+        loss_text = ""
+        failure = None
         try:
             self.loss_fn: LossFn
             self.divisor: float
@@ -287,9 +295,11 @@ class LossTerm(Term):
             raise_first_error(self._world, error)
         if isinstance(self.loss_fn, TokenLoss) or not self.loss_fn.check.differ_on_ranks(self._world):
             return
-        kind, given = "DocumentLoss", "sums"
+        kind = "DocumentLoss"
+        given = "sums"
         if isinstance(self.loss_fn, MicroBatchPasses):
-            kind, given = "MicroBatchLoss", "tokens"
+            kind = "MicroBatchLoss"
+            given = "tokens"
         raise on_all_ranks(
             LossError(
                 f"the function of a {kind} gave other losses or derivatives on some ranks; let it depend on {given}, "
@@ -317,15 +327,15 @@ def _read_loss(
         raise LossError(f"loss is {short_text(loss)}; give {kinds}")
     if isinstance(loss, DocumentLoss):
         sets = loss.check_sets(plan)
-        loss_fn, default = (
-            DocumentPasses(loss.function, sets, plan, world, chunk_rows, scores),
-            float(max(len(sets), 1)),
-        )
+        loss_fn = DocumentPasses(loss.function, sets, plan, world, chunk_rows, scores)
+        default = float(max(len(sets), 1))
     elif isinstance(loss, MicroBatchLoss):
         loss_fn = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
-        sets, default = tuple(loss.also), 1.0
+        sets = tuple(loss.also)
+        default = 1.0
     else:
-        sets, default = (), default_divisor(plan)
+        sets = ()
+        default = default_divisor(plan)
         loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
     used_divisor = default if divisor is None else check_divisor(divisor)
     return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {sets}"

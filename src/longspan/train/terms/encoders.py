@@ -118,7 +118,8 @@ class ModalityPass:
         self.width: int = width
         self.trains: bool = backward and not encoder.frozen  # whether gradients come back to the encoder
         self.training: bool = backward  # the mode of its modules
-        same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # a slot's tp ranks use, and so differentiate, alike
+        # a slot's tp ranks use, and so differentiate, alike
+        same_on_tp = world.home.tp > 1 and not plan.split_over_tp
         gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if same_on_tp else "partial"
         self.waves: list[_LocalWave] = [
             _LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves
@@ -167,12 +168,14 @@ class ModalityPass:
                 if not (self.trains and has_ended):
                     reshard(module)
                 for wave in self.waves:
-                    wave.output, wave.deliveries = None, []
+                    wave.output = None
+                    wave.deliveries = []
 
     def encode_waves(self) -> ModelError | None:
         """Run the encoder over all waves; returns the error of a wave that made other rows than its items take."""
         error: ModelError | None = None
-        for wave in self.waves:  # all of them, whatever one made: other ranks may wait in the collectives of an encoder
+        # all of them, whatever one made: other ranks may wait in the collectives of an encoder
+        for wave in self.waves:
             if self.encoder.recompute and self.trains:  # backward runs the wave again, with the same dropout
                 wave.random_states = [torch.get_rng_state()]
                 if self.world.device.type == "cuda":
@@ -235,7 +238,8 @@ class ModalityPass:
             leaf = self._collect_rows(self.plan.wave_of_row[rows], arrived, starts).requires_grad_(self.trains)
             with torch.set_grad_enabled(self.trains):
                 rows_by_depth = leaf.split([len(item_rows.row) for item_rows in needed_rows])
-            spliced, added = dict[int, RowsAt](), dict[int, RowsAt]()
+            spliced = dict[int, RowsAt]()
+            added = dict[int, RowsAt]()
             for ahead, (item_rows, part_rows) in enumerate(zip(needed_rows, rows_by_depth, strict=True)):
                 places = to_device(item_rows.local, shard.device)
                 with torch.set_grad_enabled(self.trains):
@@ -280,7 +284,8 @@ class ModalityPass:
                 assert output is not None
                 gradient = wave.bridge.back(_row_gradient(wave, output))
                 torch.autograd.backward(output, gradient)
-                wave.output, wave.deliveries = None, []
+                wave.output = None
+                wave.deliveries = []
 
     def _encode_wave_again(self, wave: _LocalWave) -> Tensor:
         """Run a wave forward again, with the random state of the first time, and return its rows."""
@@ -327,12 +332,16 @@ class EncodersTerm(Term):
     """
 
     def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
-        self._model, self._inputs, self._items, self._depths = model, inputs, items, depths
+        self._model = model
+        self._inputs = inputs
+        self._items = items
+        self._depths = depths
         self._micro_batches: Sequence[MicroBatch] = ()
         self._encoding: Encoding | None = None
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
-        inputs, table = self._inputs, self._items
+        inputs = self._inputs
+        table = self._items
         passes = {"backward": inputs.backward, "depths": self._depths}
         self._micro_batches = inputs.plan.micro_batches
         self._encoding = encoding = take_encoding(self._model, inputs.plan, table, **passes)
@@ -386,7 +395,8 @@ class Encoding:
         )
         planning = {modality: _encoder_planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
-        self._world, self._clock = world, EncoderClock(world.device)
+        self._world = world
+        self._clock = EncoderClock(world.device)
         width = model.config.get_text_config().hidden_size
         self._modality_passes = [
             ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)

@@ -73,7 +73,10 @@ class MicroBatchPasses:
         self._also = loss.check(plan, scores)
         self._names = ("scores" if scores else "log_probs", *self._also)
         self._ahead = 0 if scores else 1  # a log-probability is of the token after a row
-        self._function, self._lengths, self._world, self._chunk_rows = loss.function, plan.lengths, world, chunk_rows
+        self._function = loss.function
+        self._lengths = plan.lengths
+        self._world = world
+        self._chunk_rows = chunk_rows
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return this rank's part of the micro-batch's loss, with all its gradients."""

@@ -58,7 +58,9 @@ class DepthsTerm(Term):
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
         self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
-        self._mtp, self._model, self._world = mtp, inputs.language_model, inputs.world
+        self._mtp = mtp
+        self._model = inputs.language_model
+        self._world = inputs.world
         self._cross_entropy = CrossEntropy(chunk_rows)
         self._targets: tuple[int, ...] = ()
         self._sums = torch.zeros(self.depths, dtype=torch.float64, device=self._world.device)
@@ -74,7 +76,9 @@ class DepthsTerm(Term):
         self._targets = tuple(map(int, world.control.sum_over_stages(local, "targets of multi-token prediction")))
 
     def extend_passes(self, passes: Passes) -> Passes:
-        mtp, targets, divisor = self._mtp, self._targets, passes.divisor
+        mtp = self._mtp
+        targets = self._targets
+        divisor = passes.divisor
         # What the loss returns is divided by the step's divisor afterwards.
         shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
         return replace(passes, loss_fn=partial(self._measure_losses, passes.loss_fn, shares), depths=self.depths)

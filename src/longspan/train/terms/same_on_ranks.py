@@ -22,7 +22,8 @@ class SameOnRanks:
         """
         coefficients = coefficients.ravel()
         weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0
-        sums, kind = np.array([loss, coefficients @ weights]), int(inside)
+        sums = np.array([loss, coefficients @ weights])
+        kind = int(inside)
         sums_before = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind])  # -inf: none yet
         self._sums[kind] = sums_before + sums
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights

@@ -53,7 +53,8 @@ class SlotPaceTerm(Term):
         for _, end in self._spans:
             end.synchronize()
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
-        self._spans, self._seconds = [], seconds
+        self._spans = []
+        self._seconds = seconds
         return [seconds, float(self._rows)]
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
@@ -61,7 +62,9 @@ class SlotPaceTerm(Term):
 
         Of a slot's tensor-parallel ranks only the first is in the sums; the others return None.
         """
-        seconds, rows = sums[0] - self._seconds, sums[1] - self._rows  # of the others
+        # of the others
+        seconds = sums[0] - self._seconds
+        rows = sums[1] - self._rows
         if self._world.coordinates.tp or not self._rows or rows <= 0 or seconds <= 0:
             return {"slot_ratio": None}
         return {"slot_ratio": self._seconds / self._rows / (seconds / rows)}

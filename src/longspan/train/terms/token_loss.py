@@ -219,7 +219,8 @@ class TokenLoss:
 
     def __init__(self, function: LossFunction, chunk_rows: int) -> None:
         self.error: Exception | None = None
-        self._function, self._chunk_rows = function, chunk_rows
+        self._function = function
+        self._chunk_rows = chunk_rows
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         targets = BatchTargets(batch, hidden.device)
@@ -311,7 +312,10 @@ class CollectedLogProbs:
     """A loss that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
 
     def __init__(self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = (), *, scores: int = 0) -> None:
-        self._lengths, self._chunk_rows, self._also, self._scores = tuple(lengths), chunk_rows, also, scores
+        self._lengths = tuple(lengths)
+        self._chunk_rows = chunk_rows
+        self._also = also
+        self._scores = scores
         self._starts = np.cumsum((0, *lengths))
         self._parts: list[tuple[BatchTargets, Tensor]] = []
 
@@ -334,7 +338,8 @@ class CollectedLogProbs:
         documents (1 or L, D), times weights.
         """
         columns = self._scores or 1
-        values, sums = np.zeros((columns + len(self._also), self._starts[-1])), np.zeros((columns, len(self._lengths)))
+        values = np.zeros((columns + len(self._also), self._starts[-1]))
+        sums = np.zeros((columns, len(self._lengths)))
         ahead = 0 if self._scores else 1  # a log-probability is of the token after a row
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             for targets, on_device in self._parts:
