@@ -299,7 +299,7 @@ MUTATIONS = [
         "q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)",
         "window = min(window or chunk, chunk)",
     ),  # a window, not a chunk
-    ("tiles", "segments.start // chunk, -(-", "0 * segments.start, -(-"),
+    ("tiles", "first_chunk = segments.start // chunk", "first_chunk = 0 * segments.start"),
     ("tiles", "(number + 1) * chunk", "(number + 1) * chunk - 1"),
     ("tiles", "* -(-longest // chunk) + number", "+ number"),
     ("call", "runs.start - runs.start % chunk", "runs.start"),
