@@ -2,7 +2,7 @@
 
     python bench/on_gpus.py --list                                     # every run, its GPUs, seconds and command
     python bench/on_gpus.py --out runs/gpus --seconds 570              # in order, while the next one's seconds are left
-    python bench/on_gpus.py --out runs/gpus --only tests-one,step-32k --seconds 570
+    python bench/on_gpus.py --out runs/gpus --only first-steps,step-32k --seconds 570
 
 Each run writes `NAME.log` and, where its command has `{out}`, `NAME.json` with the table next to it; `runs.jsonl` has a
 line a run: status and seconds. A run has half as long again as the seconds that stand here, and then it is ended with
@@ -128,6 +128,12 @@ PEER_6555 = f"{MIXTURE} --lengths bench/peers/lengths_6555.json --context.max_to
 
 
 RUNS = (
+    GpuRun(
+        "first-steps",
+        150,
+        "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 6 "
+        "--runs cold,warm --out {out} -- --model.preset qwen3-0.6b --model.dtype bfloat16",
+    ),
     *(GpuRun(f"tests-{part}", seconds, f"{TESTS} --backend nccl --part {part}") for part, seconds in PARTS.items()),
     GpuRun("tests-one", 240, f"env CUDA_VISIBLE_DEVICES=0 {TESTS} --backend nccl", gpus=1),
     GpuRun(
@@ -238,6 +244,9 @@ RUNS = (
     GpuRun("longest-1769k", 400, "{torchrun} bench/training/longest.py --rows 1769472 --small 16 --out {out}"),
     # on two H100s, the measures that 1,769,472 rows have on two H200s
     GpuRun("longest-700k", 200, "{torchrun} bench/training/longest.py --rows 720896 --small 16 --history --out {out}"),
+    GpuRun(
+        "verl-update", 190, "{torchrun} bench/training/verl_update.py --folder {folder}/model --samples 48 --out {out}"
+    ),
     GpuRun(
         "mixture",
         160,

@@ -41,8 +41,8 @@ def test_commands_name_files_that_are_there(tmp_path: Path) -> None:
     for words in (run.words(tmp_path) for run in RUNS):
         assert not any("{" in word for word in words), words
         assert all((ROOT / word).is_file() for word in words if word.startswith("bench/")), words
-    with pytest.raises(SystemExit, match=r"step-33k; runs are tests-train"):
-        choose_runs("tests-one,step-33k")
+    with pytest.raises(SystemExit, match=r"step-33k; runs are first-steps"):
+        choose_runs("first-steps,step-33k")
 
 
 def test_runs_go_on_where_they_were_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

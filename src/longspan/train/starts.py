@@ -1,7 +1,7 @@
 """The seconds of a start by part, from the command to the end of step 1, as the first rank sees them.
 
 A part is all that happens between two notes, whatever thread does it. A run logs them in one line after its first step
-and keeps them in run.json under "starts".
+and keeps them in run.json under "starts"; `bench/training/first_steps.py` records them.
 
 `begin_gpu_imports` takes the modules that only GPUs need out of that line: a thread imports them while the rank makes
 its CUDA context, joins the others and reads its data.
