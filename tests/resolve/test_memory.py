@@ -143,7 +143,9 @@ def rows_of(fit: Fit) -> int:
 
 
 def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
-    """With much room as many as a step has; with little, where nothing may be recomputed, the fewest that fit."""
+    """With little room fewer rows, which need less recomputation, and with much as many as a step has."""
+    few, many = (fit_in(way_of(config_of(**AUTO, context__planner="dynamic")), gib * GIB) for gib in (100, 200))
+    assert rows_of(many) == many.way.limits_of_rows()[-1] > rows_of(few)
     much = fit_in(way_of(config_of(**AUTO, context__planner="dynamic"), layers=8), 200 * GIB)
     assert set(memory_of(much).measures) == {"none"} and rows_of(much) == much.way.limits_of_rows()[-1]
     keys = {"train__activation_checkpointing": "none", "context__planner": "dynamic"}

@@ -144,9 +144,6 @@ def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> float | Non
     return right
 
 
-OF_TWO = 3  # of the refused runs, those of two ranks; the others are of one
-
-
 def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
     """Runs that do not begin, with why, in numbers."""
     text, pair, one, two = {"text": "abc"}, PAIRS[0], {"model__num_labels": 1}, {"model__num_labels": 2}
@@ -181,7 +178,7 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
         ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
     ]
     for i, (rows, keys, message) in enumerate(cases):
-        yield config_of(folder / str(i), base, rows, **keys | (ALONE if i >= OF_TWO else {})), message
+        yield config_of(folder / str(i), base, rows, **keys), message
 
 
 def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_path: Path) -> None:
@@ -195,8 +192,7 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
     numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, data__eval_documents=2)
     refused = [*refused_runs(base, tmp_path)]
-    errors = refusals([pairs, classes, numbers, *(config for config, _ in refused[:OF_TWO])])
-    errors += refusals([config for config, _ in refused[OF_TWO:]], 1)
+    errors = refusals([pairs, classes, numbers, *(config for config, _ in refused)])
     assert errors[:3] == [None] * 3
     for error, (_, message) in zip(errors[3:], refused, strict=True):
         assert isinstance(error, LongspanError) and re.search(message, str(error)), error
