@@ -15,7 +15,7 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.plan import plan_fixed
-from longspan.resolve.choice import PlanChoice
+from longspan.resolve.choice import PlannerConfig
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests.evaluation.state import differences, state_of
@@ -67,7 +67,7 @@ def notice(rank: int, layout: Layout, exact: Sequence[float], names: Sequence[st
             world.step, before = 3, state_of(prepared, optimizer, world)
             try:
                 with mutated(change):
-                    choice = PlanChoice.fixed(2, max_tokens_per_slot=24)
+                    choice = PlannerConfig.fixed(2, max_tokens_per_slot=24)
                     found = evaluate(prepared, HELD_OUT, choice, world, EvaluationOptions(step=77)).document_losses
                     errors = [abs(loss.sum / wanted - 1) for loss, wanted in zip(found, exact, strict=True)]
                     noticed[name] = {"document"} if max(errors) > 1e-9 else set()

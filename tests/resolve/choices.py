@@ -28,7 +28,7 @@ from longspan.plan import MemoryBudget
 from longspan.plan.cost.machine import Machine
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.memory.settings import GPU_SHARE
-from longspan.resolve.choice import PlanChoice
+from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.facts import Facts
 from longspan.resolve.resolved import resolve
 from longspan.resolve.text import plan_type_text
@@ -110,7 +110,12 @@ def _measured_steps() -> Iterator[Case]:
         if name in known or isinstance(model, Path):
             continue
         known.add(name)
-        keys = {"model.config": "of a record", "train.lr": 1e-5, "train.steps": 1, "run.machine": row.device.lower()}
+        keys = {
+            "model.config": "of a record",
+            "optimizer.lr": 1e-5,
+            "train.steps": 1,
+            "run.machine": row.device.lower(),
+        }
         keys |= {"parallel.tp": home.tp, "parallel.pp": home.pp, "parallel.ep": home.ep}
         yield Case(name, load_config(None, keys), model, home, row.device.lower(), steps=[lengths])
 
@@ -123,7 +128,7 @@ def _million_tokens() -> Iterator[Case]:
     model = _family("Qwen3-8B")
     for name, gpu in FAIR:
         steps = [sample_lengths(name, 1 << 20, seed=seed).tolist() for seed in range(8)]
-        keys = {"model.config": "Qwen3-8B", "train.lr": 1e-5, "train.steps": 8, "run.machine": gpu}
+        keys = {"model.config": "Qwen3-8B", "optimizer.lr": 1e-5, "train.steps": 8, "run.machine": gpu}
         yield Case(f"fair: {name}, 8 {gpu}", load_config(None, keys), model, Layout(8), gpu, steps=steps)
 
 
@@ -154,7 +159,7 @@ def choose(case: Case) -> dict[str, Any]:
         return {"refused": re.sub(r" \(.*", "", str(error))}
     way, memory, context = Way(resolved.config, facts), resolved.memory, resolved.config.context
     assert memory is not None
-    choice = PlanChoice.training(resolved.config, cost=resolved.cost, heads=facts.heads)
+    choice = PlannerConfig.training(resolved.config, cost=resolved.cost, heads=facts.heads)
     plans = [choice.plan(facts.lengths(step), facts.home) for step in range(4)]
     return {
         "planner": context.planner,
@@ -173,7 +178,7 @@ def choose(case: Case) -> dict[str, Any]:
 def measures_text(memory: Any) -> str:
     """What layers keep, how often, and what else a plan of memory chose."""
     words = [f"{count} {word}" for word, count in Counter(memory.measures).items()]
-    names = ("gathered_once", "summed_once", "offload_states", "mlp_tile_rows", "segment_layers")
+    names = ("gathered_once", "summed_once", "offload_optimizer_states", "mlp_tile_tokens", "segment_layers")
     return ", ".join([*words, *(name for name in names if getattr(memory, name))])
 
 

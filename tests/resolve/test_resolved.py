@@ -14,7 +14,7 @@ from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.question import Gpus
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import key_value
-from longspan.resolve.choice import PlanChoice
+from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import Given, set_usual_mode
 from tests.resolve.choices import FILE, Case, cases, choose, facts_of
@@ -86,12 +86,12 @@ def test_dry_runs_of_all_recipes_print_the_keys_that_the_run_takes(name: str) ->
 
 def test_nothing_is_planned_where_nothing_is_open() -> None:
     _, facts = facts_of(_cases()[QUICK[1]])
-    given = load_config(None, {"model.config": "x", "train.lr": 1e-5, "context.context_parallel_size": 2})
+    given = load_config(None, {"model.config": "x", "optimizer.lr": 1e-5, "context.context_parallel_size": 2})
     given = replace(given, context=replace(given.context, max_tokens_per_slot=8192))
     fail = replace(facts, budget=None, lengths_of_step=lambda step: pytest.fail("no step is looked at"))
     resolved = resolve(given, fail)
     assert resolved.config == set_usual_mode(given) and resolved.memory is None and not resolved.reasons.ways
-    assert PlanChoice.training(resolved.config).degree == 2
+    assert PlannerConfig.training(resolved.config).degree == 2
 
 
 def test_what_is_open_is_decided_without_torch() -> None:

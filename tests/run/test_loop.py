@@ -12,7 +12,7 @@ import pytest
 
 from longspan.config.sections import RunConfig
 from longspan.data.step_order import StepOrder
-from longspan.plan import Plan, PlanAhead
+from longspan.plan import AsyncPlanner, Plan
 from longspan.run.run_data import TrainingRun
 from longspan.testing import run_ranks
 from longspan.train.step_end import StepEnd
@@ -61,10 +61,10 @@ def test_a_signal_saves_and_stops(
 def receive_on_rank_1(rank: int, configs: list[RunConfig]) -> list[tuple[str, int]]:
     take_step = TrainingRun.take_step
 
-    def take(self: Any, plan: Any, documents: Any, step: int, *meanwhile: Any) -> Any:
+    def take(self: Any, plan: Any, documents: Any, step: int, *host_work: Any) -> Any:
         if rank == 1 and step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return take_step(self, plan, documents, step, *meanwhile)
+        return take_step(self, plan, documents, step, *host_work)
 
     with mock.patch.object(TrainingRun, "take_step", take):
         results = [train_rank(rank, config, 2) for config in configs]
@@ -72,9 +72,10 @@ def receive_on_rank_1(rank: int, configs: list[RunConfig]) -> list[tuple[str, in
 
 
 def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
-    keys = {"train__steps": 3, "train__eval_every": 0, "data__eval_documents": 0}
+    keys = {"train__steps": 3, "evaluation__every": 0, "evaluation__documents": 0}
     configs = [
-        small_config(tmp_path / name, run__save_on=on, **keys) for name, on in (("on", ["SIGUSR1"]), ("off", []))
+        small_config(tmp_path / name, checkpoint__save_signals=on, **keys)
+        for name, on in (("on", ["SIGUSR1"]), ("off", []))
     ]
     assert run_ranks(receive_on_rank_1, 2, configs) == [[("", 3), ("SIGUSR1", 2)]] * 2
     assert [saved_steps(tmp_path / name) for name in ("on", "off")] == [[2, 3], [2]]
@@ -87,9 +88,9 @@ def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = list[str]()
-    plan_inline, select, make_sums = PlanAhead._plan_inline, StepOrder.select, StepEnd._split_sums
+    plan_inline, select, make_sums = AsyncPlanner._plan_inline, StepOrder.select, StepEnd._split_sums
 
-    def note_plan(plans: PlanAhead, step: int) -> Plan:
+    def note_plan(plans: AsyncPlanner, step: int) -> Plan:
         if plans._made_inline is None or plans._made_inline[0] != step:
             events.append(f"plan {step}")
         return plan_inline(plans, step)
@@ -104,10 +105,10 @@ def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
         events.append("sums")
         return make_sums(*arguments)
 
-    monkeypatch.setattr(PlanAhead, "_plan_inline", note_plan)
+    monkeypatch.setattr(AsyncPlanner, "_plan_inline", note_plan)
     monkeypatch.setattr(StepOrder, "select", note_documents)
     monkeypatch.setattr(StepEnd, "_split_sums", note_sums)
-    lines_of(0, small_config(tmp_path, train__steps=4, data__eval_documents=0, train__eval_every=0, **ALONE), 1)
+    lines_of(0, small_config(tmp_path, train__steps=4, evaluation__documents=0, evaluation__every=0, **ALONE), 1)
     events = events[events.index("documents 0") :]
     assert events[: events.index("sums") + 1][-3:] == ["plan 1", "documents 1", "sums"]
     assert [event for event in events if event != "plan 0"] == [

@@ -28,7 +28,7 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
 
     with (
         mock.patch.object(watches, "STEPS", 3),
-        mock.patch.object(Training, "times_slots", True),
+        mock.patch.object(Training, "time_slots", True),
         mock.patch.object(slot_pace, "LEAST_LOGITS", 1),
         mock.patch.object(slot_pace.SlotPaceTerm, "sums", sums),
     ):
@@ -36,7 +36,7 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
 
 
 def test_a_slow_slot_is_named_once_with_its_host(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__steps=5, train__eval_every=0, data__eval_documents=0)
+    config = small_config(tmp_path, train__steps=5, evaluation__every=0, evaluation__documents=0)
     log = run_ranks(train_with_a_slow_slot, 2, config, timeout=120)[0]
     assert log.count("slower than its plan") == 1
     assert "slot 1 (rank 1, host " in log and "has been 25 % slower than its plan for 3 steps" in log
@@ -61,10 +61,10 @@ SHORT = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to
 def run_short(rank: int, configs: list[RunConfig]) -> list[str]:
     take_step, notes = TrainingRun.take_step, list[str]()
 
-    def take(run: TrainingRun, plan: Any, documents: Any, step: int, *meanwhile: Any) -> Any:
+    def take(run: TrainingRun, plan: Any, documents: Any, step: int, *host_work: Any) -> Any:
         if step == 1:
             raise RuntimeError(SHORT)
-        return take_step(run, plan, documents, step, *meanwhile)
+        return take_step(run, plan, documents, step, *host_work)
 
     for config in configs:
         with mock.patch.object(TrainingRun, "take_step", take), pytest.raises(RuntimeError) as raised:
@@ -81,9 +81,9 @@ def sizes_of(text: str) -> dict[str, list[str]]:
 
 
 def test_the_plan_of_memory_stands_next_to_what_was_measured(tmp_path: Path) -> None:
-    keys = {"train__eval_every": 0, **ALONE, "context__max_tokens_per_slot": 64}
+    keys = {"evaluation__every": 0, **ALONE, "context__max_tokens_per_slot": 64}
     # With more room gradients stay whole through a step, and the plan counts them as gathered.
-    planned_keys = {"train__memory_bytes": 20 << 20, **keys}
+    planned_keys = {"train__device_memory_limit": 20 << 20, **keys}
     configs = [small_config(tmp_path / "planned", **planned_keys), small_config(tmp_path, **keys)]
     ((planned, unplanned),) = run_ranks(run_short, 1, configs)
     for note in (planned, unplanned):
@@ -131,6 +131,6 @@ def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypat
     assert [bool(line) for line in lines] == [False] * 4 + [True] + [False] * 2
     assert lines[4] == (
         "the GPU's allocator ran out of memory 3 times a step: each time it waits for the GPU, gives back what is free "
-        "and takes it again (137 GiB taken at most, 125 GiB in use); a lower train.memory_bytes leaves it room "
+        "and takes it again (137 GiB taken at most, 125 GiB in use); a lower train.device_memory_limit leaves it room "
         "(docs/memory.md)"
     )

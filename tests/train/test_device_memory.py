@@ -52,7 +52,7 @@ def _small_host(rank: int, config: RunConfig) -> tuple[str, str]:
 
 
 def test_a_host_that_is_too_small_is_named_on_every_rank(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__steps=1, train__eval_every=0)
+    config = small_config(tmp_path, train__steps=1, evaluation__every=0)
     (first, first_run), (last, last_run) = run_ranks(_small_host, 2, config)
     assert "a rank needs at least 12.1 GiB" in first and "rank 0, one of 2 on its host, has 1.0 GiB free" in first
     assert "are all sizes in its configuration?" in first and last.startswith(first)

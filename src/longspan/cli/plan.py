@@ -28,7 +28,7 @@ from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, read_machine
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
-from longspan.resolve.choice import KEYS, PlanChoice, check_planner_exists
+from longspan.resolve.choice import KEYS, PlannerConfig, check_planner_exists
 from longspan.resolve.evaluation import compare_degrees, compare_partitions
 from longspan.resolve.ways import fastest_plan
 
@@ -213,7 +213,7 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: P
         limited = (flags.min_cp, flags.max_cp) != (1, 0)
         planner = "dynamic" if limited else AUTO
         planner = "fixed" if flags.cp else planner
-    choice = PlanChoice(planner, flags.cp, flags.min_cp, flags.max_cp, options, prefix="--")
+    choice = PlannerConfig(planner, flags.cp, flags.min_cp, flags.max_cp, options, prefix="--")
 
     def make_with_options(way: PlanOptions) -> Plan:
         return fastest_plan(replace(choice, options=way), lengths, home)

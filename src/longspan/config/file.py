@@ -35,7 +35,9 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     tables: dict[str, Any] = {}
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        tables[section] = {**tables.get(section, {}), name: value} if name else value  # no name: the tables [[eval]]
+        tables[section] = (
+            {**tables.get(section, {}), name: value} if name else value
+        )  # no name: the tables [[evaluation.sets]]
     config = _set_sections(config, tables, source="the overrides")
     return resolve_defaults(config)
 
@@ -98,7 +100,7 @@ def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
     sources = values["data"].pop("sources")
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
     tables += [("[[data.sources]]", source) for source in sources]
-    return tables + [("[[eval]]", entry) for entry in values["eval"]]
+    return tables + [("[[evaluation.sets]]", entry) for entry in values["eval"]]
 
 
 def _toml_text(value: Any) -> str:
@@ -177,7 +179,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
-    """An unknown key may be one of another section, in [[eval]] one of [context] with its prefix eval_."""
+    """An unknown key may be one of another section, in [[evaluation.sets]] one of [context] with its prefix eval_."""
     if f"{label.partition('.')[0]}.{key}" in GONE_VALUES:
         return GONE
     if own := key_of_other_name(key):

@@ -151,7 +151,10 @@ def make_recipe(
     for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
         kind = kind_of_files(
-            source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes, columns=data.columns
+            source_files,
+            skip_bad=data.on_bad_row == "skip",
+            most_bytes=data.max_text_bytes,
+            columns=data.rename_columns,
         )
         encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
     _check_kinds({encoding.kind for encoding in encodings}, settings)
@@ -161,7 +164,7 @@ def make_recipe(
         sources=sources,
         encodings=tuple(encodings),
         longest=data.max_document_tokens,
-        skip_bad=data.on_bad == "skip",
+        skip_bad=data.on_bad_row == "skip",
         most_bytes=data.max_text_bytes,
     )
 

@@ -1,6 +1,6 @@
 """Evaluation: live in a run or a loop, and of saved weights. Names are imported on first use (PEP 562).
 
->>> from longspan.evaluation import EvaluationOptions, TargetRows, evaluate
+>>> from longspan.evaluation import EvaluationOptions, TargetTokens, evaluate
 
 `docs/evaluation.md` shows them in use.
 """
@@ -12,7 +12,7 @@ from longspan.lazy import lazy_exports
 if TYPE_CHECKING:
     from longspan.evaluation.live import evaluate as evaluate
     from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
-    from longspan.evaluation.metrics import TargetRows as TargetRows
+    from longspan.evaluation.metrics import TargetTokens as TargetTokens
     from longspan.evaluation.result import Evaluation as Evaluation
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

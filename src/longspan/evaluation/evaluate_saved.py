@@ -53,7 +53,7 @@ from longspan.model.multimodal.multimodal_model import are_multimodal
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.tokenizer_files import vocabulary_files
 from longspan.plan import Cost
-from longspan.resolve.choice import PlanChoice, query_heads
+from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.kept_rows import set_eval_rows_of_training
 from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import choose_degree, set_default_partition
@@ -86,8 +86,8 @@ def evaluate_saved(
     key = "--metrics"
     names = request.metrics
     if not names:
-        key = "train.eval_metrics"
-        names = first.config.train.eval_metrics
+        key = "evaluation.metrics"
+        names = first.config.evaluation.metrics
     metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
     checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     _check_same_tokens(checked)
@@ -122,7 +122,7 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:
-        checkpoint = find_checkpoint(checkpoints_root(weights.run_dir, subject.config.run.checkpoints), world, log)
+        checkpoint = find_checkpoint(checkpoints_root(weights.run_dir, subject.config.checkpoint.dir), world, log)
         if checkpoint is None:
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
@@ -172,7 +172,7 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
     corpus = Corpus(run_dir / "corpus")
     held_out = corpus.select(make_step_order(config, corpus).evaluation)
     if not held_out:
-        raise DataError(f"{run_dir} holds out no documents (data.eval_documents is 0); give documents with --data")
+        raise DataError(f"{run_dir} holds out no documents (evaluation.documents is 0); give documents with --data")
     return held_out
 
 
@@ -284,8 +284,8 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     context = first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context
     usual = set_node_size(set_default_partition(replace(subject.config, context=context)), world)
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
-    choice = PlanChoice.evaluation(config, heads=heads)
-    is_cap_fixed = "context.eval_max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
+    choice = PlannerConfig.evaluation(config, heads=heads)
+    is_cap_fixed = "evaluation.max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
     for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else longest):
         at_degree.check_longest_document(longest, world.home, f"the longest document ({longest} tokens)")
     return _Fit(checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config)))
@@ -323,10 +323,10 @@ class _Evaluator:
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         weights = fit.checked.subject.weights.title.rpartition("/")[2]
         for name, documents in fit.sets.items():
-            choice = PlanChoice.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
+            choice = PlannerConfig.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
                 lengths = [int(n) for n in documents.lengths]
-                is_open = fit.config.context.evaluation.planner == AUTO
+                is_open = fit.config.evaluation.planner == AUTO
                 choose = partial(choose_degree, choice, lengths, self.world.home, name=name, planner_open=is_open)
                 choice, reason = run_on_first_rank(self.world, choose, ConfigError)  # hosts may round differently
                 if reason:
@@ -345,5 +345,5 @@ class _Evaluator:
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
 
 
-def _list_choices(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
+def _list_choices(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]

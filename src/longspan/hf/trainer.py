@@ -43,7 +43,7 @@ from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode
-from longspan.train import PlanChoice
+from longspan.train import PlannerConfig
 from longspan.train.training import options_of_memory_plan
 from longspan.train.world_facts import gather_facts, resolve_on_ranks
 
@@ -70,11 +70,11 @@ def resolve_trainer(trainer: Any) -> Resolved:
     config, args = _run_config(trainer), trainer._stock_arguments
     default = {key.name: key.default for key in fields(args)}
     if asks_for_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
-        config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
+        config = replace(config, train=replace(config.train, plan_memory=False, activation_checkpointing="full"))
     world, model = trainer.world, unwrap_peft_model(trainer.model).config
     lengths = _lengths_of_documents(trainer)
     gpu = world.device.type == "cuda"
-    if config.context.max_tokens_per_slot == AUTO and not (lengths and (gpu or config.train.memory_bytes)):
+    if config.context.max_tokens_per_slot == AUTO and not (lengths and (gpu or config.train.device_memory_limit)):
         config = replace(config, context=replace(config.context, max_tokens_per_slot=0))
     if not lengths:
         cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=world.home.slots)
@@ -105,7 +105,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         return options
     by_arguments = replace(config.train, activation_checkpointing="full" if asks_for_recomputation(args) else "none")
     measures = options_of_memory_plan(replace(config, train=by_arguments), memory, training=True)
-    return replace(options, compiled=config.train.compiled, **measures)
+    return replace(options, compiled=config.train.compile, **measures)
 
 
 def _run_config(trainer: Any) -> RunConfig:
@@ -119,7 +119,9 @@ def _run_config(trainer: Any) -> RunConfig:
     lora = LoraSection()
     if (adapter := find_adapter(model)) is not None:
         targets = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
-        lora = replace(lora, rank=adapter.config.r, targets=() if isinstance(targets, str) else tuple(targets or ()))
+        lora = replace(
+            lora, rank=adapter.config.r, target_modules=() if isinstance(targets, str) else tuple(targets or ())
+        )
     return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
 
 
@@ -302,7 +304,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
 
 def layout_line(config: RunConfig, home: Layout) -> str:
-    training, evaluation = PlanChoice.training(config).text, PlanChoice.evaluation(config).text
+    training, evaluation = PlannerConfig.training(config).text, PlannerConfig.evaluation(config).text
     degrees = {"tp": home.tp, "ep": home.ep, "dp_replicate": home.dp_replicate}
     also = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
     shards = len(home.ranks) // home.dp_replicate

@@ -110,7 +110,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
         lambda call: call.world.home.tp > 1 or call.options.sequence_parallel,
         "longspan.model.tensor_parallel_feature:TensorParallelFeature",
     ),
-    (lambda call: call.options.mlp_tile_rows, "longspan.model.activations.tiles:TileFeature"),
+    (lambda call: call.options.mlp_tile_tokens, "longspan.model.activations.tiles:TileFeature"),
     (
         lambda call: call.options.sets("activation_checkpointing", "offload_activations", "measures", "segment_layers"),
         "longspan.model.activations.recompute:RecomputationFeature",

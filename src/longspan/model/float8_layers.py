@@ -80,7 +80,7 @@ class Float8Feature(Feature):
         dtype = self.options.sharding(self.world).dtype_of(model)
         if reasons := [*_reasons_against_float8(model, self.world.device, dtype, self.world.home.tp)]:
             return ModelError(
-                f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'
+                f'float8 is "rowwise" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'
             )
         return None
 

@@ -74,7 +74,7 @@ class PrepareOptions:
     offload_activations: bool = False
     measures: str | Sequence[str] | None = None
     host_bytes: int = 0
-    mlp_tile_rows: int = 0
+    mlp_tile_tokens: int = 0
     segment_layers: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None

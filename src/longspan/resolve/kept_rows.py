@@ -22,8 +22,8 @@ _KEYS = {
     "data": ("tokenizer", "vocab_size"),
     "train": (
         *("optimizer", "optimizer_arguments", "stochastic_rounding"),
-        *("activation_checkpointing", "offload_activations", "memory", "offload_states"),
-        *("mlp_tile_rows", "fused_norms", "float8", "memory_bytes"),
+        *("activation_checkpointing", "offload_activations", "memory", "offload_optimizer_states"),
+        *("mlp_tile_tokens", "fused_norms", "float8", "memory_bytes"),
     ),
 }
 
@@ -81,14 +81,14 @@ def halve_saved_rows(config: RunConfig) -> None:
 
 def set_eval_rows_of_training(config: RunConfig) -> RunConfig:
     """Put the rows that the run chose for training in place of "auto" of evaluation."""
-    if config.context.evaluation.max_tokens_per_slot != AUTO:
+    if config.evaluation.max_tokens_per_slot != AUTO:
         return config
     file = Path(config.run.dir) / FILE
     try:
         rows = int(read_json(file)["rows"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f'context.eval_max_tokens_per_slot is "{AUTO}", the rows that training has chosen, and {file} does not '
+            f'evaluation.max_tokens_per_slot is "{AUTO}", the rows that training has chosen, and {file} does not '
             f"say them ({error}); give a number of rows"
         ) from error
     return set_evaluation_rows(config, rows)

@@ -14,7 +14,7 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, MemoryPlan, PlanOptions
 from longspan.plan.memory.stage_bytes import ModelNumbers
-from longspan.resolve.choice import PlanChoice
+from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.evaluation import PartitionChoice, compare_degrees, compare_partitions
 from longspan.resolve.facts import Facts
 from longspan.resolve.text import RankedWay, planner_reason
@@ -125,17 +125,19 @@ def _follow_training(config: RunConfig) -> RunConfig:
 
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
     """Put these rows of a slot in place of "auto" of evaluations, which keep less of a row than training."""
-    if config.context.evaluation.max_tokens_per_slot == AUTO:
+    if config.evaluation.max_tokens_per_slot == AUTO:
         config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
-    sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
-    return replace(config, eval=tuple(sets))
+    sets = (
+        replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.evaluation.sets
+    )
+    return config.with_sets(tuple(sets))
 
 
 def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
     """Choose degree, type and levels for every evaluation set whose degree is open."""
     entries, lines = list[EvalConfig](), list[str]()
     for entry in resolved.config.evaluations:
-        choice = PlanChoice.evaluation(resolved.config, entry, cost=resolved.cost, heads=facts.heads)
+        choice = PlannerConfig.evaluation(resolved.config, entry, cost=resolved.cost, heads=facts.heads)
         lengths = [int(n) for n in facts.evaluated.get(entry.name, ())]
         choice, line = choose_degree(choice, lengths, facts.home, name=entry.name)
         entries.append(_set_chosen_degree(entry, choice) if line else entry)
@@ -145,8 +147,8 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
 
 
 def choose_degree(
-    choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", planner_open: bool = False
-) -> tuple[PlanChoice, str]:
+    choice: PlannerConfig, lengths: Sequence[int], home: Layout, *, name: str = "", planner_open: bool = False
+) -> tuple[PlannerConfig, str]:
     """Choose the fastest degree for these documents, of evaluation set `name`, and say why.
 
     A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason "". With an
@@ -173,7 +175,7 @@ def choose_degree(
     return replace(choice, planner=planner, degree=best.cp, options=options), comparison.reason(name)
 
 
-def _set_chosen_degree(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
+def _set_chosen_degree(entry: EvalConfig, choice: PlannerConfig) -> EvalConfig:
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     return replace(
         entry,
@@ -226,10 +228,10 @@ def _choose_fastest_partition(way: Way) -> PartitionChoice:
 
 def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
     """An evaluation of type "auto" takes training's, unless its degree is chosen later, or is not one alone."""
-    trained = PlanChoice.training(config, heads=heads)
+    trained = PlannerConfig.training(config, heads=heads)
 
     def set_type(entry: EvalConfig) -> EvalConfig:
-        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        choice = PlannerConfig.evaluation(config, entry, heads=heads)
         if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
             return entry
         allowed = trained.allows(choice.degree, home)

@@ -21,7 +21,7 @@ from longspan.errors import LayoutError, LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory
 from longspan.plan.memory.memory_plan import leanest_plans, mean_step_seconds
-from longspan.resolve.choice import PlanChoice, home_of, list_choices
+from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
 from longspan.resolve.memory import can_be_free, find_run_cost, fixed_memory_keys, run_memory_settings
 from longspan.resolve.text import RankedWay
@@ -53,13 +53,13 @@ class Way:
         return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
 
     @cached_property
-    def choice(self) -> PlanChoice:
+    def choice(self) -> PlannerConfig:
         """How steps are planned; where the keys leave the host's size open, it is the machine's."""
         config, facts = self.config, self.facts
         if config.context.node_size == AUTO:
             node_size = max(1, facts.machine.node_size // facts.home.tp)
             config = replace(config, context=replace(config.context, node_size=node_size))
-        return PlanChoice.training(config, cost=self.cost(), heads=facts.heads)
+        return PlannerConfig.training(config, cost=self.cost(), heads=facts.heads)
 
     def cost(self, memory: MemoryPlan | None = None, notes: list[str] | None = None) -> Cost:
         """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
@@ -69,8 +69,8 @@ class Way:
 
     @cached_property
     def memory_settings(self) -> MemorySettings:
-        """A slot encodes its share of a step's image rows, encoder.max_rows at once."""
-        facts, most = self.facts, self.config.encoder.max_rows
+        """A slot encodes its share of a step's image rows, encoder.max_tokens at once."""
+        facts, most = self.facts, self.config.encoder.max_tokens
         rows = math.ceil(UNEVEN * facts.image_rows / facts.home.slots)
         rows = min(rows, most or rows)
         numbers = facts.state_numbers
@@ -203,7 +203,7 @@ class Fit:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The fastest first, fixed plans before dynamic ones that are as fast (`PlanChoice.least_gain`); behind all
+        """The fastest first, fixed plans before dynamic ones that are as fast (`PlannerConfig.least_gain`); behind all
         that fit the others, by the bytes of the leanest; of equal ones the fewest rows.
         """
         rows = self.ranked_way.rows
@@ -320,7 +320,7 @@ def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way
             yield way.with_context(**keys, context_parallel_size=choice.degree)
 
 
-def fastest_plan(choice: PlanChoice, lengths: Sequence[int], home: Layout) -> Plan:
+def fastest_plan(choice: PlannerConfig, lengths: Sequence[int], home: Layout) -> Plan:
     """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
     plans, refusal = list[tuple[float, Plan]](), None
     for one in list_choices(choice, home, len(set(lengths)) > 1):

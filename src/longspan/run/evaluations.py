@@ -11,7 +11,7 @@ from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
-from longspan.resolve.choice import PlanChoice, degrees_to_compare
+from longspan.resolve.choice import PlannerConfig, degrees_to_compare
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
@@ -83,7 +83,7 @@ class Evaluations:
             at_end = 1 + sum(choice.degree != first.degree for choice in self._list_other_choices(entry))
             yield int(sum(entry.documents.lengths)), entry.config.every, at_end
 
-    def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlanChoice]:
+    def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlannerConfig]:
         """Of held-out documents the choices at 1, 2, 4, … and all slots, as far as heads allow, under caps that hold
         the documents.
         """
@@ -100,7 +100,7 @@ class Evaluations:
             if first is None or other_choice.degree != first.cp:
                 yield self._evaluate_set(entry, other_choice, done)
 
-    def _evaluate_set(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
+    def _evaluate_set(self, entry: EvaluationSet, choice: PlannerConfig, done: int) -> Evaluation | None:
         degree = f"at cp {choice.degree}" if choice.has_one_degree else f"by {choice.planner} plans"
         subject = " ".join(filter(None, (entry.name and f"of {entry.name}", degree)))
         options = EvaluationOptions(

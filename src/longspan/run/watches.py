@@ -86,7 +86,7 @@ def _memory_table(run: TrainingRun) -> str:
         (name, *(bytes_text(sizes[name]) if name in sizes else "" for sizes in (planned, measured)))
         for name in planned | measured
     ]
-    note = "" if planned else "\nthis run has no plan of memory (train.memory, docs/memory.md)"
+    note = "" if planned else "\nthis run has no plan of memory (train.plan_memory, docs/memory.md)"
     return f"{text_table(('part', 'planned', 'measured'), rows)}{note}"
 
 

@@ -68,7 +68,7 @@ def allocator_retries_text(times: float, in_use: int, reserved: int) -> str:
     return (
         f"the GPU's allocator ran out of memory {times:.3g} times a step: each time it waits for the GPU, gives back "
         f"what is free and takes it again ({bytes_text(reserved)} taken at most, {bytes_text(in_use)} in use); a lower "
-        "train.memory_bytes leaves it room (docs/memory.md)"
+        "train.device_memory_limit leaves it room (docs/memory.md)"
     )
 
 
@@ -97,7 +97,7 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
         shards = home.tp * home.pp * home.slots // home.dp_replicate
         weights = sum(p.nbytes for p in model.parameters()) // shards
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards
-        moments = 0 if train.offload_states else MOMENTS.get(train.optimizer, 0)
+        moments = 0 if train.offload_optimizer_states else MOMENTS.get(config.optimizer.class_, 0)
         parts = {"weights": weights, "gradients": trained, "optimizer states": int(moments * trained)}
         needed, ranks = sum(parts.values()), count_ranks_of_host(world)
         free = torch.cuda.mem_get_info(world.device)[0] if gpu else free_host_bytes(swap=True)
@@ -121,8 +121,8 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     """Return the bytes that a rank may fill of device and host, the least of all ranks (host 0: not known)."""
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
-    device = config.train.memory_bytes or host or sys.maxsize
-    if world.device.type == "cuda" and not config.train.memory_bytes:
+    device = config.train.device_memory_limit or host or sys.maxsize
+    if world.device.type == "cuda" and not config.train.device_memory_limit:
         # The CUDA context exists by now, and a plan of memory counts its bytes too, CONTEXT_BYTES at most.
         free, all_bytes = torch.cuda.mem_get_info(world.device)
         device = int(GPU_SHARE * min(all_bytes, free + CONTEXT_BYTES))

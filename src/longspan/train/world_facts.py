@@ -33,7 +33,7 @@ def gather_facts(
     """Gather what a configuration is resolved by on these ranks, `more` of it by name; entered by all ranks.
 
     Raises ConfigError for keys of memory that contradict the devices. Bytes are known on GPUs, on CPUs with
-    `train.memory_bytes`, and where rows of a slot are to be chosen; of a run that is over none are needed.
+    `train.device_memory_limit`, and where rows of a slot are to be chosen; of a run that is over none are needed.
     """
     gpu, train = world.device.type == "cuda", config.train
     budget = None
@@ -64,7 +64,7 @@ def resolve_on_ranks(
 ) -> Resolved:
     """Decide on the first rank what the configuration leaves open, as hosts may round times differently; all enter it.
 
-    The plan of memory is None where train.memory and rows leave nothing to choose, and on CPUs without `memory_bytes`.
+    The plan of memory is None where train.plan_memory and rows leave nothing to choose, and on CPUs without `memory_bytes`.
     Raises ConfigError, on every rank, where nothing fits.
     """
 
@@ -79,7 +79,7 @@ def resolve_on_ranks(
         log(note)
     if resolved.memory is not None and facts.budget and chooses_measures(config.train, gpu=facts.gpu):
         log(resolved.memory.summary_line(facts.budget))
-    return resolved if facts.gpu or config.train.memory_bytes else replace(resolved, memory=None)
+    return resolved if facts.gpu or config.train.device_memory_limit else replace(resolved, memory=None)
 
 
 def set_node_size(config: RunConfig, world: World) -> RunConfig:

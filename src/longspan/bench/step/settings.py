@@ -16,7 +16,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 from longspan.plan.shape.model_shape import peak_tflops, read_experts
-from longspan.resolve.choice import PlanChoice, home_of, query_heads
+from longspan.resolve.choice import PlannerConfig, home_of, query_heads
 from longspan.resolve.facts import Facts
 from longspan.resolve.memory import find_run_cost, run_machine
 from longspan.resolve.resolved import choose_partition
@@ -166,7 +166,7 @@ class StepSettings:
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
     def plan(self, planner: str) -> Plan:
-        choice = PlanChoice.training(
+        choice = PlannerConfig.training(
             replace(self.config, context=replace(self.config.context, planner=planner)),
             cost=self.cost,
             heads=query_heads(self.configuration),
@@ -312,7 +312,7 @@ def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Se
     that it gives or else 1, as a run must have one.
     """
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
-    train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
+    train = replace(config.train, lr=config.optimizer.lr if config.optimizer.lr != NOT_GIVEN else 1.0)
     config = replace(config, data=data, train=train)
     for planner in planners:
         check_config(replace(config, context=replace(config.context, planner=planner)), ranks)

@@ -137,7 +137,7 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
 
 def _set_steps(config: RunConfig, order: StepOrder, log: Log) -> RunConfig:
     config = set_epoch_steps(config, order, log)
-    Schedule.of(config.train)  # raises where the schedule does not fit the steps
+    Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     return config
 
 
@@ -150,8 +150,13 @@ PRICED = 64  # steps of a run whose seconds count where all plans have one degre
 GATHERS = "parallel.reshard_after_forward"
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
 HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
-OF_MEMORY = ("train.memory", "train.memory_bytes", "train.activation_checkpointing", "train.offload_activations")
-OF_MEMORY += ("train.offload_states", "train.mlp_tile_rows", GATHERS)  # keys by which less may fit
+OF_MEMORY = (
+    "train.plan_memory",
+    "train.device_memory_limit",
+    "train.activation_checkpointing",
+    "train.offload_activations",
+)
+OF_MEMORY += ("train.offload_optimizer_states", "train.mlp_tile_tokens", GATHERS)  # keys by which less may fit
 SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
 OF_MODELS = ("model.dtype", "model.compute_dtype")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
@@ -220,7 +225,7 @@ class Answer:
 
 def _largest_parts(fit: Fit) -> dict[str, int]:
     memory, needs = planned_memory(fit), fit.way.memory_needs(fit.plans)
-    names = ("gathered_once", "summed_once", "offload_states", "mlp_tile_rows", "segment_layers")
+    names = ("gathered_once", "summed_once", "offload_optimizer_states", "mlp_tile_tokens", "segment_layers")
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names})
     places = (replace(place, settings=settings) for place in needs.places)
     moments = [m for place in places for m in place.bytes_at_moments(needs.loads, memory.measures)]
@@ -235,7 +240,7 @@ def _way_figures(fit: Fit) -> dict[str, Any]:
     if fit.seconds is not None:
         per_gpu = sum(plan.tokens for plan in fit.plans) / len(fit.plans) / fit.seconds / count
         peak, frozen = peak_tflops(facts.machine.device, "bfloat16"), config.lora.rank > 0
-        shape = ModelShape.of(facts.model, depths=config.mtp.depths)
+        shape = ModelShape.of(facts.model, depths=config.mtp.num_layers)
         flops = sum(model_flops(shape, plan.lengths, frozen=frozen) for plan in fit.plans) / len(fit.plans)
         mfu = flops / fit.seconds / count / 1e12 / peak if peak else None
     types = dict.fromkeys(filter(None, map(plan_type_text, fit.plans)))
@@ -264,14 +269,14 @@ def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 def _run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
-    # Models and data are named elsewhere; train.memory decides GATHERS, unless it is given.
+    # Models and data are named elsewhere; train.plan_memory decides GATHERS, unless it is given.
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
             values, defaults = vars(getattr(config, section)), vars(kind())
             names |= {f"{section}.{key}" for key in values if values[key] != defaults[key]}
     names -= {GATHERS} - given_keys
-    names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
+    names |= {"train.plan_memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.mode"} if config.context.mode != AUTO else set()
     one_degree = config.context.planner in ONE_DEGREE
     names |= {"context.context_parallel_size"} if one_degree else {LOWEST_DEGREE, HIGHEST_DEGREE}
@@ -472,7 +477,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
-        f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_bytes), the host up to "
+        f"a GPU may be filled up to {gib_text(budget.device)} (train.device_memory_limit), the host up to "
         f"{gib_text(budget.host)} for each GPU"
     )
     yield from ("", "the keys, as a file of longspan train (longspan plan --write FILE writes it):")
@@ -528,7 +533,7 @@ def _key_lines(answer: Answer) -> Iterator[str]:
     config = answer.config
     named = {name for name in answer.given_keys if name.partition(".")[0] in ("model", "data", "run")}
     named |= {f"model.{key}" for key in ("path", "preset", "config", "num_labels") if getattr(config.model, key)}
-    named |= {"train.lr"} if config.train.lr != NOT_GIVEN else set()
+    named |= {"optimizer.lr"} if config.optimizer.lr != NOT_GIVEN else set()
     values = {name: _read_key(config, name) for name in named} | _run_keys(config, answer.given_keys)
     last_section = ""
     for name in sorted(values):

@@ -39,7 +39,7 @@ class GpuRun:
 
     @classmethod
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "GpuRun":
-        check_model_keys(config, training=False)  # train.lr may be left out, as nothing is trained here
+        check_model_keys(config, training=False)  # optimizer.lr may be left out, as nothing is trained here
         check_number_bounds(config, training=False)
         home = home_of(config.parallel, gpus.count)
         for check in (check_precision, check_keys_needed_by_keys, check_lora, check_mtp_section):
@@ -47,13 +47,13 @@ class GpuRun:
         check_memory_keys(config.train, gpu=True)
         check_parallel(config, home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
-        # data.eval_documents is 0), but not those of named evaluation sets.
-        check_plans(replace(config, eval=()), home, training=True)
+        # evaluation.documents is 0), but not those of named evaluation sets.
+        check_plans(config.with_sets(()), home, training=True)
         model: Any = config.model.source
         if name := find_published_preset(model) if model else config.model.preset_name:
             preset = PRESETS[name]  # with an embedding row for each id of the run's tokenizer if it gives no number
             model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
-        ModelShape.of(model, depths=config.mtp.depths)  # raises for a model without sizes
+        ModelShape.of(model, depths=config.mtp.num_layers)  # raises for a model without sizes
         if home.ep > 1 and not read_experts(model).of_layer:  # in the words of a run that has loaded the model
             read = ConfigReader.read_whole_model(model)
             classes = read.value("architectures") or [read.model_type or read.where]
@@ -67,7 +67,7 @@ class GpuRun:
     @property
     def budget(self) -> MemoryBudget:
         """What a GPU and its share of the host may be filled with."""
-        device = self.config.train.memory_bytes or int(GPU_SHARE * self.gpus.bytes)
+        device = self.config.train.device_memory_limit or int(GPU_SHARE * self.gpus.bytes)
         return MemoryBudget(device=device, host=self.gpus.host_bytes)
 
     def facts(self, lengths_of_step: Callable[[int], Sequence[int]], steps: int, **more: Any) -> Facts:

@@ -32,7 +32,7 @@ from longspan.model.activations.tiles import (
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.features import Call, Feature
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
-from longspan.plan.memory.settings import MEASURES, CheckpointPolicy
+from longspan.plan.memory.settings import CHECKPOINT_POLICIES, CheckpointPolicy
 
 Run = Callable[..., Any]
 
@@ -247,8 +247,8 @@ class RecomputationFeature(Feature):
                     raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
         self._is_one = isinstance(measures, str)  # for all layers; else of each decoder layer and then of each depth
         self._measures = [measures] if isinstance(measures, str) else [*measures]
-        if wrong := [word for word in self._measures if word not in MEASURES]:
-            raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
+        if wrong := [word for word in self._measures if word not in CHECKPOINT_POLICIES]:
+            raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
 
     def refuse(self, model: PreTrainedModel) -> None:
         size = self.options.segment_layers

@@ -71,7 +71,9 @@ def _run_each_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: in
     for tile in _split_rows(rows, count):
         tile_out = run(*tile)
         if tile_out.shape[ROWS] != tile[0].shape[ROWS]:
-            raise ModelError(f"a tile of {tile[0].shape[ROWS]} rows became {tile_out.shape[ROWS]}; use mlp_tile_rows 0")
+            raise ModelError(
+                f"a tile of {tile[0].shape[ROWS]} rows became {tile_out.shape[ROWS]}; use mlp_tile_tokens 0"
+            )
         if out is None:
             out = tile_out.new_empty((*tile_out.shape[:ROWS], rows[0].shape[ROWS], tile_out.shape[-1]))
         out.narrow(ROWS, start, tile_out.shape[ROWS]).copy_(tile_out)
@@ -248,16 +250,16 @@ class TileFeature(Feature):
     """MLPs and experts of the layers here over tiles of at most so many rows, after layers are split."""
 
     def refuse(self, model: PreTrainedModel) -> None:
-        tile_rows = self.options.mlp_tile_rows
+        tile_rows = self.options.mlp_tile_tokens
         if tile_rows < 0:
-            raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
+            raise ModelError(f"mlp_tile_tokens is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
         has_any = False
         for name, layer in layers_and_mtp_blocks(model).items():
             experts = expert_modules(layer)
             for inner, module in layer.named_modules():
                 if type(module).__name__.endswith("Experts") and inner not in experts:
                     raise ModelError(
-                        f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(module).__name__}) does not use "
+                        f"mlp_tile_tokens is {tile_rows}, and {name}.{inner} ({type(module).__name__}) does not use "
                         "transformers' interface of experts, through which they run in tiles; use 0"
                     )
             for inner, mlp in find_mlps(layer).items():
@@ -265,20 +267,22 @@ class TileFeature(Feature):
                 positional = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
                 if len(tensors := [p.name for p in positional if p.default is p.empty]) > 1:
                     raise ModelError(
-                        f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
+                        f"mlp_tile_tokens is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
                         f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
                     )
                 has_any = True
             has_any = has_any or bool(experts)
         if not has_any:
             raise ModelError(
-                f"mlp_tile_rows is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module "
+                f"mlp_tile_tokens is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module "
                 "whose class ends in MLP) or experts of transformers' interface to run in tiles; use 0"
             )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         for layer in layers_and_mtp_blocks(model).values():
             for mlp in find_mlps(layer).values():
-                mlp.forward = TiledForward(mlp, self.options.mlp_tile_rows)
+                mlp.forward = TiledForward(mlp, self.options.mlp_tile_tokens)
             for experts in expert_modules(layer).values():
-                setattr(experts, TILE_ROWS, self.options.mlp_tile_rows)  # their forward, which is longspan's, reads it
+                setattr(
+                    experts, TILE_ROWS, self.options.mlp_tile_tokens
+                )  # their forward, which is longspan's, reads it

@@ -23,7 +23,7 @@ def step_terms(
     router: "RouterCoefficients | None" = None,
     mtp: "MtpLoss | None" = None,
     chunk_rows: int = 0,
-    times_slots: bool = False,
+    time_slots: bool = False,
 ) -> tuple[Term, ...]:
     """Make all terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
 
@@ -56,7 +56,7 @@ def step_terms(
         terms += router_terms(inputs, router)
     if depths is not None:
         terms.append(depths)  # after the loss, to whose measure it adds its own
-    if times_slots:
+    if time_slots:
         from longspan.train.terms.slot_pace import SlotPaceTerm
 
         terms.append(SlotPaceTerm(inputs.world))  # last: it times the measure of all others
