@@ -28,7 +28,7 @@ SMALL = (  # on one GPU
     "{python} -m longspan bench step --world 1 --model.preset qwen3-4b --planners fixed --warmup 1 --repeats 1 "
     "--out {out}"
 )
-CHOICES = {"auto": "auto --train.memory_bytes 51539607552"} | {
+CHOICES = {"auto": "auto --train.device_memory_limit 51539607552"} | {
     name.replace(" ", "-"): f"none --train.activation_checkpointing {keys}"
     for name, keys in {
         "selective": "selective",
@@ -74,8 +74,8 @@ class GpuRun:
 # Steps by which prices are fitted and held out (bench/plans/predictions.py): on one GPU, and over two.
 PRICED = "{python} -m longspan bench step --warmup 2 --repeats 3 --out {out}"
 DENSE = f"{PRICED} --model.preset qwen3-8b --layers 8"
-EAGER = "--planners fixed --train.memory none --train.compiled none --train.activation_checkpointing selective"
-RECOMPUTED = "--train.memory none --train.activation_checkpointing full"
+EAGER = "--planners fixed --train.plan_memory false --train.compile none --train.activation_checkpointing selective"
+RECOMPUTED = "--train.plan_memory false --train.activation_checkpointing full"
 MIXTURE = f"{PRICED} --model.preset qwen3-30b-a3b --layers 4"
 HYBRID = (
     f"{PRICED} --model.config examples/gpu/qwen3-next-8-layers --model.dtype bfloat16 --context.partition contiguous "
@@ -84,8 +84,8 @@ HYBRID = (
 CHATS = "{python} bench/data/made_chats.py {folder}/chats --chats 64"
 ADAPTERS = (
     '{python} -m longspan train examples/gpu/sft.toml --world 1 --model.path "" --model.preset qwen3-8b '
-    "--data.path {folder}/chats/chats.jsonl --data.tokenizer {folder}/chats/tokenizer --data.eval_documents 2 "
-    "--train.steps 4 --train.eval_every 0 --train.tokens_per_step 131072 --run.dir {folder}/{name}"
+    "--data.path {folder}/chats/chats.jsonl --data.tokenizer {folder}/chats/tokenizer --evaluation.documents 2 "
+    "--train.steps 4 --evaluation.every 0 --train.tokens_per_step 131072 --run.dir {folder}/{name}"
 )
 PRICED_STEPS = {  # seconds and command, by name and GPUs
     ("dense", 1): (60, f"{DENSE} --planners fixed --sequences 8192,16384,32768"),
@@ -161,12 +161,14 @@ RUNS = (
     GpuRun("peer-6555-ring", 150, f"{PEER_6555} --planners fixed {RING}", 4),
     GpuRun("peer-6555", 150, f"{PEER_6555} --planners fixed,dynamic", 4),
     *(  # the two other ways of sharding: gradients summed in every micro-batch, and weights gathered there too
-        GpuRun(f"many-4096-zero{stage}", 95, f"{MANY} --context.max_tokens_per_slot 4096 --train.memory none {key}")
+        GpuRun(
+            f"many-4096-zero{stage}", 95, f"{MANY} --context.max_tokens_per_slot 4096 --train.plan_memory false {key}"
+        )
         for stage, key in ((2, "--parallel.reshard_after_forward false"), (3, ""))
     ),
     GpuRun("step-16k", 60, f"{STEP} --sequences 16384"),
     GpuRun("step-32k", 100, f"{STEP} {LONG}"),
-    GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.memory_bytes 118111600640"),  # 110 GiB
+    GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.device_memory_limit 118111600640"),  # 110 GiB
     *(
         GpuRun(f"step-32k-{name}", 75, f"{STEP} {LONG} --context.cp_comm_type {name}")
         for name in ("a2a", "p2p", "all_gather")
@@ -175,38 +177,38 @@ RUNS = (
     GpuRun(
         "step-64k-selective",
         90,
-        f"{STEP} --sequences 65536 {YARN} --train.memory none --train.activation_checkpointing selective",
+        f"{STEP} --sequences 65536 {YARN} --train.plan_memory false --train.activation_checkpointing selective",
     ),
     GpuRun(
         "step-64k-host",
         110,
-        f"{STEP} --sequences 65536 {YARN} --train.memory none --train.activation_checkpointing selective "
+        f"{STEP} --sequences 65536 {YARN} --train.plan_memory false --train.activation_checkpointing selective "
         "--train.offload_activations true",
     ),
     GpuRun("step-packed", 180, f"{PEERS} {PACKED}"),
-    GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
+    GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rowwise"),
     GpuRun("step-128k", 130, f"{STEP} --sequences 131072 {YARN} --warmup 1 --repeats 2", gpus=4),
     GpuRun("step-512k", 400, f"{STEP} --sequences 524288 {YARN} --warmup 1 --repeats 1", gpus=4),
     GpuRun("step-256k", 330, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
     # the longest documents of `longspan plan --longest` (bench/records/what-fits.md), and 5 % longer ones, which fill
     # more than a run fills
-    GpuRun("longest-none", 70, f"{STEP} --sequences 28672,30720 --train.memory none --warmup 1 --repeats 1"),
+    GpuRun("longest-none", 70, f"{STEP} --sequences 28672,30720 --train.plan_memory false --warmup 1 --repeats 1"),
     GpuRun(
         "longest-selective",
         300,
-        f"{STEP} --sequences 212992,223232 {YARN} --train.memory none --train.activation_checkpointing selective "
+        f"{STEP} --sequences 212992,223232 {YARN} --train.plan_memory false --train.activation_checkpointing selective "
         "--warmup 1 --repeats 1",
     ),
-    GpuRun("longest-one-none", 60, f"{SMALL} --sequences 20480,21504 --train.memory none", gpus=1),
+    GpuRun("longest-one-none", 60, f"{SMALL} --sequences 20480,21504 --train.plan_memory false", gpus=1),
     GpuRun(
         "longest-one-selective",
         150,
-        f"{SMALL} --sequences 139264,146432 {YARN} --train.memory none --train.activation_checkpointing selective",
+        f"{SMALL} --sequences 139264,146432 {YARN} --train.plan_memory false --train.activation_checkpointing selective",
         gpus=1,
     ),
-    # what `train.memory = "auto"` chooses within 48 GiB, and six settings by hand that fit there as well
+    # what `train.plan_memory = true` chooses within 48 GiB, and six settings by hand that fit there as well
     *(
-        GpuRun(f"choice-{name}", 45, f"{STEP} --layers 12 --sequences 32768 --train.memory {keys}")
+        GpuRun(f"choice-{name}", 45, f"{STEP} --layers 12 --sequences 32768 --train.plan_memory {keys}")
         for name, keys in CHOICES.items()
     ),
     GpuRun("step-peers", 150, f"{PEERS.replace('fixed', 'none')} --sequences 8192,16384,32768 --repeats 2"),

@@ -9,7 +9,7 @@ import os
 import numpy as np
 import torch
 
-from longspan import Layout, PlanChoice, World, evaluate, load_model, plan_fixed, prepare, run_step
+from longspan import Layout, PlannerConfig, World, evaluate, load_model, plan_fixed, prepare, run_step
 from longspan.testing import run_ranks
 
 VOCABULARY = 64
@@ -35,7 +35,7 @@ def main(rank: int) -> None:
             if rank == 0 and step % 5 == 0:
                 print(f"step {step:2d}  cp 2  training loss {result.loss:.4f}")
         for cp in (1, 2, 4):
-            result = evaluate(model, held_out, PlanChoice.fixed(cp), world)
+            result = evaluate(model, held_out, PlannerConfig.fixed(cp), world)
             if rank == 0:
                 accuracy = result.metrics["token_accuracy"].value
                 print(f"evaluation at cp {cp}: loss {result.loss:.7f}, token accuracy {accuracy:.4f}")

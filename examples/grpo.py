@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longspan import Document, Layout, Plan, World, bind, load_model, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.testing import run_ranks
-from longspan.train import LossRows, token_log_probs
+from longspan.train import LossTokens, token_log_probs
 
 VOCABULARY, PROMPTS, GROUP, ANSWER, CLIP = 16, 8, 8, 4, 0.2
 
@@ -57,7 +57,7 @@ def advantages_of(rewards: np.ndarray) -> np.ndarray:
     return ((groups - groups.mean(1, keepdims=True)) / (groups.std(1, keepdims=True) + 1e-4)).ravel()
 
 
-def loss(log_probs: Tensor, at: LossRows) -> Tensor:
+def loss(log_probs: Tensor, at: LossTokens) -> Tensor:
     """The clipped ratio of each token."""
     ratio, advantage = (log_probs - at["old_log_probs"]).exp(), at["advantage"]
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)

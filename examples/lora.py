@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from longspan import Layout, World, load_model, plan_dynamic, prepare, run_step, save_model
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, without_adapter
+from longspan.train import build_optimizer, disable_adapter
 
 LENGTHS = (300, 40, 90, 7)
 DOCUMENTS = [(np.arange(n) * 7 + n) % 64 for n in LENGTHS]
@@ -29,7 +29,7 @@ def train(rank: int, base: Path, adapter: Path) -> tuple[float, float, float]:
         optimizer = build_optimizer(model, lr=0.02)  # knows the adapter alone
         plan = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=256)
         losses = [run_step(model, plan, DOCUMENTS, world, optimizer=optimizer).loss for _ in range(8)]
-        with without_adapter(model):  # reference log-probabilities are had the same way
+        with disable_adapter(model):  # reference log-probabilities are had the same way
             reference = run_step(model, plan, DOCUMENTS, world, backward=False).loss
         save_model(model, adapter, world)
         return losses[0], losses[-1], reference

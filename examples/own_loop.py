@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan import Layout, PlanChoice, World, bind, evaluate, load_model, plan_dynamic, prepare
+from longspan import Layout, PlannerConfig, World, bind, evaluate, load_model, plan_dynamic, prepare
 from longspan.testing import run_ranks
 from longspan.train import clip_grad_norm, find_checkpoint, load_checkpoint, save_checkpoint, summed_cross_entropy
 
@@ -63,7 +63,7 @@ def main(rank: int, folder: str, steps: int) -> None:
         save_checkpoint(folder, model, optimizer, world, step=steps, keep=2)
         documents, _ = batch_of(1000)
         for cp in (1, world.home.slots):  # the same weights at another degree: only the plan differs
-            result = evaluate(model, documents, PlanChoice.fixed(cp), world)
+            result = evaluate(model, documents, PlannerConfig.fixed(cp), world)
             if rank == 0:
                 print(f"evaluation at degree {cp}: {result.loss:.6f}", flush=True)
 

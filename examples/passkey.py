@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from longspan import Document, Layout, World, evaluate, load_model, prepare
 from longspan.testing import run_ranks
-from longspan.train import EvaluationOptions, PlanChoice, TargetRows
+from longspan.train import EvaluationOptions, PlannerConfig, TargetTokens
 
 OPENING = "There is an important number hidden in a lot of text. Find it and memorize it."
 FILLER = ["The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again."]
@@ -48,7 +48,7 @@ def write_texts(folder: Path, texts: int = 30_000, most: int = 20) -> None:
     print(f"{texts:,} texts, and a tokenizer of {engine.get_vocab_size()} ids, in {folder}")
 
 
-def is_right(rows: TargetRows) -> tuple[torch.Tensor, torch.Tensor]:
+def is_right(rows: TargetTokens) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows.logits.argmax(-1) == rows.targets).double(), torch.ones_like(rows.losses)
 
 
@@ -63,7 +63,7 @@ def test(rank: int, folder: str, degree: int) -> list[str]:
     with World(Layout(ranks=int(os.environ["WORLD_SIZE"]))) as world:
         model = prepare(load_model(folder), world)
         options = EvaluationOptions(document_metrics={"right": is_right})
-        result = evaluate(model, documents, PlanChoice.fixed(degree), world, options)
+        result = evaluate(model, documents, PlannerConfig.fixed(degree), world, options)
     found = [mean.sum == mean.count for mean in result.document_metrics["right"]]  # every token of the key
     shares = torch.tensor(found).double().reshape(len(SENTENCES), len(DEPTHS), SAMPLES).mean(-1).tolist()
     rows = zip(SENTENCES, shares, strict=True)

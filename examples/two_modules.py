@@ -12,26 +12,26 @@ import tempfile
 import numpy as np
 import torch
 
-from longspan import Layout, PlanChoice, World, evaluate, load_model, plan_dynamic, prepare, run_step
-from longspan.multimodal import Encoder, Item, ItemDocuments, MultimodalModel, prepare_encoder
+from longspan import Layout, PlannerConfig, World, evaluate, load_model, plan_dynamic, prepare, run_step
+from longspan.multimodal import Encoder, MediaDocuments, MediaItem, MultimodalModel, prepare_encoder
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer, find_checkpoint, load_checkpoint, save_checkpoint
 
 COLUMNS, IMAGE, PLACEHOLDER = 8, 8, 9  # ids below 8 name columns, 8 begins an image, 9 stands for one of its rows
 
 
-def documents_of(step: int) -> ItemDocuments:
+def documents_of(step: int) -> MediaDocuments:
     """The documents of a step, the same on every rank: up to three images in one, or text alone, which counts."""
     random, tokens, items, images = np.random.default_rng(step), [], [], []
     for document in range(16):
         ids = list[int]()
         for _ in range(random.integers(0, 4)):
             rows, column = int(random.integers(2, 7)), int(random.integers(COLUMNS))
-            items.append(Item(document, spans=((len(ids) + 1, len(ids) + 1 + rows),)))
+            items.append(MediaItem(document, spans=((len(ids) + 1, len(ids) + 1 + rows),)))
             images.append(torch.from_numpy(random.normal(np.arange(COLUMNS) == column, 0.2, (rows, COLUMNS))))
             ids += [IMAGE, *[PLACEHOLDER] * rows, column]
         tokens.append(np.array(ids or range(COLUMNS)))
-    return ItemDocuments(tokens, items, images)
+    return MediaDocuments(tokens, items, images)
 
 
 class Bars(torch.nn.Module):
@@ -67,7 +67,7 @@ def main(rank: int, folder: str, steps: int) -> None:
                 print(f"{ranks} ranks, step {step}: loss {result.loss:.4f}", flush=True)
         save_checkpoint(folder, model, optimizer, world, step=steps)
         for cp in sorted({1, world.home.slots}):  # the same weights at another degree: only the plan differs
-            loss = evaluate(model, documents_of(10**6), PlanChoice.fixed(cp), world).loss
+            loss = evaluate(model, documents_of(10**6), PlannerConfig.fixed(cp), world).loss
             print(f"evaluation at degree {cp}: {loss:.6f}\n" if rank == 0 else "", end="", flush=True)
 
 

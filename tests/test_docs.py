@@ -27,7 +27,7 @@ from longspan.corpus.tokenizer import train_tokenizer
 from longspan.model import load_model
 from longspan.plan import read_plans
 from longspan.run.checks import check_config
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from tests.train.small import write_texts
 
 ROOT = Path(__file__).parent.parent
@@ -258,8 +258,8 @@ def test_the_planner_of_the_page_on_planning_trains(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/examples:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(ROOT / "examples")
     small = ["--data.path", str(write_texts(tmp_path / "texts")), "--data.vocab_size", "300", "--train.steps", "1"]
-    small += ["--train.warmup_steps", "0", "--run.dir", str(tmp_path / "run"), "--train.tokens_per_step", "256"]
-    small += ["--data.max_document_tokens", "128", "--context.eval_context_parallel_size", "2", "--world", "2"]
+    small += ["--optimizer.warmup_steps", "0", "--run.dir", str(tmp_path / "run"), "--train.tokens_per_step", "256"]
+    small += ["--data.max_document_tokens", "128", "--evaluation.context_parallel_size", "2", "--world", "2"]
     assert main([*words, *small]) == 0, capfd.readouterr()
     plans = [plan for _, plan in read_plans(tmp_path / "run" / "plans.jsonl")]
     assert [plan.planner for plan in plans] == ["own_planner.two_degrees"]
@@ -370,10 +370,10 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pyt
         "data.tokenizer": tmp_path / "runs/passkey-text" if made.is_file() else "",
         "data.vocab_size": 300,
         "data.max_document_tokens": 128,
-        "data.eval_documents": 3,
+        "evaluation.documents": 3,
         "train.tokens_per_step": 256,
         "train.steps": 1,
-        "train.warmup_steps": 0,
+        "optimizer.warmup_steps": 0,
         "run.dir": tmp_path / "run",
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
@@ -450,10 +450,10 @@ def test_a_configuration_fits_the_ranks_of_its_command(
     )  # data that nobody has made yet
     _, config = parse_train(words)
     home = check_config(config, ranks)
-    choice = PlanChoice.training(config)
+    choice = PlannerConfig.training(config)
     longest = config.data.max_document_tokens
     choice.check_longest_document(longest, home, f"a document of {longest} tokens")
-    PlanChoice.evaluation(config).check_longest_document(longest, home, f"a document of {longest} tokens")
+    PlannerConfig.evaluation(config).check_longest_document(longest, home, f"a document of {longest} tokens")
     assert longest <= config.train.tokens_per_step
 
 

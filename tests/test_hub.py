@@ -70,7 +70,7 @@ def test_local_folders_go_before_the_cache_and_other_paths_are_left_to_their_rea
 def test_a_name_that_is_nowhere_is_refused_before_other_keys(cache: Path) -> None:
     advice = r"hf download Org/no --local-dir no downloads it, or --model.download into the cache"
     with pytest.raises(ConfigError, match=rf"model.path 'Org/no' does not exist .*; {advice}"):
-        parse_train(["--model.path", "Org/no"])  # train.lr is not given either
+        parse_train(["--model.path", "Org/no"])  # optimizer.lr is not given either
     with pytest.raises(ConfigError, match=r"hf download org/no --repo-type dataset --local-dir no .*--model.download"):
         parse_train(["--data.path", "org/no"])
     with pytest.raises(ConfigError, match=r"model.path 'Org/no' cannot be downloaded \(model.download is true\): "):

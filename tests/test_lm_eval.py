@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from longspan import Layout, PlanChoice, World
+from longspan import Layout, PlannerConfig, World
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import ConfigError, EvaluationError
 from longspan.testing import backend, run_ranks
@@ -87,9 +87,9 @@ def dense(ids: list[int], scored: int) -> tuple[float, bool]:
 
 
 CHOICES = {
-    "cp 1": PlanChoice.fixed(1, max_tokens_per_slot=128),
-    "cp 2": PlanChoice.fixed(2, max_tokens_per_slot=64),
-    "dynamic": PlanChoice.dynamic(max_tokens_per_slot=64),
+    "cp 1": PlannerConfig.fixed(1, max_tokens_per_slot=128),
+    "cp 2": PlannerConfig.fixed(2, max_tokens_per_slot=64),
+    "dynamic": PlannerConfig.dynamic(max_tokens_per_slot=64),
 }
 
 

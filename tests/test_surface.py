@@ -14,7 +14,7 @@ import longspan
 from longspan import errors
 
 NAMES = [
-    *("Layout", "World", "Plan", "MicroBatch", "Group", "Cost", "PlanOptions", "PlanAhead", "PlanChoice"),
+    *("Layout", "World", "Plan", "MicroBatch", "Group", "Cost", "PlanOptions", "AsyncPlanner", "PlannerConfig"),
     *("plan_fixed", "plan_padded", "plan_dynamic", "bind", "SequenceShard", "attend"),
     *("load_model", "prepare", "save_model", "run_step", "evaluate", "token_log_probs", "weights_by_name"),
     "gather_documents",
@@ -25,9 +25,9 @@ MOVED = {
     "longspan.layout": ("Packing", "Partition", "Exchange"),
     "longspan.bridge": ("Bridge",),
     "longspan.mtp": ("add_mtp", "MtpLoss"),
-    "longspan.train": ("without_adapter",),
+    "longspan.train": ("disable_adapter",),
     "longspan.multimodal": (
-        *("Encoder", "EncoderHome", "ImageInput", "Item", "ItemDocuments", "MultimodalModel", "Video"),
+        *("Encoder", "EncoderHome", "ImageInput", "MediaItem", "MediaDocuments", "MultimodalModel", "Video"),
         *("image_tokens", "prepare_encoder", "video_tokens"),
     ),
 }

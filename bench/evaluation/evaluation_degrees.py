@@ -36,7 +36,7 @@ from longspan.model import load_model, prepare
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.plan import Machine, Plan, PlanOptions, plan_fixed
 from longspan.train.optim.optimizer import build_optimizer
-from longspan.train.plans import PlanChoice, query_heads
+from longspan.train.plans import PlannerConfig, query_heads
 from longspan.train.step import run_step
 from longspan.versions import versions
 
@@ -155,7 +155,7 @@ class EvalBenchFlags(BenchFlags):
     cp_comm_type: str = "auto"
     """How the slots of a group share attention."""
     compiled: str = "auto"
-    """Whether layers are compiled, as `train.compiled`; auto: as a run of `longspan train` has them."""
+    """Whether layers are compiled, as `train.compile`; auto: as a run of `longspan train` has them."""
     whole: bool = False
     """Every rank keeps all weights of its part, in bfloat16 on GPUs, as published figures have it; not FSDP2."""
     warmup: int = 3
@@ -293,7 +293,7 @@ def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: Wor
             named = {"name": f"train {trained}, eval {degree}", "trained": trained, "degree": degree}
             runs.append(named | measure_evaluation(bench, plans[degree]))
     dynamic: dict[str, Any] = vars(bench.options)  # with any number of rows on a slot
-    runs.append({"name": "planned"} | measure_evaluation(bench, PlanChoice.dynamic(**dynamic)))
+    runs.append({"name": "planned"} | measure_evaluation(bench, PlannerConfig.dynamic(**dynamic)))
     losses = [[run["loss"] for run in runs if run.get("trained") == trained] for trained in degrees]
     difference = max(max(values) - min(values) for values in losses)
     kind = torch.bfloat16 if settings.gpu else torch.float32
@@ -302,7 +302,7 @@ def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: Wor
     return row
 
 
-def measure_evaluation(bench: PreparedCase, choice: Plan | PlanChoice) -> dict[str, Any]:
+def measure_evaluation(bench: PreparedCase, choice: Plan | PlannerConfig) -> dict[str, Any]:
     """Seconds of whole evaluations, each of the slowest rank; the most memory of a rank, and the result."""
     settings, world = bench.settings, bench.world
     results: list[Evaluation] = []

@@ -8,10 +8,15 @@ from pathlib import Path
 
 from longspan.layout import Exchange, Layout
 from longspan.plan import plan_fixed
-from longspan.plan.items import EncoderPlanning, Item, ItemTable, ModalityPlan, NeededBy, plan_items
+from longspan.plan.items import EncoderPlanning, ItemTable, MediaItem, ModalityPlan, NeededBy, plan_items
 
 LENGTHS = (16, 16)
-IMAGES = {"A": Item(0, ((2, 8),)), "B": Item(0, ((9, 11),)), "C": Item(1, ((1, 5),)), "D": Item(1, ((7, 10),))}
+IMAGES = {
+    "A": MediaItem(0, ((2, 8),)),
+    "B": MediaItem(0, ((9, 11),)),
+    "C": MediaItem(1, ((1, 5),)),
+    "D": MediaItem(1, ((7, 10),)),
+}
 COLORS = ("#3b7dd8", "#d07c12", "#3a9d6e", "#b5539a")
 INK, PAPER, TEXT_ROW = "var(--ink)", "var(--paper)", "var(--row)"
 STYLE = """<style>svg{--ink:#222;--paper:#fff;--row:#e6e6e6}

@@ -34,7 +34,7 @@ PREPOSITIONS = frozenset(
     {"of", "for", "by", "in", "at", "before", "after", "above", "under", "over", "without", "along", "between"}
 )
 VARIANTS = ("for_", "at_")  # methods that return a variant of their object: cost.for_partition(…), choice.at_degree(2)
-ALLOWED = frozenset({"of", "under", "without_adapter"})  # names that users rely on
+ALLOWED = frozenset({"of", "under", "disable_adapter"})  # names that users rely on
 SMALL = 6  # lines of a body: a function that is smaller and named once stands in its caller
 ROOM = 1.01  # a measure may pass the figure of pyproject.toml by one percent, before somebody raises it with a reason
 CODE = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
@@ -288,9 +288,9 @@ def functions_entered() -> dict[str, int]:
             "PYTHONWARNINGS": "ignore",
             "XDG_CACHE_HOME": folder,
         }
-        keys = {"run.dir": f"{folder}/run", "train.steps": "2", "train.eval_every": "0"}
+        keys = {"run.dir": f"{folder}/run", "train.steps": "2", "evaluation.every": "0"}
         keys |= {"context.max_tokens_per_slot": "2048", "context.context_parallel_size": "1"}
-        keys |= {"context.eval_context_parallel_size": "1"}
+        keys |= {"evaluation.context_parallel_size": "1"}
         train = [
             "train",
             "examples/first.toml",

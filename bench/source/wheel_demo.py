@@ -42,12 +42,21 @@ def demo(wheel: Path, folder: Path, words: tuple[str, ...]) -> int:
         raise SystemExit(f"longspan comes from {place}, not from the environment in {folder}")
     run(longspan, "examples", "all", "examples", "--overwrite")
     demo_run = folder / "runs" / "demo"
-    keys = ["--train.steps", str(STEPS), "--train.eval_every", "0", "--run.dir", str(demo_run), "--run.resume", "never"]
+    keys = [
+        "--train.steps",
+        str(STEPS),
+        "--evaluation.every",
+        "0",
+        "--run.dir",
+        str(demo_run),
+        "--checkpoint.resume",
+        "never",
+    ]
     print(run(longspan, "train", "examples/first.toml", "--world", "4", "--device", "cpu", *keys), end="")
     summary = json.loads((demo_run / "summary.json").read_text())
     report = (demo_run / "report.html").read_text()
     assert summary["steps"] == STEPS and "<style>" in report, "the run has no whole report"
-    print(run(longspan, "eval", str(demo_run), "--device", "cpu", "--context.eval_context_parallel_size", "1"), end="")
+    print(run(longspan, "eval", str(demo_run), "--device", "cpu", "--evaluation.context_parallel_size", "1"), end="")
     print(f"the wheel {wheel.name} trains, evaluates and reports in an environment of its own")
     return 0
 

@@ -73,14 +73,14 @@ def curve(planner: str, recipe: Recipe, flags: argparse.Namespace, folder: Path)
     """The rows of metrics of one run, a row a step."""
     values = {
         "context.planner": planner,
-        "data.eval_documents": 0,
+        "evaluation.documents": 0,
         "model.preset": flags.preset,
         "model.dtype": "float32" if recipe.dtype == "bfloat16" else recipe.dtype,
         "model.compute_dtype": recipe.dtype,
-        "train.optimizer": recipe.optimizer,
-        "train.lr": recipe.lr,
+        "optimizer.class": recipe.optimizer,
+        "optimizer.lr": recipe.lr,
         "train.steps": flags.steps,
-        "train.warmup_steps": flags.steps // 4,
+        "optimizer.warmup_steps": flags.steps // 4,
         "run.dir": folder / f"{recipe.name.replace(':', '-')}-{planner}",
     }
     words = [word for key, value in values.items() for word in (f"--{key}", str(value))]

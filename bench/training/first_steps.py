@@ -122,10 +122,10 @@ def command_of(options: argparse.Namespace, data: Path, run: Path, tokens: int) 
         "data.path": data / "texts.jsonl",
         "data.tokenizer": data,
         "data.max_document_tokens": 0,
-        "data.eval_documents": 0,
+        "evaluation.documents": 0,
         "train.tokens_per_step": tokens,
         "train.steps": 100 * options.steps,  # the run is ended before
-        "train.lr": 1e-5,
+        "optimizer.lr": 1e-5,
         "train.seed": SEED,
         "run.dir": run,
     }

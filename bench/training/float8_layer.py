@@ -2,7 +2,7 @@
 
     python bench/training/float8_layer.py --out bench/records/float8-layer-H200.json   # about a minute
 
-The layer is Qwen3-8B's, as it runs or as two compiled halves (`train.compiled`), forward and backward, over two
+The layer is Qwen3-8B's, as it runs or as two compiled halves (`train.compile`), forward and backward, over two
 documents of --rows in all: the time of --layers layers above that of one, over their difference, so that embedding and
 loss drop out. Weights are bfloat16, whole on the GPU. Of each linear there are forward, both gradients and what float8
 adds: rows of the input and of the gradient, rows and columns of the weight. With torchao installed its recipe
@@ -38,9 +38,9 @@ TIMES_IN_LAYER = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
 DEVICE = torch.device("cuda")
 KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
-    "float8 by rows": {"float8": "rows"},
+    "float8 by rows": {"float8": "rowwise"},
     "bfloat16, compiled": {"compiled": "layers"},
-    "float8 by rows, compiled": {"float8": "rows", "compiled": "layers"},
+    "float8 by rows, compiled": {"float8": "rowwise", "compiled": "layers"},
 }
 
 

@@ -114,6 +114,6 @@ def shard_model(settings: StepSettings, model: Any, mesh: Any) -> None:
 
 def make_peer_optimizer(settings: StepSettings, model: Any) -> Any:
     """Make the optimizer of the run with learning rate 0; AdamW is torch's fused one, as peers have it."""
-    name = settings.config.train.optimizer
+    name = settings.config.optimizer.class_
     fused: dict[str, Any] = {"fused": True} if name == "adamw" else {}
     return build_optimizer(model, name, lr=0.0, **fused)

@@ -8,8 +8,8 @@ One document of `--rows` tokens over all ranks, two steps at learning rate 0 (wi
 second one's seconds and peak are written next to what was planned, and the bytes of a row that each layer but the last
 leaves on the device for backward. `--small 16` runs a document of 1/16 of the length first, with what the long one
 keeps: these bytes must be the same. `--history` prints what was alive at the peak of the second step on a GPU, by the
-line of longspan that asked for it. Further arguments are keys of a run, such as --train.mlp_tile_rows 16384
---train.mlp_tile_rows 16384 --train.activation_checkpointing selective.
+line of longspan that asked for it. Further arguments are keys of a run, such as --train.mlp_tile_tokens 16384
+--train.mlp_tile_tokens 16384 --train.activation_checkpointing selective.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from longspan.files import write_atomically
 from longspan.model.layers import decoder_layers, vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
-from longspan.train.plans import PlanChoice, home_of, query_heads
+from longspan.train.plans import PlannerConfig, home_of, query_heads
 from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 from longspan.versions import versions
@@ -63,7 +63,7 @@ def run_steps(
     model = prepare_run_model(config, world, loaded, memory=chosen)
     optimizer = make_optimizer(config, world, model, memory=chosen)
     training = Training(config, world, model, optimizer, Cost(), memory=chosen)
-    plan = PlanChoice.training(config, heads=heads).plan([rows], world.home)
+    plan = PlannerConfig.training(config, heads=heads).plan([rows], world.home)
     documents, row = synthetic_documents([rows], vocabulary_size(model) or 2), dict[str, Any](rows=rows)
     counted = LiveBytes()
     alive = note_alive(model, torch.cuda.memory_allocated if gpu else lambda: counted.now)
@@ -149,7 +149,7 @@ def planned_text(planned: Mapping[str, Any] | None) -> str:
     if planned is None:
         return "no plan"
     return (
-        f"planned {planned['device']['total'] / 2**30:.2f} GiB with the context; {planned['mlp_tile_rows']} rows a "
+        f"planned {planned['device']['total'] / 2**30:.2f} GiB with the context; {planned['mlp_tile_tokens']} rows a "
         f"tile, {planned['segment_layers']} layers a segment"
     )
 
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True, help="tokens of the document, over all ranks")
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--bytes", type=int, default=0, help="train.memory_bytes: what a rank may fill")
+    parser.add_argument("--bytes", type=int, default=0, help="train.device_memory_limit: what a rank may fill")
     parser.add_argument("--small", type=int, default=0, help="run a document of 1/SMALL of the length first")
     parser.add_argument("--history", action="store_true", help="print what was alive at the peak, on a GPU")
     parser.add_argument("--out", type=Path, default=None)
@@ -178,12 +178,12 @@ def main() -> None:
         set_gpu_environment()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if len(others) % 2:
-        parser.error(f"{' '.join(others)} are to be keys and values in turn, such as --train.mlp_tile_rows 16384")
+        parser.error(f"{' '.join(others)} are to be keys and values in turn, such as --train.mlp_tile_tokens 16384")
     if flags.rows < ranks * max(1, flags.small):
         parser.error(f"--rows {flags.rows} on {ranks} ranks; give at least {ranks * max(1, flags.small)}")
-    keys: dict[str, Any] = {"model.preset": flags.preset, "model.dtype": flags.dtype, "train.lr": 1e-5}
-    keys |= {"train.memory_bytes": flags.bytes, "data.max_document_tokens": 0, "context.max_tokens_per_slot": 0}
-    keys |= {"train.stochastic_rounding": flags.dtype == "bfloat16", "context.context_parallel_size": ranks}
+    keys: dict[str, Any] = {"model.preset": flags.preset, "model.dtype": flags.dtype, "optimizer.lr": 1e-5}
+    keys |= {"train.device_memory_limit": flags.bytes, "data.max_document_tokens": 0, "context.max_tokens_per_slot": 0}
+    keys |= {"optimizer.stochastic_rounding": flags.dtype == "bfloat16", "context.context_parallel_size": ranks}
     keys |= {"context.cp_comm_type": "a2a"} if set_gpu and ranks > 1 else {}
     keys |= {name.removeprefix("--"): read_value(word) for name, word in zip(others[::2], others[1::2], strict=True)}
     config = load_config(None, keys)

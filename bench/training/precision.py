@@ -45,9 +45,9 @@ START = "start"
 PRECISIONS: dict[str, dict[str, object]] = {
     "float32": {"model.dtype": "float32", "model.compute_dtype": "float32"},
     "mixed": {"model.dtype": "float32", "model.compute_dtype": "bfloat16"},
-    "mixed, float8": {"model.dtype": "float32", "model.compute_dtype": "bfloat16", "train.float8": "rows"},
+    "mixed, float8": {"model.dtype": "float32", "model.compute_dtype": "bfloat16", "train.float8": "rowwise"},
     "bfloat16": {"model.dtype": "bfloat16"},
-    "bfloat16, stochastic rounding": {"model.dtype": "bfloat16", "train.stochastic_rounding": True},
+    "bfloat16, stochastic rounding": {"model.dtype": "bfloat16", "optimizer.stochastic_rounding": True},
 }
 STYLES = {  # colour and width; curves that lie on each other stay visible
     "float32": ("#8d99ae", 8.0),
@@ -57,7 +57,7 @@ STYLES = {  # colour and width; curves that lie on each other stay visible
     "bfloat16, stochastic rounding": ("#2a9d8f", 4.0),
 }
 ONE_SLOT = {
-    "data.eval_documents": 0,
+    "evaluation.documents": 0,
     "data.max_document_tokens": 256,
     "context.context_parallel_size": 1,
     "context.max_tokens_per_slot": 0,
@@ -67,7 +67,12 @@ ONE_SLOT = {
 def start(flags: argparse.Namespace, folder: Path) -> Path:
     """The run's folder of the model that all precisions start from, trained in float32."""
     run = folder / "start"
-    values = ONE_SLOT | {"run.dir": run, "train.steps": flags.start_steps, "train.lr": 3e-3, "train.warmup_steps": 20}
+    values = ONE_SLOT | {
+        "run.dir": run,
+        "train.steps": flags.start_steps,
+        "optimizer.lr": 3e-3,
+        "optimizer.warmup_steps": 20,
+    }
     values |= {"model.compute_dtype": "float32", "train.tokens_per_step": flags.tokens}
     words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     subprocess.run([sys.executable, "-m", "longspan", "train", *words], check=True, stdout=sys.stderr)
@@ -97,8 +102,8 @@ def curves(flags: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[
     """The losses by seed and precision."""
     run = start(flags, folder)
     corpus = Corpus(run / "corpus")
-    shared = ONE_SLOT | {"model.path": str(run / "model"), "train.steps": flags.steps, "train.lr": flags.lr}
-    shared |= {"train.schedule": "constant", "train.warmup_steps": 10, "train.tokens_per_step": flags.tokens}
+    shared = ONE_SLOT | {"model.path": str(run / "model"), "train.steps": flags.steps, "optimizer.lr": flags.lr}
+    shared |= {"optimizer.lr_schedule": "constant", "optimizer.warmup_steps": 10, "train.tokens_per_step": flags.tokens}
     losses: dict[str, dict[str, list[float]]] = {}
     with World(Layout(1), backend=None if torch.cuda.is_available() else "gloo") as world:
         for seed in range(1, flags.seeds + 1):

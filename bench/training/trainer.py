@@ -51,7 +51,7 @@ from longspan.model import load_model, prepare
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import run_ranks
-from longspan.train import Document, PlanChoice, clip_grad_norm, run_step
+from longspan.train import Document, PlannerConfig, clip_grad_norm, run_step
 
 STOCK = "TRL cp"
 WAYS = ("train", "loop", "Trainer", "SFTTrainer", "own loss")
@@ -151,12 +151,16 @@ def run_train(options: argparse.Namespace) -> StepClock:
         world.control.barrier()
         keys = {"model.config": str(folder / "model"), "model.dtype": options.dtype, "run.dir": str(folder / "run")}
         keys |= {"data.path": str(folder / "rows.jsonl"), "data.tokenizer": str(folder / "model")}
-        keys |= {"data.cache": str(folder / "tokens"), "data.eval_documents": 0, "data.max_document_tokens": 0}
+        keys |= {"data.cache_dir": str(folder / "tokens"), "evaluation.documents": 0, "data.max_document_tokens": 0}
         degree = {"context.context_parallel_size": options.cp} if options.planner == "fixed" else {}
         keys |= degree | {"context.max_tokens_per_slot": _rows(options)}
-        keys |= {"context.cp_comm_type": "auto", "context.planner": options.planner, "train.memory": options.memory}
+        keys |= {
+            "context.cp_comm_type": "auto",
+            "context.planner": options.planner,
+            "train.plan_memory": options.memory,
+        }
         keys |= {"train.steps": count_steps(options) + 1, "train.tokens_per_step": sum(lengths_of(options))}
-        keys |= {"train.lr": 1e-4, "train.save_minutes": 0}
+        keys |= {"optimizer.lr": 1e-4, "checkpoint.minutes": 0}
         config = load_config(None, keys)
         with _TimedDisplay(clock, config.train.steps) as display, suppress(_EndOfRunError):
             train(config, world, display)
@@ -201,7 +205,7 @@ def run_loop(options: argparse.Namespace) -> StepClock:
         model = prepare(make_model(options), world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         documents = [Document(ids) for ids in make_documents(options)]
-        choice = PlanChoice.fixed(options.cp, cp_comm_type="auto", max_tokens_per_slot=_rows(options))
+        choice = PlannerConfig.fixed(options.cp, cp_comm_type="auto", max_tokens_per_slot=_rows(options))
         clock.begin()
         for step in range(count_steps(options)):
             plan = choice.plan([len(d) for d in documents], world.home)
@@ -241,7 +245,7 @@ def run_trainer(way: str, options: argparse.Namespace) -> StepClock:
         common: dict[str, Any] = arguments(folder, options) | {"per_device_train_batch_size": -(-len(rows) // ranks)}
         data: Any = rows * count_steps(options)
         degree = {"planner": "dynamic"} if options.planner == "dynamic" else {"context_parallel_size": options.cp}
-        layout = LongspanArguments(**degree, memory=options.memory, max_tokens_per_slot=str(_rows(options)))
+        layout = LongspanArguments(**degree, plan_memory=options.memory, max_tokens_per_slot=str(_rows(options)))
         keywords: dict[str, Any] = {"model": make_model(options), "train_dataset": data, "callbacks": [clock]}
         if way == "SFTTrainer":
             from datasets import Dataset

@@ -120,7 +120,7 @@ which shows the traceback of an error.
 ENDS = """
 The exit code is 0 where all went well, 1 where a check of `doctor` fails, 2 for an error that the caller can mend, such
 as a run that does not fit its GPUs, 3 for a lost rank, and 128 plus the number of a signal that ended the command. A
-run that was told to stop, and has saved, ends with `run.stopped_status`.
+run that was told to stop, and has saved, ends with `checkpoint.preempted_exit_code`.
 """
 KEYS = "[keys](../configuration.md)"
 

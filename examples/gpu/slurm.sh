@@ -67,7 +67,7 @@ while :; do
     # shellcheck disable=SC2016  # the tasks expand these variables
     srun --kill-on-bad-exit=0 --wait=120 --output="$LOGS/run$attempt-rank%t.log" \
         bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
-        longspan train "$@" --run.stopped_status "$STOPPED" &
+        longspan train "$@" --checkpoint.preempted_exit_code "$STOPPED" &
     step=$!
     wait_for_step
     echo "$(date +%FT%T) run $attempt of job $SLURM_JOB_ID ended with status $status; logs: $LOGS/run$attempt-rank*.log"

@@ -5,12 +5,12 @@ The tokenizer is one of bytes, sorted, so that the ids of the digits follow one 
 
 from tokenizers import pre_tokenizers
 
-from longspan.train import TargetRows
+from longspan.train import TargetTokens
 
 ZERO = sorted(pre_tokenizers.ByteLevel.alphabet()).index("0")
 
 
-def digits_right(rows: TargetRows) -> tuple[float, int]:
+def digits_right(rows: TargetTokens) -> tuple[float, int]:
     """How many digits are right, and how many there are."""
     digits = (rows.targets >= ZERO) & (rows.targets < ZERO + 10)
     right = rows.logits[digits].argmax(-1) == rows.targets[digits]

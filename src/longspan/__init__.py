@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from longspan.comm import SequenceShard as SequenceShard
     from longspan.comm import World as World
     from longspan.comm import bind as bind
-    from longspan.data.item_documents import ItemDocuments as ItemDocuments
+    from longspan.data.item_documents import MediaDocuments as MediaDocuments
     from longspan.errors import LongspanError as LongspanError
     from longspan.layout import Exchange as Exchange
     from longspan.layout import Layout as Layout
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from longspan.model import MultimodalModel as MultimodalModel
     from longspan.model import Video as Video
     from longspan.model import add_mtp as add_mtp
+    from longspan.model import disable_adapter as disable_adapter
     from longspan.model import image_tokens as image_tokens
     from longspan.model import load_model as load_model
     from longspan.model import prepare as prepare
@@ -37,21 +38,20 @@ if TYPE_CHECKING:
     from longspan.model import save_model as save_model
     from longspan.model import video_tokens as video_tokens
     from longspan.model import weights_by_name as weights_by_name
-    from longspan.model import without_adapter as without_adapter
+    from longspan.plan import AsyncPlanner as AsyncPlanner
     from longspan.plan import Cost as Cost
     from longspan.plan import Group as Group
     from longspan.plan import MicroBatch as MicroBatch
     from longspan.plan import Plan as Plan
-    from longspan.plan import PlanAhead as PlanAhead
     from longspan.plan import PlanOptions as PlanOptions
     from longspan.plan import plan_dynamic as plan_dynamic
     from longspan.plan import plan_fixed as plan_fixed
     from longspan.plan import plan_padded as plan_padded
-    from longspan.plan.items import Item as Item
+    from longspan.plan.items import MediaItem as MediaItem
     from longspan.train import Document as Document
     from longspan.train import DocumentLoss as DocumentLoss
     from longspan.train import MtpLoss as MtpLoss
-    from longspan.train import PlanChoice as PlanChoice
+    from longspan.train import PlannerConfig as PlannerConfig
     from longspan.train import evaluate as evaluate
     from longspan.train import gather_documents as gather_documents
     from longspan.train import run_step as run_step
@@ -63,8 +63,8 @@ _UNLISTED = (
     "EncoderHome",
     "Exchange",
     "ImageInput",
-    "Item",
-    "ItemDocuments",
+    "MediaItem",
+    "MediaDocuments",
     "MtpLoss",
     "MultimodalModel",
     "Packing",
@@ -74,7 +74,7 @@ _UNLISTED = (
     "image_tokens",
     "prepare_encoder",
     "video_tokens",
-    "without_adapter",
+    "disable_adapter",
 )
 __version__ = "0.3.0"
 __getattr__, __dir__, __all__ = lazy_exports(__name__, unlisted=_UNLISTED)

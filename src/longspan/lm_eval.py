@@ -12,7 +12,7 @@ from longspan.data.document import Document
 from longspan.errors import ConfigError, EvaluationError
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 
 __all__ = ["LongspanLM"]
 
@@ -25,7 +25,7 @@ except ImportError:
 class LongspanLM(TemplateLM):
     """A prepared model as lm-eval's tasks call it: log-likelihoods of texts of any length, under any plan.
 
-    >>> lm = LongspanLM(model, tokenizer, world, PlanChoice.fixed(4))
+    >>> lm = LongspanLM(model, tokenizer, world, PlannerConfig.fixed(4))
     >>> results = lm_eval.simple_evaluate(lm, tasks=["lambada_openai", "wikitext"])     # every rank calls it
 
     Every rank gets all requests and all results. Texts are tokenized as by lm-eval's own `hf` models: `add_bos_token`
@@ -38,7 +38,13 @@ class LongspanLM(TemplateLM):
     prefix_token_id: int | None = None
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, world: World, choice: PlanChoice, *, add_bos_token: bool | None = None
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        world: World,
+        choice: PlannerConfig,
+        *,
+        add_bos_token: bool | None = None,
     ) -> None:
         """Take a model of `prepare`, its transformers tokenizer, the world, and how requests are planned."""
         if TemplateLM is object:

@@ -1,6 +1,6 @@
 """Models with encoders: images and videos as items of documents, encoders under homes of their own, joined models.
 
->>> from longspan.multimodal import Encoder, Item, ItemDocuments, MultimodalModel, prepare_encoder
+>>> from longspan.multimodal import Encoder, MediaItem, MediaDocuments, MultimodalModel, prepare_encoder
 
 `docs/bridge.md` and `docs/vision-models.md` show them in use. Names are imported on first use (PEP 562).
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.data.item_documents import ItemDocuments as ItemDocuments
+    from longspan.data.item_documents import MediaDocuments as MediaDocuments
     from longspan.data.item_documents import items_at_placeholders as items_at_placeholders
     from longspan.model import Encoder as Encoder
     from longspan.model import EncoderHome as EncoderHome
@@ -20,6 +20,6 @@ if TYPE_CHECKING:
     from longspan.model import image_tokens as image_tokens
     from longspan.model import prepare_encoder as prepare_encoder
     from longspan.model import video_tokens as video_tokens
-    from longspan.plan.items import Item as Item
+    from longspan.plan.items import MediaItem as MediaItem
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

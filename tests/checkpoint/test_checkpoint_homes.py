@@ -34,12 +34,12 @@ from tests.train.small import small_config, train_rank
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SETTINGS = {
     "model__dtype": "float64",
-    "data__eval_documents": 0,
+    "evaluation__documents": 0,
     "context__context_parallel_size": 1,
-    "train__warmup_steps": 0,  # with the ratio below the rate is the same, whatever the steps of a leg
-    "train__min_lr_ratio": 1.0,
-    "train__eval_every": 0,
-    "train__weight_decay": 0.1,
+    "optimizer__warmup_steps": 0,  # with the ratio below the rate is the same, whatever the steps of a leg
+    "optimizer__min_lr_ratio": 1.0,
+    "evaluation__every": 0,
+    "optimizer__weight_decay": 0.1,
 }
 LAYERS: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "vocab_size": 300}
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -124,7 +124,7 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     changes = {
         "model__path": str(folder / "model"),
         "train__steps": CHAINS[request.param][-1].until,
-        "train__save_every": 1,
+        "checkpoint__every": 1,
     }
     config = small_config(folder, **SETTINGS, **changes)
     return CHAINS[request.param], config, _documents(config, 1)

@@ -130,10 +130,10 @@ def test_a_run_of_0_2_is_exported_and_resumed(tmp_path: Path, monkeypatch: pytes
     assert done.step == 3 and done.tensors == len(weights) == 13
     assert sum(tensor.numel() for tensor in weights.values()) == done.parameters
     written = Path("run/config.toml").read_text()
-    gone = [key.split(".") for key in GONE_VALUES if not key.startswith("eval.")]  # the run has no [[eval]]
+    gone = [key.split(".") for key in GONE_VALUES if not key.startswith("eval.")]  # the run has no [[evaluation.sets]]
     assert {f"{name} = " for _, name in gone} <= set(re.findall(r"\w+ = ", written))
     config = load_config(Path("run/config.toml"))  # here, as the first rank writes the file again
-    assert config.train.steps == 6 and config.context.planner == "dynamic" and config.data.eval_documents != AUTO
+    assert config.train.steps == 6 and config.context.planner == "dynamic" and config.evaluation.documents != AUTO
     log = tmp_path / "run" / "metrics.jsonl"
     before = [row for row in read_metrics(log) if "loss" in row]
     assert [row["step"] for row in before] == [1, 2, 3, 4, 5, 6]

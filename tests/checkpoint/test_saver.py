@@ -28,7 +28,7 @@ from longspan.checkpoint.saver import SMALL, CheckpointSaver, Stage, StagedTenso
 from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks
-from longspan.train.optim.offload_states import offload_states
+from longspan.train.optim.offload_states import offload_optimizer_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
 from tests.checkpoint.test_checkpoint import contents, opened, slow, update
@@ -108,7 +108,7 @@ def optimizers_rank(root: Path, model: nn.Module, world: World) -> None:
     for name in ("sgd", "offloaded", "rounding"):
         optimizer = build_optimizer(model, "sgd" if name == "sgd" else "adamw", 1e-2)
         if name == "offloaded":
-            optimizer = offload_states(optimizer, world)
+            optimizer = offload_optimizer_states(optimizer, world)
         if name == "rounding":
             model = model.to(torch.bfloat16)
             optimizer = OptimizerChoice("adamw", 1e-2).build(model.parameters(), rounding=RoundingBits(model, world))

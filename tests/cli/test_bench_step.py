@@ -67,11 +67,11 @@ def test_a_planner_of_ones_own() -> None:
 
 
 def test_the_steps_of_a_run_by_its_plan_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    free = {"context__planner": "dynamic", "context__mode": "free", "train__steps": 1, "data__eval_documents": 0}
-    config = small_config(tmp_path, **free, train__optimizer="sgd", train__seed=3)
+    free = {"context__planner": "dynamic", "context__mode": "free", "train__steps": 1, "evaluation__documents": 0}
+    config = small_config(tmp_path, **free, optimizer__class="sgd", train__seed=3)
     (tmp_path / "run.toml").write_text(to_toml(config))
     bench = ["bench", "step", str(tmp_path / "run.toml"), "--world", "2", "--repeats", "1", "--warmup", "0", "--json"]
-    assert main([*bench, "--train.memory_bytes", "100000000", "--same", "4x24"]) == 0
+    assert main([*bench, "--train.device_memory_limit", "100000000", "--same", "4x24"]) == 0
     record = json.loads(capsys.readouterr().out)
     (row,) = record["rows"]
     assert row["name"] == "longspan dynamic" and record["cost"]["closing_seconds"] > 0  # of free mode
@@ -82,9 +82,9 @@ def test_the_steps_of_a_run_by_its_plan_of_memory(tmp_path: Path, capsys: pytest
 
 
 def test_a_run_and_its_bench_have_the_same_configuration() -> None:
-    words = "--lengths 40,24 --parallel.pp 2 --train.compiled layers --model.preset qwen3-moe-tiny"
+    words = "--lengths 40,24 --parallel.pp 2 --train.compile layers --model.preset qwen3-moe-tiny"
     bench = settings(*words.split(), "--context.mode", "lockstep", ranks=4)
-    assert bench.home.pp == 2 and bench.config.train.compiled and bench.config.train.lr == 0
+    assert bench.home.pp == 2 and bench.config.train.compile and bench.config.optimizer.lr == 0
     assert bench.configuration.num_experts == bench.to_json()["shape"]["experts"] == 8
     assert len(bench.plan("fixed").micro_batches) % 2 == 0
 
@@ -146,7 +146,7 @@ def test_a_cap_that_a_run_would_find_needs_its_folder(tmp_path: Path, capsys: py
             "context.mode is 'free', which needs parallel.ep 1, and parallel.ep is 2",
         ),
         ("--lengths 40000", "the model knows 32768 positions"),
-        ("--train.mlp_tile_row 1", "did you mean '--train.mlp_tile_rows'?"),
+        ("--train.mlp_tile_row 1", "did you mean '--train.mlp_tile_tokens'?"),
         ("--layers 3 --model.path nowhere", "nowhere"),
     ],
 )

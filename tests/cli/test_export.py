@@ -52,10 +52,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
     path = tmp_path_factory.mktemp("export")
     source, configs = _source(path / "source"), dict[str, RunConfig]()
     for name, axes in HOMES.items():
-        context = {"context__context_parallel_size": 1 + (name == "ep"), "context__eval_context_parallel_size": 1}
+        context = {"context__context_parallel_size": 1 + (name == "ep"), "evaluation__context_parallel_size": 1}
         steps = 1 + (name == "tp")  # of one run the earlier checkpoint is exported too
-        keys = {"model__path": str(source), "train__steps": steps, "train__save_every": 1, **axes, **context}
-        configs[name] = small_config(path / name, train__eval_every=0, **keys)
+        keys = {"model__path": str(source), "train__steps": steps, "checkpoint__every": 1, **axes, **context}
+        configs[name] = small_config(path / name, evaluation__every=0, **keys)
     run_ranks(_train_each, 2, [*configs.values()], timeout=120)
     return configs
 

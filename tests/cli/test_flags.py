@@ -54,7 +54,7 @@ def test_help_shows_the_keys_that_most_runs_set_their_defaults_and_examples(caps
     text = help_of(capsys, "train", "--help")
     assert len(text.splitlines()) < 90 and text.count("  longspan train ") == 3
     assert "Default: 300;" in text and "Default: 65536" in " ".join(text.split())
-    assert "--train.betas" not in text and "longspan train --help-all shows all" in text
+    assert "--optimizer.betas" not in text and "longspan train --help-all shows all" in text
     plan = help_of(capsys, "plan", "--help")
     assert all(
         title in plan for title in ("a plan of one step:", "what fits GPUs (--gpu):", "planners or degrees compared:")
@@ -125,17 +125,17 @@ WRONG = [
     ("eval x --train.steps 5", "longspan eval has no flag --train.steps"),
     ("train --world -1", "--world is -1"),
     ("train --parallel.tp two", "--parallel.tp is 'two'; it must be an integer"),
-    ("train --train.lr=", "--train.lr is ''; it must be a number"),
+    ("train --optimizer.lr=", "--optimizer.lr is ''; it must be a number"),
     ("train --parallel.tp --json", "--parallel.tp has no value; it must be an integer"),
     ("train --train.offload_activations=maybe", "--train.offload_activations is 'maybe'; it must be true or false"),
     ("train --parallel.pipeline_schedule 1f1", "--parallel.pipeline_schedule is '1f1'; it must be one of '1f1b', "),
     ("plan --planner dynamc", "--planner is 'dynamc'; did you mean 'dynamic'?, or a function of your own"),
-    ("train --train.betas 0.9", "--train.betas is '0.9'; it must be a list of 2 numbers"),
-    ("train --train.betas 0.9 x a.toml", "--train.betas is '0.9 x'; it must be a list of 2 numbers"),
+    ("train --optimizer.betas 0.9", "--optimizer.betas is '0.9'; it must be a list of 2 numbers"),
+    ("train --optimizer.betas 0.9 x a.toml", "--optimizer.betas is '0.9 x'; it must be a list of 2 numbers"),
     (f"train --context.{LEVELS} 2 x", f"--context.{LEVELS} is '2 x'; it must be an integer or a list of integers"),
     ("plan --hierarchical-context-parallel-sizes 2,x", "--hierarchical-context-parallel-sizes is '2 x'; it"),
     ("plan --hierarchical-context-parallel-sizes=[]", "--hierarchical-context-parallel-sizes has no value"),
-    ("train --lora.targets --json", "--lora.targets has no value; it must be a list of strings"),
+    ("train --lora.target_modules --json", "--lora.target_modules has no value; it must be a list of strings"),
     ("train a.toml b.toml", "longspan train does not know what 'b.toml' is for: it takes [CONFIG.toml], and fl"),
     ("doctor a", "longspan doctor does not know what 'a' is for: its flags begin with --"),
     ("export a", "longspan export needs a folder to write the model to: longspan export runs/first my-model"),
@@ -201,8 +201,8 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 def test_torchrun_lines_name_the_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    assert main(["train", "--context.eval_context_parallel_size", "4"]) == 2
-    assert capsys.readouterr().err.startswith("error (rank 3): context.eval_context_parallel_size 4 does not divide 6")
+    assert main(["train", "--evaluation.context_parallel_size", "4"]) == 2
+    assert capsys.readouterr().err.startswith("error (rank 3): evaluation.context_parallel_size 4 does not divide 6")
     assert main(["train", "--world", "4"]) == 2
     assert "torchrun has started 6; leave it out" in capsys.readouterr().err
 
@@ -220,7 +220,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     (tmp_path / "a.toml").write_text("[train]\nsteps = 7\nlr = 1\n[parallel]\nreshard_after_forward = false\n")
     words = [str(tmp_path / "a.toml"), "--train.steps", "9", "--context.cp_comm_type", "p2p", "all_gather", "--world=4"]
     flags, config = parse_train([*words, "--train.activation-checkpointing", "true"])
-    expected: dict[str, object] = {"train.steps": 9, "train.lr": 1.0, "train.activation_checkpointing": "full"}
+    expected: dict[str, object] = {"train.steps": 9, "optimizer.lr": 1.0, "train.activation_checkpointing": "full"}
     expected |= {"parallel.reshard_after_forward": False, "context.cp_comm_type": ("p2p", "all_gather")}
     assert config == load_config(None, expected) and flags.world == 4 and not flags.json
 
@@ -229,6 +229,6 @@ def test_without_file_or_flags_there_are_the_defaults_and_eval_takes_the_section
     flags, config = parse_train(["--device", "cpu"])
     assert config == resolve_defaults(RunConfig(), 1) and (flags.config, flags.world) == ("", 0)
     of_run = replace(RunConfig(), context=ContextConfig(node_size=3))
-    given = parse_eval(["runs/x", "--json", "--context.eval_context_parallel_size", "1"], of_run)
+    given = parse_eval(["runs/x", "--json", "--evaluation.context_parallel_size", "1"], of_run)
     assert (given.target, given.json) == ("runs/x", True)
     assert given.context == ContextConfig(node_size=3).set_evaluation(context_parallel_size=1)

@@ -64,7 +64,7 @@ def ask(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, A
 
 def check_keys(answer: dict[str, Any], model: str, ranks: int) -> None:
     keys: dict[str, Any] = answer["keys"]
-    config = load_config(None, {"model.path": model, "train.lr": 1e-5, **keys})
+    config = load_config(None, {"model.path": model, "optimizer.lr": 1e-5, **keys})
     check_config(config, ranks)
     assert isinstance(keys["context.max_tokens_per_slot"], int)
     degree = "max_dynamic_context_parallel_size" if config.context.planner == "dynamic" else "context_parallel_size"
@@ -103,16 +103,19 @@ def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: p
     assert larger["fits"] and keys == " ".join(f"--{key} {value}" for key, value in larger["keys"].items())
     assert main(["plan", *words, *keys.split(), "--gpus", more]) == 0
     capsys.readouterr()
-    assert main(["plan", *words, "--train.memory_bytes", str(3 << 30), "--train.offload_states"]) == 2
-    words = r"--train.offload_states true, or leave train.memory_bytes and train.offload_states out; the longest"
+    assert main(["plan", *words, "--train.device_memory_limit", str(3 << 30), "--train.offload_optimizer_states"]) == 2
+    words = r"--train.offload_optimizer_states true, or leave train.device_memory_limit and train.offload_optimizer_states out; the longest"
     assert re.search(words, capsys.readouterr().err)
 
 
 def test_keys_by_hand_win(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", model, *GPUS, "--same", "1x65536", "--cp", "4"]
-    host = ask([*words, "--train.offload_states", "--train.activation_checkpointing", "full"], capsys)
+    host = ask([*words, "--train.offload_optimizer_states", "--train.activation_checkpointing", "full"], capsys)
     assert {word.partition("+")[0] for word in host["measures"]} == {"full"}
-    assert host["host"]["states"] > 0 == host["device"]["states"] and host["keys"]["train.offload_states"] is True
+    assert (
+        host["host"]["states"] > 0 == host["device"]["states"]
+        and host["keys"]["train.offload_optimizer_states"] is True
+    )
     assert host["keys"]["train.activation_checkpointing"] == "full"
     check_keys(host, model, 4)
     refused = ask([*words, "--train.activation_checkpointing", "none", "--host-bytes", str(1 << 30)], capsys)
@@ -130,7 +133,7 @@ KEYS: list[tuple[list[str], dict[str, int]]] = [
         [*DRAWN, "--planner", "dynamic", "--max-cp", "2", "--max-tokens-per-slot", "6000"],
         {"context.max_tokens_per_slot": 6000},
     ),
-    (["--same", "3x5000", "--train.optimizer", "sgd", "--parallel.dp_replicate", "2"], {}),
+    (["--same", "3x5000", "--optimizer.class", "sgd", "--parallel.dp_replicate", "2"], {}),
 ]
 
 
@@ -177,7 +180,7 @@ def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | EXPERTS))
     file = tmp_path / "run.toml"
     drawn = ["--distribution", "expo", "--tokens", "12000", "--longest-document", "9000"]
-    words = ["--model", str(tmp_path), *TWO, *drawn, "--train.lr", "1e-5", "--write", str(file)]
+    words = ["--model", str(tmp_path), *TWO, *drawn, "--optimizer.lr", "1e-5", "--write", str(file)]
     answer = ask(words, capsys)
     ways = answer["alternatives"]
     assert {(way["planner"], way["degree"]) for way in ways} >= {("dynamic", None), ("fixed", 2)}
@@ -187,7 +190,7 @@ def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys:
     assert ways[0].items() <= answer.items()
     config = load_config(file)
     check_config(config, 2)
-    assert (config.model.path, config.train.lr) == (str(tmp_path), 1e-5)
+    assert (config.model.path, config.optimizer.lr) == (str(tmp_path), 1e-5)
     assert config.context.planner == ways[0]["planner"] and config.parallel.ep == ways[0]["ep"]
     assert main(["plan", *words]) == 0
     text = capsys.readouterr().out
@@ -201,7 +204,7 @@ def test_the_planner_is_the_one_that_training_chooses(
 ) -> None:
     (tmp_path / "lengths.json").write_text(json.dumps(lengths))
     answer = ask(["--model", model, *GPUS, "--lengths", str(tmp_path / "lengths.json")], capsys)
-    config = load_config(None, {"model.path": model, "train.lr": 1e-5, "run.machine": "h200"})
+    config = load_config(None, {"model.path": model, "optimizer.lr": 1e-5, "run.machine": "h200"})
     rows = replace(config, context=replace(config.context, max_tokens_per_slot=answer["rows"]))
     cost, longest = find_run_cost(config, model, print, gpu=True, slots=4), max(lengths)
     chosen, reason = choose_planner(rows, [lengths], Layout(4), longest=longest, cost=cost, heads=8)
@@ -241,7 +244,7 @@ def no_plan(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Pl
 PRESET = "--model.preset qwen3-tiny"
 REFUSED = [
     ("--longest", "--longest is of a question about GPUs; name them with --gpu"),
-    ("--same 1x5 --slots 1 --train.optimizer sgd", "--train.optimizer is of a question about GPUs"),
+    ("--same 1x5 --slots 1 --optimizer.class sgd", "--optimizer.class is of a question about GPUs"),
     ("--gpu h300 --longest", "no figures of 'h300'; known are .*--gpu-bytes N --tflops N"),
     ("--gpu h100", "what shall fit?.*--longest, documents of a step"),
     ("--gpu h100 --longest --same 1x5", "--longest asks for the longest document, and --same names"),
@@ -257,7 +260,7 @@ REFUSED = [
     ("--gpu-bytes 80 --longest", "--gpu-bytes is 80: it is a number of bytes.* 80 GiB are 85899345920"),
     ("--gpu h100 --gpu-bytes 81920 --longest", "--gpu-bytes is 81920: .* 80 GiB are 85899345920"),
     ("--gpu h100 --host-bytes 256 --longest", "--host-bytes is 256: .* 256 GiB are 274877906944"),
-    ("--gpu h100 --longest --train.memory_bytes 70", "train.memory_bytes is 70: .* 70 GiB are"),
+    ("--gpu h100 --longest --train.device_memory_limit 70", "train.device_memory_limit is 70: .* 70 GiB are"),
     ("--model none --gpu h100 --longest", "cannot read a model's configuration"),
     ("--gpu h100 --longest --model x --model.preset qwen3-8b", "both name a model"),
     (f"--gpu h100 --longest --parallel.ep 2 --gpus 4 {PRESET}", "has no experts to deal out; use ep 1"),
@@ -350,10 +353,10 @@ def largest(run: RunOnGpus) -> RunOnGpus:
 @pytest.mark.parametrize(
     ("keys", "extra"),
     [
-        ({"train.activation_checkpointing": "full", "train.memory": "none"}, False),
+        ({"train.activation_checkpointing": "full", "train.plan_memory": False}, False),
         ({"train.activation_checkpointing": "none", "parallel.reshard_after_forward": False}, False),
-        ({"train.activation_checkpointing": "selective", "train.memory": "none", "parallel.tp": 2}, False),
-        ({"train.activation_checkpointing": "full", "train.offload_states": True, "lora.rank": 2}, True),
+        ({"train.activation_checkpointing": "selective", "train.plan_memory": False, "parallel.tp": 2}, False),
+        ({"train.activation_checkpointing": "full", "train.offload_optimizer_states": True, "lora.rank": 2}, True),
     ],
 )
 def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: bool, model: str) -> None:
@@ -427,9 +430,9 @@ def test_it_tells_what_a_run_would_take(config: str, tmp_path: Path, capsys: pyt
 def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", config, "--dry-run", "--world", "4"]
     much = " does not fit 4 H200s: at least .*; it fits no number of GPUs up to 4,096; use a higher parallel.tp or "
-    much += "parallel.pp, or leave train.memory_bytes out"
+    much += "parallel.pp, or leave train.device_memory_limit out"
     for more, message in (
-        (["--train.memory_bytes", "1200000000"], much),
+        (["--train.device_memory_limit", "1200000000"], much),
         (["--context.context_parallel_size", "3"], "context_parallel_size 3 does not divide 4 slots"),
         (["--data.path", "nowhere"], "data.path 'nowhere' does not exist"),
         (["--run.machine", "h300"], "h300"),
@@ -456,9 +459,9 @@ def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], mo
 
 PRECISIONS: list[dict[str, Any]] = [
     {},
-    {"model.dtype": "bfloat16", "lora.rank": 8, "lora.targets": ["q_proj"]},
-    {"model.dtype": "float64", "train.optimizer": "sgd", "train.fused_norms": "off"},
-    {"model.compute_dtype": "float32", "encoder.train": "projector", "encoder.recompute": True},
+    {"model.dtype": "bfloat16", "lora.rank": 8, "lora.target_modules": ["q_proj"]},
+    {"model.dtype": "float64", "optimizer.class": "sgd", "train.fused_norms": "off"},
+    {"model.compute_dtype": "float32", "encoder.trainable": "projector", "encoder.activation_checkpointing": True},
 ]
 
 

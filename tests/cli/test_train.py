@@ -40,7 +40,7 @@ def test_plain_lines_a_report_and_the_table_last(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train", str(written(tmp_path)), "--world", "2", "--train.steps", "4", "--run.log_every", "3"]
-    words += ["--train.eval_every", "0"]  # at the end alone
+    words += ["--evaluation.every", "0"]  # at the end alone
     monkeypatch.setattr(sys, "argv", ["longspan", *words])
     assert main(words) == 0
     out, err = capfd.readouterr()
@@ -84,9 +84,9 @@ def test_the_demo_starts_with_any_number_of_processes(
     monkeypatch.setattr(verb, "run_on_ranks", run_on_ranks)
     monkeypatch.setattr(verb, "_report_result", lambda *_, **__: None)
     words = ["train", "--run.dir", str(tmp_path / "run"), *["--world", str(world)][: 2 * world]]
-    assert main([*words, "--run.stopped_status", "75"]) == 0 and started == [world or 1]
+    assert main([*words, "--checkpoint.preempted_exit_code", "75"]) == 0 and started == [world or 1]
     stopped.append("SIGTERM")  # a run that was told to stop ends with the status of its key
-    assert [main([*words, "--run.stopped_status", status]) for status in ("0", "75")] == [0, 75]
+    assert [main([*words, "--checkpoint.preempted_exit_code", status]) for status in ("0", "75")] == [0, 75]
     assert main([*words, "--data.path", str(tmp_path / "nope.jsonl")]) == 2
     assert "nope.jsonl" in capfd.readouterr().err
 
@@ -116,7 +116,7 @@ def test_the_exit_status_of_a_run_that_fails(
             raise errors[-1]
 
     monkeypatch.setattr(verb, "run_on_ranks", fail)
-    assert main(["train", "--world", "4", "--run.stopped_status", "75"]) == status
+    assert main(["train", "--world", "4", "--checkpoint.preempted_exit_code", "75"]) == status
     assert capfd.readouterr().err == says
 
 
@@ -127,7 +127,7 @@ def test_the_exit_status_of_a_run_that_fails(
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("eval")
     sets = [{"name": "others", "path": str(write_texts(folder / "others", 4)), "context_parallel_size": 1}]
-    config = small_config(folder, train__steps=2, train__save_every=1, eval=sets)
+    config = small_config(folder, train__steps=2, checkpoint__every=1, eval=sets)
     run_ranks(train_rank, 2, config, 2)
     (Path(config.run.dir) / "checkpoints" / f"step-000009{PARTIAL}").mkdir()  # a save that was interrupted
     return config
@@ -141,7 +141,7 @@ def test_the_loss_is_that_of_the_run(
 ) -> None:
     target = f"{run.run.dir}/checkpoints/{checkpoint}" if checkpoint else run.run.dir
     before = sorted(Path(run.run.dir).rglob("*"))
-    flags = ["--json", "--context.eval_context_parallel_size", degree, "--context.eval_max_tokens_per_slot", "64"]
+    flags = ["--json", "--evaluation.context_parallel_size", degree, "--evaluation.max_tokens_per_slot", "64"]
     if degree == "dynamic":  # which training was not: this key alone makes it so
         flags[1:3] = "--context.eval_min_dynamic_context_parallel_size", "2"
     assert main(["eval", target, "--world", str(world), *flags]) == 0
@@ -206,7 +206,7 @@ def test_documents_have_the_stock_models_loss(folder: Path, tmp_path: Path, capf
     before = sorted((file, file.stat().st_mtime_ns) for file in folder.rglob("*"))
     words = ["eval", str(folder / "model"), "--data", f"words={folder / 'texts'}", "--json", "--world", "2"]
     words += ["--out", str(tmp_path), "--model.dtype", "float64", "--split", "train[-11:]"]
-    assert main([*words, "--context.eval_context_parallel_size", "2", "--context.eval_cp_comm_type", "a2a"]) == 0
+    assert main([*words, "--evaluation.context_parallel_size", "2", "--evaluation.cp_comm_type", "a2a"]) == 0
     files = sorted((folder / "texts").iterdir())[-11:]
     record: dict[str, Any] = json.loads(capfd.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, attn_implementation="sdpa")
@@ -235,7 +235,7 @@ REFUSED = [
     ("--context.cp_comm_type a2a", "--context.cp_comm_type is a key of training; evaluation reads --context.eval_"),
     ("--context.mode free", "--context.mode is a key of training, and evaluation does not read it"),
     ("--parallel.tp 3 --world 2", "2 ranks are not divisible by tp 3 x pp 1 = 3"),
-    ("--context.eval_context_parallel_size 2", "context.eval_context_parallel_size 2 does not divide 1 slot"),
+    ("--evaluation.context_parallel_size 2", "evaluation.context_parallel_size 2 does not divide 1 slot"),
     ("--out MODEL/config.json", "--out: cannot write to MODEL/config.json: File exists; give another folder"),
     ("--max-document-tokens 1", "--max-document-tokens is 1; a document of one token predicts nothing"),
 ]

@@ -117,7 +117,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "model", "phi3")
     rows_as("jsonl", tmp_path / "rows", ROWS)
-    return ["train", "--data.path", "rows", "--data.tokenizer", "model", "--data.cache", str(tmp_path / "cache")]
+    return ["train", "--data.path", "rows", "--data.tokenizer", "model", "--data.cache_dir", str(tmp_path / "cache")]
 
 
 def test_first_rows_with_their_targets(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_bad_rows_are_errors_or_left_out(tmp_path: Path, words: list[str], capsy
         file.write(json.dumps({"messages": [], "id": 1}) + "\n")
     assert main([*words, "--show", "9"]) == 2
     assert 'rows.jsonl, line 5: "messages" is empty' in capsys.readouterr().err
-    assert main([*words, "--show", "9", "--data.on_bad", "skip"]) == 0
+    assert main([*words, "--show", "9", "--data.on_bad_row", "skip"]) == 0
     assert 'line 5: left out, "messages" is empty' in capsys.readouterr().out
     assert main([*words, "--show", "-1"]) == 2
 

@@ -262,7 +262,7 @@ def stop_in(rank: int, where: str, config: RunConfig) -> None:
 def test_a_stopped_rank_that_serves_the_store_is_named_in_time(
     where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keys = {"run__timeout_seconds": 4.0, "train__eval_every": 1, "train__save_every": 2, "train__steps": 4}
+    keys = {"run__timeout_seconds": 4.0, "evaluation__every": 1, "checkpoint__every": 2, "train__steps": 4}
     with pytest.raises(CommError) as raised:
         run_local(stop_in, 2, (where, small_config(tmp_path, **keys)), timeout=100, grace=1, threads=1)
     said = f"{raised.value}\n{capfd.readouterr().err}"  # an error of the other rank, or what ended it

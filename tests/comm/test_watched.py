@@ -44,7 +44,7 @@ class WatchedCollectives(TorchDispatchMode):
 
 
 MOE = {"model__preset": "qwen3-moe-tiny", "parallel__ep": 2}
-ONE = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
+ONE = {"context__context_parallel_size": 1, "evaluation__context_parallel_size": 1}
 DYNAMIC = {"context__planner": "dynamic"}
 RUNS: dict[str, tuple[int, dict[str, Any], str]] = {  # ranks, keys, and a collective that torch starts by itself
     "fsdp": (2, {}, "c10d._reduce_scatter_base_.default"),
@@ -80,7 +80,7 @@ def talk(ranks: int) -> list[str]:
 )
 def test_no_collective_of_a_run_is_nameless(kind: str, tmp_path: Path) -> None:
     ranks, keys, expected = RUNS[kind]
-    config = small_config(tmp_path, **{"train__save_every": 1, "train__eval_every": 1, **keys})
+    config = small_config(tmp_path, **{"checkpoint__every": 1, "evaluation__every": 1, **keys})
     for seen, nameless in run_ranks(train_watched, ranks, config, ranks):
         assert not nameless, nameless
         assert {expected, "c10d.send.default"} <= seen, seen

@@ -20,7 +20,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
 from longspan.run.checks import check_config, check_longest_training_document, refuse_encoder_without_images
-from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
+from longspan.train.plans import PlannerConfig, degrees_to_compare, plan_steps
 from longspan.train.run_memory import plan_with_full_slots
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,7 +37,7 @@ def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
     context = given.context.set_evaluation(min_dynamic_context_parallel_size=1, max_dynamic_context_parallel_size=0)
-    given = replace(given, model=replace(given.model, path="folder"), encoder=replace(given.encoder, train="all"))
+    given = replace(given, model=replace(given.model, path="folder"), encoder=replace(given.encoder, trainable="all"))
     given = replace(given, context=context)  # none of the demo's plans is dynamic
     all_keys = load_config(EXAMPLES / "first.toml", {"model.path": "folder"})
     assert given == all_keys, "every key of the demo is in the file"
@@ -53,11 +53,11 @@ CHANGED: dict[str, object] = {
     "data.path": 'a "quoted" \\ päth\n\x7f',
     "context.cp_comm_type": ["p2p", "all_gather"],
     "context.hierarchical_context_parallel_sizes": 4,
-    "train.lr": 1e-05,
-    "train.weight_decay": 1,
+    "optimizer.lr": 1e-05,
+    "optimizer.weight_decay": 1,
     "parallel.reshard_after_forward": False,
-    "train.betas": [0, 0.5],
-    "train.optimizer_arguments": ["amsgrad=true", 'x="a b"'],
+    "optimizer.betas": [0, 0.5],
+    "optimizer.arguments": ["amsgrad=true", 'x="a b"'],
 }
 
 
@@ -84,11 +84,11 @@ READ = [
     ("train = 1", r"train is 1 .*it is a section"),
     ("[train]\nsteps = 'ten'", r"train.steps is 'ten' in .*; it must be an integer"),
     ("[train]\nsteps = true", r"train.steps is True .* an integer"),
-    ("[train]\nlr = '6e-3'", r"train.lr is '6e-3' .* a number"),
-    ("[train]\nschedule = 'cos'", r"train.schedule is 'cos' .* 'cosine', .* \(did you mean 'cosine'"),
-    ("[train]\nbetas = [0.9]", r"train.betas is \[0.9\] .* a list of 2 numbers"),
+    ("[train]\nlr = '6e-3'", r"optimizer.lr is '6e-3' .* a number"),
+    ("[train]\nschedule = 'cos'", r"optimizer.lr_schedule is 'cos' .* 'cosine', .* \(did you mean 'cosine'"),
+    ("[train]\nbetas = [0.9]", r"optimizer.betas is \[0.9\] .* a list of 2 numbers"),
     ("[train]\noptimizer_arguments = 'momentum=0.9'", r"it must be a list of strings"),
-    ("[data]\ncolumns = { messages = 3 }", r"data.columns is \[3\] in .*; it must be a list of strings"),
+    ("[data]\ncolumns = { messages = 3 }", r"data.rename_columns is \[3\] in .*; it must be a list of strings"),
     ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
     (
         "[context]\ndynamic_context_parallel = true",
@@ -101,9 +101,18 @@ READ = [
     ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
     ("[parallel]\nsequence_parallel = 1", r"true or false"),
     ("[train\nsteps = 1", r"is not TOML: .*line 1"),
-    ('[[eval]]\nname = "books"\npth = "x"', r"unknown key eval.books.pth in .*: did you mean 'path'"),
-    ('[[eval]]\neval_planner = "fixed"', r"unknown key eval.1.eval_planner in .*: did you mean 'planner'"),
-    ('[[eval]]\nname = "books"\nevery = "often"', r"eval.books.every is 'often' in .*; it must be an integer"),
+    (
+        '[[evaluation.sets]]\nname = "books"\npth = "x"',
+        r"unknown key evaluation.sets.books.pth in .*: did you mean 'path'",
+    ),
+    (
+        '[[evaluation.sets]]\neval_planner = "fixed"',
+        r"unknown key evaluation.sets.1.eval_planner in .*: did you mean 'planner'",
+    ),
+    (
+        '[[evaluation.sets]]\nname = "books"\nevery = "often"',
+        r"evaluation.sets.books.every is 'often' in .*; it must be an integer",
+    ),
     ('[eval]\nname = "books"', r"evaluation sets are tables of an array: write \[\[eval\]\]"),
     ("eval = 3", r"eval is 3 in .*write \[\[eval\]\]"),
     ('[[evals]]\nname = "books"', r"unknown section \[evals\] .*did you mean 'eval'"),
@@ -117,13 +126,17 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
 
 
 def test_all_that_is_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
-    text = '[train]\nstep = 1\nlr = "x"\n[foo]\n[[data.sources]]\npth = "a"\n[[eval]]\nnme = "x"\n[[eval]]\nduty = 1\n'
+    text = '[train]\nstep = 1\nlr = "x"\n[foo]\n[[data.sources]]\npth = "a"\n[[evaluation.sets]]\nnme = "x"\n[[evaluation.sets]]\nduty = 1\n'
     (tmp_path / "a.toml").write_text(text)
     with pytest.raises(ConfigError) as refused:
         load_config(tmp_path / "a.toml")
     parts = str(refused.value).split("; ")
-    begins = ("unknown key train.step in ", "train.lr is 'x' in ", "it must be", "unknown section [foo]")
-    begins += ("unknown key data.sources[0].pth", "unknown key eval.1.nme", "unknown key eval.2.duty")
+    begins = ("unknown key train.step in ", "optimizer.lr is 'x' in ", "it must be", "unknown section [foo]")
+    begins += (
+        "unknown key data.sources[0].pth",
+        "unknown key evaluation.sets.1.nme",
+        "unknown key evaluation.sets.2.duty",
+    )
     assert len(parts) == len(begins) and all(map(str.startswith, parts, begins))
     assert parts[0].endswith("did you mean 'train.steps'?")
 
@@ -138,56 +151,80 @@ def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
         load_config(None, {"run.dirr": "x"})
 
 
-ONE = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
-DYNAMIC = {"context.planner": "dynamic", "context.eval_context_parallel_size": 1}
+ONE = {"evaluation.documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
+DYNAMIC = {"context.planner": "dynamic", "evaluation.context_parallel_size": 1}
 OFFLOADED = {"train.offload_activations": True}
 EVAL_LEAST = "context.eval_min_dynamic_context_parallel_size"
 LEAST, SIZES = "context.min_dynamic_context_parallel_size", "context.hierarchical_context_parallel_sizes"
 
 BOOKS = {"name": "books", "path": "books"}
 SETS: list[tuple[dict[str, object], str]] = [
-    ({"context_parallel_size": 3}, r"eval.books.context_parallel_size 3 does not divide 4 .*1 or 2 or 4"),
-    ({"cp_comm_type": "ring"}, r"eval.books.cp_comm_type is 'ring'"),
-    ({"max_tokens_per_slot": 8}, r"eval.books.max_tokens_per_slot 8 do not suit eval.books.max_document_tok"),
-    ({"max_tokens_per_slot": "most"}, r"eval.books.max_tokens_per_slot is 'most'; .*or \"auto\""),
-    ({"every": -2}, r"eval.books.every is -2; it must be at least 0"),
-    ({"max_document_tokens": 1}, r"eval.books.max_document_tokens is 1; a document of one token"),
-    ({"metrics": ["accuracy"]}, r"eval.books.metrics has 'accuracy'; give a function with its module"),
+    ({"context_parallel_size": 3}, r"evaluation.sets.books.context_parallel_size 3 does not divide 4 .*1 or 2 or 4"),
+    ({"cp_comm_type": "ring"}, r"evaluation.sets.books.cp_comm_type is 'ring'"),
+    (
+        {"max_tokens_per_slot": 8},
+        r"evaluation.sets.books.max_tokens_per_slot 8 do not suit evaluation.sets.books.max_document_tok",
+    ),
+    ({"max_tokens_per_slot": "most"}, r"evaluation.sets.books.max_tokens_per_slot is 'most'; .*or \"auto\""),
+    ({"every": -2}, r"evaluation.sets.books.every is -2; it must be at least 0"),
+    ({"max_document_tokens": 1}, r"evaluation.sets.books.max_document_tokens is 1; a document of one token"),
+    ({"metrics": ["accuracy"]}, r"evaluation.sets.books.metrics has 'accuracy'; give a function with its module"),
 ]
 IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
-    ({"train.lr": 0.0}, r"train.lr is 0.0; it must be above 0"),
-    ({"train.weight_decay": float("inf")}, r"train.weight_decay is inf; it must be a finite number, at least 0"),
+    ({"optimizer.lr": 0.0}, r"optimizer.lr is 0.0; it must be above 0"),
+    (
+        {"optimizer.weight_decay": float("inf")},
+        r"optimizer.weight_decay is inf; it must be a finite number, at least 0",
+    ),
     ({"train.epochs": float("nan")}, r"train.epochs is nan; it must be a finite number, at least 0"),
-    ({"train.betas": (0.9, float("nan"))}, r"train.betas is \(0.9, nan\); it must be a finite number, at least 0, be"),
-    ({"train.min_lr_ratio": 1.5}, r"train.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
+    (
+        {"optimizer.betas": (0.9, float("nan"))},
+        r"optimizer.betas is \(0.9, nan\); it must be a finite number, at least 0, be",
+    ),
+    ({"optimizer.min_lr_ratio": 1.5}, r"optimizer.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
         {"model.compute_dtype": "float64"},
         r'float64 has 53 .* in float32 24, .* use model.dtype = "float64", or model.com',
     ),
     ({"model.compute_dtype": "bfloat16", "model.dtype": "float64"}, r'bfloat16 has 8 .* use model.dtype = "float32"'),
-    ({"train.betas": (0.9, 1.0)}, r"train.betas is \(0.9, 1.0\); it must be at least 0, below 1"),
-    ({"train.optimizer": "sgd", "train.betas": (0.8, 0.9)}, r"needs train.optimizer 'adamw', and \S+ is 'sgd'; set"),
-    ({"train.optimizer": "adam"}, r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"),
-    ({"train.optimizer_arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
-    ({"train.optimizer_arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
-    ({"train.optimizer": "torch.optim.Rprop", "train.weight_decay": 0.1}, r"knows no weight decay"),
-    ({"train.stochastic_rounding": True}, r"needs model.dtype 'bfloat16', and model.dtype is 'float32'; set it, or"),
+    ({"optimizer.betas": (0.9, 1.0)}, r"optimizer.betas is \(0.9, 1.0\); it must be at least 0, below 1"),
     (
-        {"train.stochastic_rounding": True, "model.dtype": "bfloat16", "train.optimizer": "sgd"},
+        {"optimizer.class": "sgd", "optimizer.betas": (0.8, 0.9)},
+        r"needs optimizer.class 'adamw', and \S+ is 'sgd'; set",
+    ),
+    ({"optimizer.class": "adam"}, r"optimizer.class is 'adam'; use adamw or sgd, or the dotted name"),
+    ({"optimizer.arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
+    ({"optimizer.arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
+    ({"optimizer.class": "torch.optim.Rprop", "optimizer.weight_decay": 0.1}, r"knows no weight decay"),
+    (
+        {"optimizer.stochastic_rounding": True},
+        r"needs model.dtype 'bfloat16', and model.dtype is 'float32'; set it, or",
+    ),
+    (
+        {"optimizer.stochastic_rounding": True, "model.dtype": "bfloat16", "optimizer.class": "sgd"},
         r"rounds updates of adamw .* is 'sgd' with \[\]",
     ),
-    ({"train.float8": "rows", "model.dtype": "float64"}, r'train.float8 is "rows", next to arithmetic in bfloat16, an'),
-    ({"train.float8": "rows", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
+    (
+        {"train.float8": "rowwise", "model.dtype": "float64"},
+        r'train.float8 is "rowwise", next to arithmetic in bfloat16, an',
+    ),
+    ({"train.float8": "rowwise", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
     ({"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
-    ({"train.decay_steps": 5}, r'train.decay_steps is 5 and train.schedule is "cosine"'),
+    ({"optimizer.decay_steps": 5}, r'optimizer.decay_steps is 5 and optimizer.lr_schedule is "cosine"'),
     ({"train.seed": -1}, r"train.seed is -1"),
     ({"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
     ({"data.max_document_tokens": 1}, r"predicts nothing"),
     ({"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
-    ({"run.save_on": ["SIGUSR1", "SIGTERM"]}, r"'SIGTERM'\] .*; it must be a list of 'SIGHUP', 'SIGUSR1', 'SIGUSR2'"),
-    ({"run.stopped_status": 256}, r"run.stopped_status is 256; it must be at least 0, at most 255"),
-    ({"train.save_minutes": -1.0}, r"train.save_minutes is -1.0; it must be at least 0"),
+    (
+        {"checkpoint.save_signals": ["SIGUSR1", "SIGTERM"]},
+        r"'SIGTERM'\] .*; it must be a list of 'SIGHUP', 'SIGUSR1', 'SIGUSR2'",
+    ),
+    (
+        {"checkpoint.preempted_exit_code": 256},
+        r"checkpoint.preempted_exit_code is 256; it must be at least 0, at most 255",
+    ),
+    ({"checkpoint.minutes": -1.0}, r"checkpoint.minutes is -1.0; it must be at least 0"),
     ({"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
     ({"model.preset": "llama-tiny", "model.path": "x"}, r"model.path = 'x' and model.preset = 'llama-tiny' name more"),
     ({"model.config": "y", "model.path": "x"}, r"model.path = 'x' and model.config = 'y' name more than one model"),
@@ -197,17 +234,17 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"model.rope_scaling": "yarn", "model.rope_factor": 0.5}, r"model.rope_factor is 0.5; it must be above 1"),
     ({"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
     ({"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
-    ({"context.eval_max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
+    ({"evaluation.max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
     ({"context.planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
-    ({"context.eval_planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
+    ({"evaluation.planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
     ({EVAL_LEAST: 5}, rf"^{EVAL_LEAST} 5 is above the 4 slots; use at most 4$"),
     ({"context.cp_comm_type": "a2a+p2p", SIZES: (4, 2)}, rf"^{SIZES} \(4, 2\) multiply to 8, but the group has"),
     ({"context.planner": "pad"}, r"context.planner is 'pad'; did you mean 'padded'\?, or a function of your own"),
-    ({"context.eval_planner": "dynamc"}, r"context.eval_planner is 'dynamc'; did you mean 'dynamic'"),
+    ({"evaluation.planner": "dynamc"}, r"evaluation.planner is 'dynamc'; did you mean 'dynamic'"),
     ({"context.cp_comm_type": "ring"}, r"context.cp_comm_type is 'ring'; known: p2p"),
     ({"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
     ({"context.attention_kernel": "fa5"}, r"context.attention_kernel is 'fa5'; did you mean 'fa4'"),
-    ({"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
+    ({"evaluation.cp_comm_type": "a2b"}, r"evaluation.cp_comm_type is 'a2b'; did you mean 'a2a'"),
     ({"context.mode": "free", "parallel.ep": 2}, r"context.mode is 'free', which needs parallel.ep 1, and .* is 2"),
     ({"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number, or .auto."),
     (
@@ -215,11 +252,11 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         r'train.activation_checkpointing is "none"; use "full" or "selective"',
     ),
     (
-        OFFLOADED | {"train.memory": "none"},
-        r'train.offload_activations is true: .* "auto", which is "none" under train.memory "none"; use "full"',
+        OFFLOADED | {"train.plan_memory": False},
+        r'train.offload_activations is true: .* "auto", which is "none" under train.plan_memory false; use "full"',
     ),
     (
-        {"parallel.pp": 2, "context.eval_context_parallel_size": 4},
+        {"parallel.pp": 2, "evaluation.context_parallel_size": 4},
         r"size 4 does not divide 2 slots \(4 ranks / tp 1 / pp 2",
     ),
     ({"parallel.vpp": 2}, r"parallel.vpp is 2, which needs parallel.pp at least 2, and parallel.pp is 1; set"),
@@ -227,28 +264,34 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"lora.alpha": 8.0}, "lora.rank is 0"),
     ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
     ({"lora.rank": 4, "lora.dropout": 1.0}, "below 1"),
-    ({"lora.rank": 4, "model.dtype": "bfloat16", "train.stochastic_rounding": True}, "needs lora.rank 0, and .* is 4"),
-    ({"mtp.loss_weight": 0.1}, r"loss_weight is 0.1, .* mtp.depths is 0"),
-    ({"mtp.depths": -1}, "mtp.depths is -1"),
-    ({"mtp.depths": 1, "mtp.loss_weight": -0.5}, "mtp.loss_weight is -0.5"),
-    ({"mtp.depths": 1, "mtp.train_whole": True}, "mtp.train_whole is True, .* lora.rank is 0"),
-    ({"mtp.depths": 1, "mtp.weights": "nowhere"}, "'nowhere', which is no folder"),
+    (
+        {"lora.rank": 4, "model.dtype": "bfloat16", "optimizer.stochastic_rounding": True},
+        "needs lora.rank 0, and .* is 4",
+    ),
+    ({"mtp.loss_scaling_factor": 0.1}, r"loss_weight is 0.1, .* mtp.num_layers is 0"),
+    ({"mtp.num_layers": -1}, "mtp.num_layers is -1"),
+    ({"mtp.num_layers": 1, "mtp.loss_scaling_factor": -0.5}, "mtp.loss_scaling_factor is -0.5"),
+    ({"mtp.num_layers": 1, "mtp.train_whole": True}, "mtp.train_whole is True, .* lora.rank is 0"),
+    ({"mtp.num_layers": 1, "mtp.weights": "nowhere"}, "'nowhere', which is no folder"),
     ({"encoder.tp": 3}, r"encoder\.tp is 3, and there are 4 ranks; use 1, 2, 4"),
-    ({"encoder.lr": 0.1, "encoder.train": "none"}, r'encoder.lr is 0.1 and encoder.train is "none"'),
+    ({"encoder.lr": 0.1, "encoder.trainable": "none"}, r'encoder.lr is 0.1 and encoder.trainable is "none"'),
     ({"train.profile_steps": (10, 0)}, r"train.profile_steps is \(10, 0\); it must be at least 1"),
-    ({"train.keep_best": "loss"}, "is 'loss'; give a figure .* as metrics.jsonl has it, such as eval_loss"),
-    ({"train.keep_best": "eval_loss:best"}, "is 'eval_loss:best'; give a figure"),
-    ({"train.keep_best": "code/eval_loss"}, "names eval_loss of the set 'code', which the run has not; its sets: none"),
-    ({"train.router_z_loss": -1.0}, r"train.router_z_loss is -1.0"),
+    ({"checkpoint.keep_best": "loss"}, "is 'loss'; give a figure .* as metrics.jsonl has it, such as eval_loss"),
+    ({"checkpoint.keep_best": "eval_loss:best"}, "is 'eval_loss:best'; give a figure"),
+    (
+        {"checkpoint.keep_best": "code/eval_loss"},
+        "names eval_loss of the set 'code', which the run has not; its sets: none",
+    ),
+    ({"train.router_z_loss_coef": -1.0}, r"train.router_z_loss_coef is -1.0"),
     ({"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
     (
         {"parallel.sequence_parallel": True},
         r"sequence_parallel is True, which needs parallel.tp at least 2, and .* is 1",
     ),
-    ({"eval": [{"path": "a"}]}, r"table 1 of \[\[eval\]\] has name = ''; give one of letters"),
-    ({"eval": [{"name": "books"}]}, r"eval.books.path is empty"),
-    ({"eval": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[eval\]\] have name = 'books'"),
-    *(({"eval": [BOOKS | table]}, words) for table, words in SETS),
+    ({"evaluation.sets": [{"path": "a"}]}, r"table 1 of \[\[eval\]\] has name = ''; give one of letters"),
+    ({"evaluation.sets": [{"name": "books"}]}, r"evaluation.sets.books.path is empty"),
+    ({"evaluation.sets": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[eval\]\] have name = 'books'"),
+    *(({"evaluation.sets": [BOOKS | table]}, words) for table, words in SETS),
 ]
 ON_OTHER_RANKS = [
     (3, {"parallel.tp": 2}, r"3 ranks are not divisible by tp 2 x pp 1"),
@@ -275,7 +318,7 @@ def test_sections_and_figures_of_what_a_run_has_not() -> None:
     with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
         refuse_encoder_without_images(load_config(None, {"encoder.tp": 2}), 0)
     refuse_encoder_without_images(RunConfig(), 0)
-    with pytest.raises(ConfigError, match=r"held out \(data.eval_documents\), which the run has not"):
+    with pytest.raises(ConfigError, match=r"held out \(evaluation.documents\), which the run has not"):
         BestFigure.from_text("eval_loss").check_sets([])
 
 
@@ -297,7 +340,9 @@ def test_the_longest_document_is_named_where_nothing_was_cut() -> None:
 
 def test_plans_keep_to_the_nodes_of_the_keys() -> None:
     keys = {"context.planner": "dynamic", "context.node_size": 2, "context.max_tokens_per_slot": 34}
-    plan = PlanChoice.training(load_config(None, keys | {"data.max_document_tokens": 64})).plan((34, 60, 34), Layout(4))
+    plan = PlannerConfig.training(load_config(None, keys | {"data.max_document_tokens": 64})).plan(
+        (34, 60, 34), Layout(4)
+    )
     groups = [group.slots for batch in plan.micro_batches for group in batch.groups]
     assert plan.node_size == 2 and {*groups} in ({(0,), (1,), (2, 3)}, {(2,), (3,), (0, 1)})
 
@@ -312,11 +357,11 @@ def test_degrees_that_are_compared(ranks: int, degrees: tuple[int, ...]) -> None
 
 
 def test_levels_follow_the_degree_that_is_compared() -> None:
-    context = {"context.eval_cp_comm_type": "a2a+p2p", "context.cp_comm_type": "a2a+p2p", "context.planner": "dynamic"}
+    context = {"evaluation.cp_comm_type": "a2a+p2p", "context.cp_comm_type": "a2a+p2p", "context.planner": "dynamic"}
     config = load_config(None, context | {"context.hierarchical_context_parallel_sizes": 2})
-    home, choice = check_config(config, 4), PlanChoice.evaluation(config)
+    home, choice = check_config(config, 4), PlannerConfig.evaluation(config)
     plans = [choice.at_degree(degree, longest=40).plan((40, 9), home) for degree in (1, 2, 4)]
-    plans.append(PlanChoice.training(config).plan((4000, 9), home))
+    plans.append(PlannerConfig.training(config).plan((4000, 9), home))
     found = [plan.micro_batches[0].groups[0].hierarchical_context_parallel_sizes for plan in plans]
     assert found == [(1, 1), (2, 1), (2, 2), (2, 2)]
 
@@ -328,15 +373,15 @@ def test_without_sizes_each_group_has_the_best_ones(planner: str) -> None:
     given = {f"context.{prefix}{key}": value for key, value in own.items() for prefix in ("", "eval_")}
     given |= {"context.min_dynamic_context_parallel_size": 16, "model.path": "folder"}
     set_of_degree = {"name": "books", "path": "books", "planner": "fixed", "context_parallel_size": 32}
-    config, cost = load_config(None, given | {"eval": [set_of_degree]}), Cost(across_bytes_per_second=1e9)
-    choices = [PlanChoice.evaluation(config, entry, cost=cost, heads=8) for entry in config.evaluations]
-    for choice, cp in zip([PlanChoice.training(config, cost=cost, heads=8), *choices], (16, 16, 32), strict=True):
+    config, cost = load_config(None, given | {"evaluation.sets": [set_of_degree]}), Cost(across_bytes_per_second=1e9)
+    choices = [PlannerConfig.evaluation(config, entry, cost=cost, heads=8) for entry in config.evaluations]
+    for choice, cp in zip([PlannerConfig.training(config, cost=cost, heads=8), *choices], (16, 16, 32), strict=True):
         groups = choice.plan((16000, 15000), Layout(32)).micro_batches[0].groups
         assert {(g.degree, g.hierarchical_context_parallel_sizes) for g in groups} == {(cp, (8, cp // 8))}
 
 
 A2A = {"context.cp_comm_type": "a2a", "context.planner": "dynamic"}
-EVALUATED = {"context.eval_cp_comm_type": "a2a", "context.eval_context_parallel_size": 8}
+EVALUATED = {"evaluation.cp_comm_type": "a2a", "evaluation.context_parallel_size": 8}
 HEADS = [  # on 16 ranks
     (
         {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16},
@@ -344,7 +389,7 @@ HEADS = [  # on 16 ranks
     ),
     (
         EVALUATED | {"parallel.tp": 2},
-        r"context.eval_cp_comm_type 'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots",
+        r"evaluation.cp_comm_type 'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots",
     ),
     (A2A | {"context.max_tokens_per_slot": 128}, "which the heads limit to cp 8"),
 ]
@@ -356,14 +401,14 @@ def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_i
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(load_config(None, keys), 16)
-    config = load_config(None, EVALUATED | {"model.path": "folder", "train.lr": 1e-5})
+    config = load_config(None, EVALUATED | {"model.path": "folder", "optimizer.lr": 1e-5})
     with pytest.raises(ConfigError, match="deals 6 query heads to the 8 slots"):
         check_longest_training_document(config, check_config(config, 8), 100, "a.txt", 6)
 
 
 def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed() -> None:
-    config = load_config(None, A2A | {"context.eval_cp_comm_type": "a2a"})
-    home, choice = Layout(8), PlanChoice.evaluation(config, heads=6)
+    config = load_config(None, A2A | {"evaluation.cp_comm_type": "a2a"})
+    home, choice = Layout(8), PlannerConfig.evaluation(config, heads=6)
     assert degrees_to_compare(home, choice) == (1, 2) and degrees_to_compare(Layout(6), choice) == (1, 2, 6)
     assert {len(group.slots) for group in plan_with_full_slots(config, home, 64, 6).micro_batches[0].groups} == {2}
 
@@ -371,7 +416,7 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed()
 def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
     config = load_config(None, A2A | {"context.max_tokens_per_slot": 300})
     order = StepOrder(np.full(40, 800), tokens_per_step=4000, seed=3, eval_documents=0)
-    with plan_steps(PlanChoice.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
+    with plan_steps(PlannerConfig.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
         groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
     assert {group.degree for group in groups} <= {1, 2, 4}
 

@@ -17,12 +17,12 @@ from longspan.config.sections import ModelConfig, ParallelConfig, RunConfig, hel
 from longspan.errors import ConfigError
 from longspan.plan.micro_batch import fit_level_sizes
 from longspan.run.checks import check_config, check_data
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from tests.plan.cases import bounded
 from tests.train.small import value_of
 
 BOOKS = {"name": "books", "path": "books"}
-OWN = {"model.path": "folder", "train.lr": 1e-5}
+OWN = {"model.path": "folder", "optimizer.lr": 1e-5}
 
 
 def values(*keys: str, **given: Any) -> list[Any]:
@@ -33,29 +33,31 @@ def values(*keys: str, **given: Any) -> list[Any]:
 def test_steps_that_follow_from_epochs_bring_their_warm_up() -> None:
     for steps, warm_up in ((60, 3), (10_000, 100)):
         config = set_steps(load_config(None, OWN | {"train.epochs": 2}), steps)
-        assert [value_of(config, key) for key in ("train.steps", "train.warmup_steps")] == [steps, warm_up]
+        assert [value_of(config, key) for key in ("train.steps", "optimizer.warmup_steps")] == [steps, warm_up]
 
 
 def test_a_warm_up_that_does_not_end_is_said() -> None:
     for warm_up, share in ((59, None), (60, "100%"), (120, "50%")):
         lines = list[str]()
         warn_about_small_updates(
-            load_config(None, OWN | {"train.steps": 60, "train.warmup_steps": warm_up}), lines.append
+            load_config(None, OWN | {"train.steps": 60, "optimizer.warmup_steps": warm_up}), lines.append
         )
-        assert [f"rises to the end, to {share} of train.lr" in line for line in lines] == [True] * (share is not None)
+        assert [f"rises to the end, to {share} of optimizer.lr" in line for line in lines] == [True] * (
+            share is not None
+        )
 
 
 def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
     keys = "data.max_document_tokens", "context.max_tokens_per_slot", "context.context_parallel_size"
     assert values(*keys) == [0, "auto", 0]
-    assert values("train.tokens_per_step", "train.warmup_steps", train__steps=300) == [65536, 15]
-    assert values("train.warmup_steps", train__steps=10_000) == [100]
+    assert values("train.tokens_per_step", "optimizer.warmup_steps", train__steps=300) == [65536, 15]
+    assert values("optimizer.warmup_steps", train__steps=10_000) == [100]
     assert values(*keys, data__max_document_tokens=5, context__max_tokens_per_slot=0) == [5, 0, 0]
-    planners = "context.planner", "context.eval_planner", "context.mode"
+    planners = "context.planner", "evaluation.planner", "context.mode"
     assert values(*planners) == ["auto"] * 3
     assert values(*planners, context__context_parallel_size=2) == ["fixed", "fixed", "auto"]
     assert values(*planners, context__max_dynamic_context_parallel_size=2) == ["dynamic", "dynamic", "auto"]
-    assert values(*planners, context__eval_context_parallel_size=2) == ["auto", "fixed", "auto"]
+    assert values(*planners, evaluation__context_parallel_size=2) == ["auto", "fixed", "auto"]
     assert values(*planners, context__eval_max_dynamic_context_parallel_size=2) == ["auto", "dynamic", "auto"]
 
 
@@ -81,7 +83,7 @@ LENGTHS_OF_RUNS: dict[str, tuple[dict[str, Any], tuple[float, int]]] = {  # keys
         OWN | {"data.sources": SOURCES, "train.epochs": 2, "train.epochs_of": "pdfs"},
         (2, NOT_GIVEN),
     ),
-    "random weights": ({"model.preset": "qwen3-0.6b", "train.lr": 1e-5}, (0, 300)),
+    "random weights": ({"model.preset": "qwen3-0.6b", "optimizer.lr": 1e-5}, (0, 300)),
 }
 
 
@@ -131,7 +133,7 @@ def test_evaluation_follows_training(case: str) -> None:
 def test_the_demo_evaluates_as_it_does() -> None:
     config = load_config(None, {"context.planner": "dynamic", "context.cp_comm_type": "a2a"})
     assert [value_of(config, f"context.{key}") for key in EVAL] == ["fixed", 4, "p2p", "zigzag", 2048]
-    assert load_config(None, {"context.eval_context_parallel_size": 0}).context.evaluation.context_parallel_size == 2
+    assert load_config(None, {"evaluation.context_parallel_size": 0}).context.evaluation.context_parallel_size == 2
 
 
 DEGREES = [(1, (1, 1)), (2, (2, 2)), (3, (1, 1)), (4, (2, 4)), (6, (2, 2)), (8, (2, 4))]
@@ -157,15 +159,15 @@ def test_a_degree_of_one_is_kept() -> None:
 
 @pytest.mark.parametrize("model", [{"model.path": "f"}, {"model.config": "f"}, {"model.preset": "qwen3-8b"}], ids=str)
 def test_a_learning_rate_is_asked_for_before_anything_is_read(model: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"train.lr is not given, and \S+ has no default; give --train.lr"):
+    with pytest.raises(ConfigError, match=r"optimizer.lr is not given, and \S+ has no default; give --optimizer.lr"):
         check_config(load_config(None, model), 4)
     assert check_config(load_config(None, model), 4, training=False).slots == 4
-    assert check_config(load_config(None, model | {"train.lr": 1e-6}), 4).slots == 4
+    assert check_config(load_config(None, model | {"optimizer.lr": 1e-6}), 4).slots == 4
 
 
 def entry(table: dict[str, Any], **keys: Any) -> EvalConfig:
     given = {key.replace("__", "."): value for key, value in keys.items()}
-    return load_config(None, given | {"eval": [BOOKS | table]}).eval[0]
+    return load_config(None, given | {"evaluation.sets": [BOOKS | table]}).eval[0]
 
 
 def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
@@ -176,8 +178,8 @@ def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
 
 
 def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
-    changes = {"context__eval_cp_comm_type": "a2a", "context__eval_max_tokens_per_slot": 99, "train__eval_every": 7}
-    changes |= {"train__eval_metrics": ("a.b",)}
+    changes = {"evaluation__cp_comm_type": "a2a", "evaluation__max_tokens_per_slot": 99, "evaluation__every": 7}
+    changes |= {"evaluation__metrics": ("a.b",)}
     inherited = entry({}, **changes, data__max_document_tokens=77)
     plan: dict[str, Any] = {"planner": "fixed", "context_parallel_size": 4, "cp_comm_type": "a2a"}
     plan |= {"max_tokens_per_slot": 99, "hierarchical_context_parallel_sizes": 0}
@@ -190,13 +192,13 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
     [
         ({"context_parallel_size": 8}, {}, ("fixed", 8, (2, 4), 2048)),
         ({"context_parallel_size": 0}, {}, ("fixed", 2, (2, 1), 2048)),
-        ({"context_parallel_size": 2}, {"context__eval_planner": "dynamic"}, ("fixed", 2, (2, 1), 2048)),
+        ({"context_parallel_size": 2}, {"evaluation__planner": "dynamic"}, ("fixed", 2, (2, 1), 2048)),
         ({"planner": "dynamic"}, {}, ("dynamic", 4, (2, 2), 2048)),
         ({"min_dynamic_context_parallel_size": 2}, {}, ("dynamic", 4, (2, 2), 2048)),
         ({}, {"context__eval_max_dynamic_context_parallel_size": 2}, ("dynamic", 4, (2, 2), 2048)),
         ({"max_tokens_per_slot": "auto"}, {}, ("fixed", 4, (2, 2), 1024)),
         ({"hierarchical_context_parallel_sizes": [4, 2]}, {}, ("fixed", 4, (4, 2), 2048)),
-        ({"context_parallel_size": "auto"}, {"context__eval_planner": "dynamic"}, ("fixed", "auto", (2, 2), 2048)),
+        ({"context_parallel_size": "auto"}, {"evaluation__planner": "dynamic"}, ("fixed", "auto", (2, 2), 2048)),
     ],
 )
 def test_a_degree_alone_changes_the_degree(table: Any, keys: dict[str, Any], values: tuple[object, ...]) -> None:
@@ -211,25 +213,27 @@ def test_toml_there_and_back_and_nothing_is_left_open(tmp_path: Path) -> None:
     config = load_config(None, {"eval": tables})
     (tmp_path / "a.toml").write_text(to_toml(config))
     assert load_config(tmp_path / "a.toml") == config == resolve_defaults(config)
-    (tmp_path / "b.toml").write_text('[[eval]]\nname = "books"\npath = "books"\n[train]\neval_every = 3\n')
+    (tmp_path / "b.toml").write_text('[[evaluation.sets]]\nname = "books"\npath = "books"\n[train]\neval_every = 3\n')
     assert load_config(tmp_path / "b.toml").eval[0].every == 3
 
 
 def test_plans_of_a_set_are_its_own() -> None:
-    config = load_config(None, {"eval": [BOOKS | {"context_parallel_size": 2}]})
+    config = load_config(None, {"evaluation.sets": [BOOKS | {"context_parallel_size": 2}]})
     home = check_config(config, 4)
-    plans = [PlanChoice.evaluation(config, entry).plan((600, 40), home) for entry in (None, *config.eval)]
+    plans = [PlannerConfig.evaluation(config, entry).plan((600, 40), home) for entry in (None, *config.evaluation.sets)]
     assert [{group.degree for batch in plan.micro_batches for group in batch.groups} for plan in plans] == [{4}, {2}]
 
 
 def test_keys_of_version_0_2_are_read_over_in_the_configuration_of_a_run_alone(tmp_path: Path) -> None:
-    text = '[lora]\nparts = ["language_model"]\n[[eval]]\nname = "books"\npath = "books"\npasskey_samples = 4\n'
+    text = (
+        '[lora]\nparts = ["language_model"]\n[[evaluation.sets]]\nname = "books"\npath = "books"\npasskey_samples = 4\n'
+    )
     own, new, run = (tmp_path / name / "config.toml" for name in ("own", "new", "run"))
     for path in (own, new, run):
         path.parent.mkdir()
         path.write_text(text)
     (run.parent / "run.json").write_text("{}")
-    assert load_config(run).eval == load_config(None, {"eval": [BOOKS]}).eval
+    assert load_config(run).eval == load_config(None, {"evaluation.sets": [BOOKS]}).eval
     for path in (own, new, run.rename(run.parent / "other.toml")):
         with pytest.raises(ConfigError, match=r"unknown key lora\.parts .*unknown key eval\.books\.passkey_samples"):
             load_config(path)
@@ -291,8 +295,8 @@ def test_a_configuration_is_resolved_by_the_rule(
     config = RunConfig(model=ModelConfig(path="folder-of-no-model"), context=context, eval=sets)
     complete = resolve_defaults(config)
     assert resolve_defaults(complete) == complete
-    assert complete.context.evaluation == inherit_keys(PlanSection(**of_all), context, context)
+    assert complete.evaluation == inherit_keys(PlanSection(**of_all), context, context)
     (entry,) = complete.eval
-    planned = inherit_keys(PlanSection(**of_set), complete.context.evaluation, complete.context)
+    planned = inherit_keys(PlanSection(**of_set), complete.evaluation, complete.context)
     assert entry.plan_keys == planned.plan_keys
-    assert held_out_set(complete).plan_keys == complete.context.evaluation.plan_keys
+    assert held_out_set(complete).plan_keys == complete.evaluation.plan_keys

@@ -32,7 +32,7 @@ TEXTS = ["def layout(rank):\n    return rank\n", "für alle Ränge: übrig " * 9
 def corpus_of(folder: Path, said: list[str] | None = None, **keys: Any) -> Corpus:
     data = DataConfig(**{"max_document_tokens": 20, "cache": str(folder / "cache")} | keys)
     log = (said if said is not None else []).append
-    run = folder / f"run-{Path(data.cache).name}"
+    run = folder / f"run-{Path(data.cache_dir).name}"
     return open_or_build_run_corpus(CorpusSettings(data), run, tokenizer=tokenizer(folder), resumed=False, log=log)
 
 
@@ -181,7 +181,7 @@ def test_masks_and_labels_are_cut_with_their_tokens(tmp_path: Path, other: bool)
 
 def test_a_cache_of_none_is_refused(tmp_path: Path) -> None:
     path = rows_as("jsonl", tmp_path / "rows", [{"text": text} for text in TEXTS])
-    with pytest.raises(DataError, match=r'data\.cache is "none", and tokens are always kept; name a folder'):
+    with pytest.raises(DataError, match=r'data\.cache_dir is "none", and tokens are always kept; name a folder'):
         corpus_of(tmp_path, path=str(path), cache="none")
 
 
@@ -194,7 +194,9 @@ def test_bad_rows_are_errors_or_counted(tmp_path: Path) -> None:
     said = list[str]()
     corpus = corpus_of(tmp_path, said, path=str(path), on_bad="skip")
     assert len(corpus) == 3 and corpus.manifest.left_out.bad_rows == 5
-    assert said[-1].startswith('left out 5 bad rows (data.on_bad = "skip"): rows.jsonl, line') and "2 more" in said[-1]
+    assert (
+        said[-1].startswith('left out 5 bad rows (data.on_bad_row = "skip"): rows.jsonl, line') and "2 more" in said[-1]
+    )
     path.write_text('{"text": "some text"}\n{"text": "more", "id": ' + "9" * 10_000 + "}\n")
     with pytest.raises(DataError, match=r"rows.jsonl, line 2: an integer of more than 4,300 digits"):
         corpus_of(tmp_path, path=str(path))
@@ -221,7 +223,7 @@ def test_sources_keep_their_order_and_kind(tmp_path: Path) -> None:
 def test_two_builders_at_once_and_one_that_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = rows_as("jsonl", tmp_path / "rows", [{"text": text} for text in TEXTS])
     tokenizer(tmp_path)
-    data = DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=20)
+    data = DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), max_document_tokens=20)
 
     def build(name: str) -> Corpus:
         settings, loaded = CorpusSettings(data), load_tokenizer(tmp_path / "tokenizer")

@@ -108,7 +108,9 @@ def test_a_text_is_held_out_with_all_of_its_documents() -> None:
         with pytest.raises(DataError, match=words):
             order(held_out=held_out)
     mixture = Mixture(np.repeat([0, 1], [99, 2]), (1.0, 1.0))
-    with pytest.raises(DataError, match=r"data.sources\[1\] has 2 documents, of which data.eval_documents holds out 2"):
+    with pytest.raises(
+        DataError, match=r"data.sources\[1\] has 2 documents, of which evaluation.documents holds out 2"
+    ):
         for seed in range(40):
             StepOrder(LENGTHS, tokens_per_step=99, seed=seed, eval_documents=100, mixture=mixture)
 

@@ -15,7 +15,7 @@ from longspan.errors import EvaluationError
 from longspan.evaluation.metrics import Mean, bucket_edges
 from longspan.evaluation.result import Evaluation
 from longspan.testing import backend, run_ranks
-from longspan.train import EvaluationOptions, PlanChoice, TargetRows
+from longspan.train import EvaluationOptions, PlannerConfig, TargetTokens
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts
 
@@ -50,17 +50,17 @@ def dense(family: str = "qwen3") -> Dense:
     return Dense(losses, hits, logits)
 
 
-def entropy(rows: TargetRows) -> tuple[Tensor, int]:
+def entropy(rows: TargetTokens) -> tuple[Tensor, int]:
     log = rows.logits.double().log_softmax(-1)
     return -(log.exp() * log).sum(), len(rows.logits)
 
 
-def confident(rows: TargetRows) -> tuple[Tensor, Tensor]:
+def confident(rows: TargetTokens) -> tuple[Tensor, Tensor]:
     some = (rows.positions >= 100) & (rows.positions < 300)
     return rows.losses[some].sum(), some.sum()
 
 
-def nothing(rows: TargetRows) -> tuple[float, int]:
+def nothing(rows: TargetTokens) -> tuple[float, int]:
     return 0.0, 0
 
 
@@ -76,16 +76,16 @@ OPTIONS = EvaluationOptions(
 class Case(NamedTuple):
     home: dict[str, int]
     family: str
-    choices: tuple[PlanChoice, ...]
+    choices: tuple[PlannerConfig, ...]
     sequence_parallel: bool = False
 
 
-def _fixed(*degrees: int, **options: Any) -> tuple[PlanChoice, ...]:
-    return tuple(PlanChoice.fixed(degree, max_tokens_per_slot=272 // degree, **options) for degree in degrees)
+def _fixed(*degrees: int, **options: Any) -> tuple[PlannerConfig, ...]:
+    return tuple(PlannerConfig.fixed(degree, max_tokens_per_slot=272 // degree, **options) for degree in degrees)
 
 
 CASES = (
-    Case({"ranks": 4}, "qwen3", (*_fixed(4), *_fixed(2, cp_comm_type="a2a"), PlanChoice.dynamic())),
+    Case({"ranks": 4}, "qwen3", (*_fixed(4), *_fixed(2, cp_comm_type="a2a"), PlannerConfig.dynamic())),
     Case({"ranks": 4, "tp": 2, "pp": 2}, "qwen3", _fixed(1)),
     Case({"ranks": 4, "tp": 2}, "qwen3", _fixed(2), True),
     Case({"ranks": 4, "ep": 2}, "qwen3-moe", _fixed(1, 4)),
@@ -163,16 +163,16 @@ def test_metrics_that_are_refused() -> None:
         model = prepare_untried(deep("qwen3", torch.float64, 2, vocabulary=VOCABULARY), world)
         for metrics, message in REFUSED:
             with pytest.raises(EvaluationError, match=message):
-                evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, EvaluationOptions(metrics=metrics))
+                evaluate(model, DOCUMENTS, PlannerConfig.fixed(1), world, EvaluationOptions(metrics=metrics))
 
 
 def test_a_set_is_planned_once() -> None:
-    choice = PlanChoice.dynamic(max_tokens_per_slot=300, cp_comm_type=["p2p"] * 2)
+    choice = PlannerConfig.dynamic(max_tokens_per_slot=300, cp_comm_type=["p2p"] * 2)
     with World(Layout(1), backend="gloo", device="cpu") as world:
         model = prepare_untried(deep("qwen3", torch.float64, 2, vocabulary=VOCABULARY), world)
         first, again = (evaluate(model, DOCUMENTS, choice, world) for _ in range(2))
         fewer = evaluate(model, DOCUMENTS[:3], choice, world)
-        smallest = evaluate(model, DOCUMENTS[:3], PlanChoice.fixed(0, max_tokens_per_slot=300), world)
+        smallest = evaluate(model, DOCUMENTS[:3], PlannerConfig.fixed(0, max_tokens_per_slot=300), world)
     assert (smallest.cp, smallest.loss) == (1, fewer.loss)
     assert again.plan is first.plan and again.loss == first.loss and fewer.plan.lengths == LENGTHS[:3]
 

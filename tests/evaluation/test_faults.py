@@ -26,7 +26,7 @@ from longspan.model.seams import attention_calls
 from longspan.plan import Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from tests.evaluation.state import differences, state_of
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts
@@ -127,7 +127,7 @@ def faulty(
     later = {"reading of a later portion": 5, "forward pass of the last portion": 5, "question whether to stop": 1}
     trap = Trap(fault, later.get(place, 0)) if fault is not None and place else None
     patches: dict[str, tuple[Any, str]] = {
-        "planning": (PlanChoice, "plan"),
+        "planning": (PlannerConfig, "plan"),
         "agreement on the plan": (ControlGroup, "compare_digests_and_flags"),
         "forward pass": (attention_calls, "attend"),
         "forward pass of the last portion": (attention_calls, "attend"),
@@ -187,7 +187,7 @@ def ready(world: World) -> Ready:
 def evaluated(to: Ready, fault: Fault | None) -> float:
     with faulty(fault, HELD_OUT, to.world.rank) as (documents, options):
         slots = to.world.home.slots
-        choice = PlanChoice.fixed(slots, max_tokens_per_slot=-(-32 // slots))
+        choice = PlannerConfig.fixed(slots, max_tokens_per_slot=-(-32 // slots))
         return evaluate(to.model, documents, choice, to.world, options).loss
 
 

@@ -15,7 +15,7 @@ from longspan.evaluation.evaluate import _bytes_per_element, gather_once, gather
 from longspan.model.exactness.row_trial import try_rows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import EvaluationOptions, PlanChoice
+from longspan.train import EvaluationOptions, PlannerConfig
 from tests.model.deep import deep
 from tests.model.stock import texts
 
@@ -47,7 +47,7 @@ def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, tuple[Any, ...]]]:
             patch.setattr(module, "unused_bytes", lambda *_, times=times: times * gathered_bytes(model))
             options = EvaluationOptions(stopped=stopped if name == "stopped" else None)
             counted = 0
-            result = evaluate(model, DOCUMENTS, PlanChoice.fixed(1, max_tokens_per_slot=20), world, options)
+            result = evaluate(model, DOCUMENTS, PlannerConfig.fixed(1, max_tokens_per_slot=20), world, options)
             of_evaluations[name] = counted, result.document_losses
             assert len(result.plan.micro_batches) == MICRO_BATCHES
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), name  # freed

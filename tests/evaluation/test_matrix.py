@@ -25,7 +25,7 @@ from longspan.model import prepare
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from tests.model.deep import deep
 from tests.model.stock import texts
 from tests.pairs import every_pair
@@ -100,7 +100,7 @@ class Run:
 
 
 @cache
-def choice_of(home: str, degree: int, way: str) -> PlanChoice:
+def choice_of(home: str, degree: int, way: str) -> PlannerConfig:
     """How an evaluation is planned: at this degree in one of WAYS, under a cap that makes several micro-batches."""
     longest = max(HELD_OUT_LENGTHS)
     cap = -(-longest // degree) + (2 if way == "small cap" else 24)
@@ -112,8 +112,8 @@ def choice_of(home: str, degree: int, way: str) -> PlanChoice:
     if way == "contiguous":
         options |= {"partition": "contiguous", "cp_comm_type": "a2a"}
     if way == "dynamic":
-        return PlanChoice.dynamic(1, degree, **options)
-    choice = PlanChoice.fixed(degree, **options)
+        return PlannerConfig.dynamic(1, degree, **options)
+    choice = PlannerConfig.fixed(degree, **options)
     return replace(choice, planner="padded") if way == "padded" else choice
 
 

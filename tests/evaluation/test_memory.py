@@ -17,7 +17,7 @@ from longspan.layout import Layout
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts
 
@@ -32,7 +32,7 @@ def most_bytes(rank: int) -> dict[tuple[str, int], int]:
         prepared = prepare_untried(model, world, shard_parameters=False)
         for way, degree in (("p2p", 1), ("p2p", 2), *((way, 4) for way in WAYS)):
             short, documents = (texts([length] * (4 // degree)) for length in (64, LENGTH))  # one for every group
-            choice, options = PlanChoice.fixed(degree, cp_comm_type=way), EvaluationOptions(loss_chunk_rows=64)
+            choice, options = PlannerConfig.fixed(degree, cp_comm_type=way), EvaluationOptions(loss_chunk_rows=64)
             evaluate(prepared, short, choice, world)  # what a first pass alone makes is not counted
             with LiveBytes() as counted:
                 evaluate(prepared, documents, choice, world, options)
@@ -47,7 +47,7 @@ def test_activations_are_divided_by_the_degree() -> None:
 
 
 TRAINING, HELD_OUT = (9, 6), (12, 7)
-CHOICES = [PlanChoice.fixed(degree, max_tokens_per_slot=12) for degree in (1, 4)]
+CHOICES = [PlannerConfig.fixed(degree, max_tokens_per_slot=12) for degree in (1, 4)]
 MEGABYTE = 1 << 20
 
 

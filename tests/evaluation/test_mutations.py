@@ -17,7 +17,7 @@ from longspan.model import prepare
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from tests.evaluation.state import differences, state_of
 from tests.evaluation.test_matrix import YARN
 from tests.model.deep import deep
@@ -67,7 +67,7 @@ def notice(rank: int, layout: Layout, exact: Sequence[float], names: Sequence[st
             world.step, before = 3, state_of(prepared, optimizer, world)
             try:
                 with mutated(change):
-                    choice = PlanChoice.fixed(2, max_tokens_per_slot=24)
+                    choice = PlannerConfig.fixed(2, max_tokens_per_slot=24)
                     found = evaluate(prepared, HELD_OUT, choice, world, EvaluationOptions(step=77)).document_losses
                     errors = [abs(loss.sum / wanted - 1) for loss, wanted in zip(found, exact, strict=True)]
                     noticed[name] = {"document"} if max(errors) > 1e-9 else set()

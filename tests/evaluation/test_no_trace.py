@@ -16,7 +16,7 @@ from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from tests.evaluation.state import State, differences, state_of
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts
@@ -99,7 +99,7 @@ def _pass(case: Case, model: nn.Module, world: World, seed: int) -> Any:
 def changed_by_evaluation(model: nn.Module, optimizer: Optimizer, world: World, *, degree: int) -> list[str]:
     """What an evaluation at this degree, or the largest below it that there is, changes on this rank."""
     before, degree = state_of(model, optimizer, world), min(degree, world.home.slots)
-    choice = PlanChoice.fixed(degree, max_tokens_per_slot=34)
+    choice = PlannerConfig.fixed(degree, max_tokens_per_slot=34)
     evaluate(model, texts(HELD_OUT_LENGTHS, 5), choice, world, EvaluationOptions(step=77))
     return differences(before, state_of(model, optimizer, world))
 

@@ -87,7 +87,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
 
 
 def short_run(folder: Path) -> RunConfig:
-    return small_config(folder, train__steps=3, train__save_every=1, context__eval_context_parallel_size=1)
+    return small_config(folder, train__steps=3, checkpoint__every=1, evaluation__context_parallel_size=1)
 
 
 LEAVES_AT_ONCE = ("Ctrl-C in a forward pass", "kill in a forward pass")

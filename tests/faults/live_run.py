@@ -43,7 +43,7 @@ def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
 @contextmanager
 def started(folder: Path, words: tuple[str, ...], **keys: Any) -> Iterator[Process]:
     """A run of 100,000 steps that has taken three; its output is in `log`."""
-    defaults = {"train__steps": 100_000, "train__eval_every": 0, "run__stopped_status": 75}
+    defaults = {"train__steps": 100_000, "evaluation__every": 0, "checkpoint__preempted_exit_code": 75}
     (folder / "config.toml").write_text(to_toml(small_config(folder, **(defaults | keys))))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 

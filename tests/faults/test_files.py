@@ -42,10 +42,10 @@ def train_with_fault(rank: int, config: RunConfig, folder: Path, fault: Fault | 
 
     take = TrainingRun.take_step
 
-    def take_after_fault(self: Any, plan: Any, documents: Any, step: int, *meanwhile: Any) -> Any:
+    def take_after_fault(self: Any, plan: Any, documents: Any, step: int, *host_work: Any) -> Any:
         if rank == 0 and step == 2 and fault is not None:
             fault(folder)
-        return take(self, plan, documents, step, *meanwhile)
+        return take(self, plan, documents, step, *host_work)
 
     TrainingRun.take_step = take_after_fault
     return train_rank(rank, config, 2).done
@@ -54,8 +54,8 @@ def train_with_fault(rank: int, config: RunConfig, folder: Path, fault: Fault | 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., list[int]]:
     """Train three steps, with a fault before the third."""
-    keys = {"train__steps": 3, "train__save_every": 2, "train__eval_every": 0, "data__eval_documents": 0}
-    config = small_config(tmp_path, data__cache=str(tmp_path / "cache"), train__save_async="off", **keys)
+    keys = {"train__steps": 3, "checkpoint__every": 2, "evaluation__every": 0, "evaluation__documents": 0}
+    config = small_config(tmp_path, data__cache_dir=str(tmp_path / "cache"), checkpoint__async_mode="off", **keys)
     return lambda fault=None: run_ranks(train_with_fault, 2, config, tmp_path, fault)
 
 

@@ -52,7 +52,7 @@ sys.exit(main(["train", *sys.argv[2:]]))
 def test_a_killed_rank_is_named_and_costs_the_steps_since_the_save(
     during: str, in_background: str, tmp_path: Path
 ) -> None:
-    keys = {"train__steps": 6, "train__save_every": 2, "train__eval_every": 0, "train__save_async": in_background}
+    keys = {"train__steps": 6, "checkpoint__every": 2, "evaluation__every": 0, "checkpoint__async_mode": in_background}
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, **keys)))
     (tmp_path / "program.py").write_text(KILL_ONCE)
     words = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1", "--nproc-per-node=2", "--standalone"]
@@ -90,7 +90,7 @@ def test_ranks_whose_launcher_was_killed_save_and_end(words: tuple[str, ...], tm
 
 def test_a_run_outlives_a_launcher_that_stands_still(tmp_path: Path) -> None:
     """Its store does not answer for longer than a question to it may take."""
-    with started(tmp_path, LOCAL, run__stopped_status=75) as process:
+    with started(tmp_path, LOCAL, checkpoint__preempted_exit_code=75) as process:
         process.send_signal(signal.SIGSTOP)
         before, end = last_step(tmp_path), time.monotonic() + 13
         while time.monotonic() < end:
@@ -120,7 +120,7 @@ print("statuses", statuses + [train("--train.steps", "4")])
 
 @pytest.mark.skipif(shutil.which("unshare") is None or bool(missing_permission()), reason="no mounts of one's own here")
 def test_a_folder_that_became_read_only(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__eval_every=0, run__dir=str(tmp_path / "mounted/run"))
+    config = small_config(tmp_path, evaluation__every=0, run__dir=str(tmp_path / "mounted/run"))
     (tmp_path / "mounted").mkdir()
     (tmp_path / "config.toml").write_text(to_toml(config))
     words = [str(tmp_path / "mounted"), str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"]

@@ -20,7 +20,7 @@ from longspan.hf.facade import AheadBatch, Offset, document_entries, write_count
 from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step_documents
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
-from longspan.train import LossRows
+from longspan.train import LossTokens
 from longspan.train.step_end import StepEnd
 from longspan.train.terms.token_loss import Distributions
 from tests.hf.stock import Run
@@ -92,7 +92,7 @@ def sums(rank: int) -> list[np.ndarray]:
             for document, position in ((0, rank), (1, 2 - 2 * rank), (1, 1))[: 3 - rank]:
                 value = torch.tensor([1.0 + 10 * document + position])
                 row, place, target = (torch.tensor([x]) for x in (document, position, 0))
-                at = LossRows(row, place, target, {"coefficient": torch.ones(1)}, _Entropy(-value))
+                at = LossTokens(row, place, target, {"coefficient": torch.ones(1)}, _Entropy(-value))
                 collected(value, at)
             values = collected.sum_over_ranks(world)
             results.append(np.stack([values.values, values.also["entropy"]]))

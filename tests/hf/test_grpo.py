@@ -17,7 +17,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from longspan.train import PlanChoice
+from longspan.train import PlannerConfig
 from tests.hf.stock import CP2, Ran, Run, check_each, compare_each, log_errors, ours_each, stock_each
 from tests.hf.tiny import SIZES, VOCABULARY, WORDS, model_of, tokenizer
 
@@ -121,14 +121,14 @@ EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
 
 def counted_plans(run: Run) -> None:
     """An update, and how many plans were made for it: a dynamic one may take a good part of a second."""
-    made, plain = list[int](), PlanChoice.plan
+    made, plain = list[int](), PlannerConfig.plan
 
-    def plan(choice: PlanChoice, *values: Any, **keywords: Any) -> Any:
+    def plan(choice: PlannerConfig, *values: Any, **keywords: Any) -> Any:
         made.append(len(values[0]))
         return plain(choice, *values, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlanChoice, "plan", plan)
+        patch.setattr(PlannerConfig, "plan", plan)
         grpo(run, steps=1).end()
     run.kept["plans"] = made.count(4)  # answers of an update
 

@@ -91,7 +91,7 @@ def test_what_the_script_does(
     printed, _ = job.communicate(timeout=60)
     assert job.returncode == status, printed
     calls = [sorted((tmp_path / f"calls{attempt}").read_text().splitlines()) for attempt in range(attempts)]
-    words = "127.0.0.1 train a b.toml --run.stopped_status 75"
+    words = "127.0.0.1 train a b.toml --checkpoint.preempted_exit_code 75"
     assert calls == [[f"0 0 2 1 {words}", f"1 1 2 1 {words}"]] * attempts
     assert not (tmp_path / f"calls{attempts}").exists()
     assert (tmp_path / "requeued").exists() == requeued

@@ -123,7 +123,7 @@ def test_the_end_of_a_launcher_is_no_signal_and_its_store_is_asked_no_more(monke
 
 def test_a_run_outlives_its_output(tmp_path: Path) -> None:
     """Standard output is on a full device, and nobody reads standard error."""
-    (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, train__steps=1, train__warmup_steps=1)))
+    (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, train__steps=1, optimizer__warmup_steps=1)))
     reader, writer = os.pipe()
     os.close(reader)
     words = [
@@ -264,7 +264,7 @@ def test_a_signal_while_processes_start_ends_them_in_one_line(
     when: Callable[[int], object], press: Any, number: signal.Signals, tmp_path: Path
 ) -> None:
     config = small_config(tmp_path)
-    keys = {"data.path": config.data.path, "run.dir": config.run.dir, "context.eval_context_parallel_size": 2}
+    keys = {"data.path": config.data.path, "run.dir": config.run.dir, "evaluation.context_parallel_size": 2}
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     done = interrupted(["-m", "longspan", "train", "--world", "2", *words], when, press, number)
     assert done == (128 + number, "", f"interrupted by {number.name}\n")

@@ -118,7 +118,7 @@ def with_adapter() -> PreTrainedModel:
 
 
 SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
-TILES = SELECTIVE | {"mlp_tile_rows": 16}
+TILES = SELECTIVE | {"mlp_tile_tokens": 16}
 BETWEEN: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], float, range]] = {  # error and graphs at most
     "qwen3-moe-tiny": (partial(preset_model, "qwen3-moe-tiny"), SELECTIVE, 1e-12, range(4, 5)),
     "granite-hybrid-tiny": (partial(preset_model, "granite-hybrid-tiny"), SELECTIVE, 1e-12, range(6, 7)),
@@ -128,7 +128,7 @@ BETWEEN: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], float, r
     "an adapter": (with_adapter, {}, 1e-12, range(2, 3)),
     "tiles": (partial(preset_model, "qwen3-tiny"), TILES, 1e-12, range(1, 7)),
     "tiles and experts": (partial(preset_model, "qwen3-moe-tiny"), TILES, 1e-12, range(1, 7)),
-    "float8": (random_model, SELECTIVE | {"float8": "rows"}, 0.0, range(2, 3)),
+    "float8": (random_model, SELECTIVE | {"float8": "rowwise"}, 0.0, range(2, 3)),
 }
 
 
@@ -212,7 +212,7 @@ def test_words_of_the_option() -> None:
     with pytest.raises(ModelError, match="compiled is 'all'; use 'auto', 'layers', 'none'"):
         choose_compiled_parts("all", model, cpu)
     for value, word in ((True, "layers"), (False, "none"), ("layers", "layers"), ("auto", "auto")):
-        assert load_config(overrides={"train.compiled": value}).train.compiled == word
+        assert load_config(overrides={"train.compile": value}).train.compile == word
 
 
 def test_layers_that_are_not_cut_are_named() -> None:

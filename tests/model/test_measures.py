@@ -83,7 +83,7 @@ def _errors(rank: int, home: Layout, names: Sequence[str], most: int, options: d
             else:
                 loss, gradients = _step(prepare_untried(make(), world, **options), plan, world)
             for words in lists:
-                model = prepare_untried(make(), world, measures=words, **options)
+                model = prepare_untried(make(), world, checkpoint_policies=words, **options)
                 arena = find_host_arena(model)
                 here, of_rank = _step(model, plan, world)
                 errors[f"{name}, {words}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
@@ -109,17 +109,17 @@ def test_every_measure_is_the_plain_step(home: Layout, names: list[str], most: i
 def test_other_words_and_numbers_of_words_are_refused() -> None:
     with World(Layout(ranks=1), backend="gloo") as world:
         with pytest.raises(ModelError, match="measures has 'some'; use none, exchanged, selective, full, selective"):
-            prepare(tiny("qwen3"), world, measures="some")
+            prepare(tiny("qwen3"), world, checkpoint_policies="some")
         with pytest.raises(ModelError, match="measures has 3 words; Qwen3ForCausalLM has 2 decoder layers: give one"):
-            prepare(tiny("qwen3"), world, measures=("none", "full", "full"))
+            prepare(tiny("qwen3"), world, checkpoint_policies=("none", "full", "full"))
         with pytest.raises(ModelError, match="has 2 decoder layers and 2 depths of multi-token prediction"):
-            prepare(with_depths("qwen3", 2), world, measures=("none", "full"))
+            prepare(with_depths("qwen3", 2), world, checkpoint_policies=("none", "full"))
         with pytest.raises(ModelError, match="what each layer keeps, and offload_activations is True; use one"):
-            prepare(tiny("qwen3"), world, measures="full", offload_activations=True)
+            prepare(tiny("qwen3"), world, checkpoint_policies="full", offload_activations=True)
         with pytest.raises(
             ModelError, match=r"activations on the host take .* bytes .* for 1 rank of host .* are free"
         ):
-            prepare(tiny("qwen3"), world, measures="full+host", host_bytes=1 << 60)
+            prepare(tiny("qwen3"), world, checkpoint_policies="full+host", offload_bytes=1 << 60)
 
 
 def _prepare_with_kernels(rank: int, measures: Sequence[str]) -> list[str]:
@@ -129,7 +129,7 @@ def _prepare_with_kernels(rank: int, measures: Sequence[str]) -> list[str]:
             patched.setattr(execution, "choose_kernel", lambda call, name: find_kernel("reference"))
         for words in measures:
             try:
-                prepare(tiny("qwen3", torch.float64), world, measures=words)
+                prepare(tiny("qwen3", torch.float64), world, checkpoint_policies=words)
                 errors.append("")
             except ModelError as error:
                 errors.append(str(error))

@@ -1,4 +1,4 @@
-"""Planners that the tests of `PlanAhead` send to its process: they must be importable there, and need no torch."""
+"""Planners that the tests of `AsyncPlanner` send to its process: they must be importable there, and need no torch."""
 
 import os
 import signal

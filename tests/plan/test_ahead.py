@@ -15,7 +15,7 @@ import pytest
 
 from longspan.errors import PlanError
 from longspan.plan import Plan
-from longspan.plan.plan_ahead import PlanAhead
+from longspan.plan.plan_ahead import AsyncPlanner
 from longspan.testing import run_ranks
 from tests.faults.live_run import lives
 from tests.plan import planners
@@ -29,13 +29,13 @@ def _wait_for(what: Callable[[], bool], seconds: float = 20) -> bool:
 
 
 @pytest.fixture(scope="module")
-def plans() -> Iterator[PlanAhead]:
-    with PlanAhead(planners.plan_step, ahead=2) as opened:
+def plans() -> Iterator[AsyncPlanner]:
+    with AsyncPlanner(planners.plan_step, ahead=2) as opened:
         yield opened
 
 
-def test_the_same_plans_as_inline_in_any_order(plans: PlanAhead) -> None:
-    inline = PlanAhead(planners.plan_step, ahead=0)
+def test_the_same_plans_as_inline_in_any_order(plans: AsyncPlanner) -> None:
+    inline = AsyncPlanner(planners.plan_step, ahead=0)
     for step in (0, 1, 2, 7, 8, 9, 8, 5, 5, 5, 40, 3, 41, 4, 0, 10**6):
         assert plans.plan(step) == inline.plan(step) == planners.plan_step(step)
         assert {*plans._answers} <= {step, step + 1, step + 2}  # plans of past steps are forgotten
@@ -46,7 +46,7 @@ def test_the_next_steps_are_planned_and_no_more(tmp_path: Path) -> None:
         file = tmp_path / "steps"
         return [int(line) for line in file.read_text().split()] if file.exists() else []
 
-    with PlanAhead(partial(planners.noted, tmp_path), ahead=3) as plans:
+    with AsyncPlanner(partial(planners.noted, tmp_path), ahead=3) as plans:
         plans.start(5)
         assert _wait_for(lambda: planned() == [5, 6, 7, 8])
         for step in (5, 5, 6, 7):
@@ -59,7 +59,7 @@ def test_the_next_steps_are_planned_and_no_more(tmp_path: Path) -> None:
 
 
 def test_going_on_elsewhere_voids_what_was_asked_for(tmp_path: Path) -> None:
-    with PlanAhead(partial(planners.noted, tmp_path, seconds=0.1), ahead=9) as plans:
+    with AsyncPlanner(partial(planners.noted, tmp_path, seconds=0.1), ahead=9) as plans:
         plans.plan(5)
         assert plans.plan(100) == planners.plan_step(100)
     planned = [int(line) for line in (tmp_path / "steps").read_text().split()]
@@ -68,7 +68,7 @@ def test_going_on_elsewhere_voids_what_was_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_coming_plan_is_had_without_waiting_for_it(tmp_path: Path, ahead: int) -> None:
-    with PlanAhead(partial(planners.noted, tmp_path, seconds=0.05), ahead=ahead) as plans:
+    with AsyncPlanner(partial(planners.noted, tmp_path, seconds=0.05), ahead=ahead) as plans:
         early = plans.plan_if_made(7)
         assert early == (None if ahead else planners.plan_step(7))
         assert plans.plan(7) == planners.plan_step(7) == plans.plan_if_made(7)
@@ -77,7 +77,7 @@ def test_a_coming_plan_is_had_without_waiting_for_it(tmp_path: Path, ahead: int)
 
 
 def test_errors_come_at_the_step_that_they_belong_to() -> None:
-    with PlanAhead(planners.troubled, ahead=8) as plans:  # pyright: ignore[reportArgumentType]
+    with AsyncPlanner(planners.troubled, ahead=8) as plans:  # pyright: ignore[reportArgumentType]
         for step in (0, 2, 4, 6, 8):
             assert plans.plan(step) == planners.plan_step(step)
         assert plans.plan_if_made(1) is None
@@ -93,14 +93,14 @@ def test_errors_come_at_the_step_that_they_belong_to() -> None:
             plans.plan(7)
         assert plans.plan(8) == planners.plan_step(8)
         assert plans.plan_if_made(1) is None
-    inline = PlanAhead(planners.troubled, ahead=0)  # pyright: ignore[reportArgumentType]
+    inline = AsyncPlanner(planners.troubled, ahead=0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanError, match="returned str for step 7"):
         inline.plan(7)
     assert inline.plan_if_made(1) is None
 
 
 def test_a_dead_process_is_an_error_that_names_the_step() -> None:
-    with PlanAhead(planners.dies_at_three, ahead=3) as plans:
+    with AsyncPlanner(planners.dies_at_three, ahead=3) as plans:
         plans.start(0)
         assert _wait_for(lambda: not lives(_pid(plans)))
         for step in (0, 1, 2):
@@ -109,7 +109,7 @@ def test_a_dead_process_is_an_error_that_names_the_step() -> None:
             plans.plan(3)
         with pytest.raises(PlanError, match=r"step 4 has no plan: .* before step 3 was planned"):
             plans.plan(4)
-    with PlanAhead(planners.plan_step, ahead=1) as plans:  # one that was idle
+    with AsyncPlanner(planners.plan_step, ahead=1) as plans:  # one that was idle
         plans.plan(1)
         os.kill(_pid(plans), signal.SIGKILL)
         assert _wait_for(lambda: not lives(_pid(plans)))
@@ -118,7 +118,7 @@ def test_a_dead_process_is_an_error_that_names_the_step() -> None:
 
 
 def test_closing_leaves_no_process() -> None:
-    with PlanAhead(planners.plan_step, ahead=1) as plans:
+    with AsyncPlanner(planners.plan_step, ahead=1) as plans:
         plans.plan(0)
         pid = _pid(plans)
     assert not lives(pid)
@@ -127,7 +127,7 @@ def test_closing_leaves_no_process() -> None:
     plans.close()
 
 
-def _pid(plans: PlanAhead) -> int:
+def _pid(plans: AsyncPlanner) -> int:
     assert plans._worker is not None
     return plans._worker.process.pid
 
@@ -140,17 +140,17 @@ def _pid(plans: PlanAhead) -> int:
     ],
 )
 def test_planners_that_do_not_arrive(planner: Callable[[int], Plan], message: str) -> None:
-    with pytest.raises((PlanError, OSError), match=message), PlanAhead(planner, ahead=1) as plans:
+    with pytest.raises((PlanError, OSError), match=message), AsyncPlanner(planner, ahead=1) as plans:
         plans.plan(0)
 
 
 @pytest.mark.parametrize(("step", "ahead"), [(-1, 1), (True, 0), (1.0, 1), (0, -1)])
 def test_refused(step: Any, ahead: Any) -> None:
     with pytest.raises(PlanError, match=r"(step|ahead) is .*; give an integer of at least 0"):
-        PlanAhead(planners.plan_step, ahead=ahead).plan(step)
+        AsyncPlanner(planners.plan_step, ahead=ahead).plan(step)
 
 
-def test_a_forked_process_gets_none_of_these_plans(plans: PlanAhead, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_gets_none_of_these_plans(plans: AsyncPlanner, monkeypatch: pytest.MonkeyPatch) -> None:
     this_process = os.getpid()
     with monkeypatch.context() as changed:
         changed.setattr(os, "getpid", lambda: this_process + 1)
@@ -165,7 +165,7 @@ def _plan_step_3(rank: int) -> Plan:
     """By a process without torch, which outlives signals that are meant for its parent."""
     assert "torch" in sys.modules
     current_process().daemon = rank == 1  # such a process may start none by multiprocessing
-    with PlanAhead(planners.names_modules, ahead=rank + 1) as plans:
+    with AsyncPlanner(planners.names_modules, ahead=rank + 1) as plans:
         return plans.plan(3)
 
 
@@ -175,7 +175,7 @@ def test_every_rank_and_a_daemonic_process_have_the_same_plans() -> None:
 
 _SCRIPT = """
 import os, sys, time
-from longspan.plan.plan_ahead import PlanAhead
+from longspan.plan.plan_ahead import AsyncPlanner
 from tests.plan import planners
 
 def planner(step):
@@ -183,7 +183,7 @@ def planner(step):
 
 def main():
     print("rank", os.environ.get("RANK"), flush=True)
-    with PlanAhead({planner}, ahead=1) as plans:
+    with AsyncPlanner({planner}, ahead=1) as plans:
         print(plans.plan(2) == planners.plan_step(2), plans._worker.process.pid, flush=True)
         {end}
 

@@ -20,7 +20,9 @@ path = "a<b>&c"
 [context]
 planner = "fixed"
 context_parallel_size = 2
-eval_context_parallel_size = 4
+
+[evaluation]
+context_parallel_size = 4
 """
 
 

@@ -6,21 +6,21 @@ import signal
 import torch
 from torch import Tensor
 
-from longspan.train import TargetRows
+from longspan.train import TargetTokens
 
 TOP = 5
 
 
-def top_five(rows: TargetRows) -> tuple[Tensor, int]:
+def top_five(rows: TargetTokens) -> tuple[Tensor, int]:
     return (rows.logits.topk(TOP).indices == rows.targets[:, None]).any(-1).sum(), len(rows.targets)
 
 
-def loss(rows: TargetRows) -> tuple[Tensor, int]:
+def loss(rows: TargetTokens) -> tuple[Tensor, int]:
     """A metric of a name that every evaluation has."""
     return rows.losses.sum(), len(rows.targets)
 
 
-def told_to_stop(rows: TargetRows) -> tuple[int, int]:
+def told_to_stop(rows: TargetTokens) -> tuple[int, int]:
     if torch.distributed.get_rank() == 1 and not _told:
         _told.append(len(rows.targets))
         os.kill(os.getpid(), signal.SIGTERM)

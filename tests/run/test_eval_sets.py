@@ -88,7 +88,7 @@ def test_the_row_of_a_set_is_of_its_documents(straight: Straight) -> None:
     assert row["eval_loss"] == pytest.approx(sum(loss.sum for loss in books.document_losses) / targets, rel=1e-12)
     assert row["eval_perplexity"] == pytest.approx(math.exp(row["eval_loss"]), rel=1e-12)
     bits = row["eval_loss"] * targets / math.log(2)
-    characters = sum(len(path.read_text()) for path in Path(config.eval[0].path).iterdir())
+    characters = sum(len(path.read_text()) for path in Path(config.evaluation.sets[0].path).iterdir())
     assert 0.9 * bits / characters < row["eval_bits_per_byte"] < 1.2 * bits / characters
     assert 0 < row["eval_token_accuracy"] < row["eval_top_five"] < 1
 
@@ -109,7 +109,7 @@ def test_documents_of_a_set_that_are_trained_on_are_said(straight: Straight) -> 
     config, text, _ = straight
     corpus = Corpus(Path(config.run.dir) / "corpus")
     held_out = {corpus.origin(d) for d in make_step_order(config, corpus).evaluation}
-    (names,) = [{path.name for path in Path(config.eval[0].path).iterdir()}]
+    (names,) = [{path.name for path in Path(config.evaluation.sets[0].path).iterdir()}]
     caution = f"{len(names - held_out)} of 7 documents of evaluation set books are also trained on, token for token: "
     assert 0 < len(names - held_out) < 7 and f"caution: {caution}" in text and "held-out documents are also" not in text
     lines = json.loads((Path(config.run.dir) / "run.json").read_text())["lines"]
@@ -136,7 +136,12 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
     ]
 
     def counts(folder: str, path: str, held_out: int = 0, resumed: bool = False) -> tuple[list[Any], list[str]]:
-        keys = {"data__path": path, "data__eval_documents": held_out, "data__cache": str(tmp_path / "cache"), **ALONE}
+        keys = {
+            "data__path": path,
+            "evaluation__documents": held_out,
+            "data__cache_dir": str(tmp_path / "cache"),
+            **ALONE,
+        }
         config = small_config(tmp_path / folder, eval=sets, data__max_document_tokens=20, **keys)
         model, said = preset_config("qwen3-tiny", vocab_size=300), list[str]()
         with World(check_config(config, 1), backend="gloo") as world:
@@ -169,26 +174,40 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
 
 def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: Straight, tmp_path: Path) -> None:
     config, *_ = straight
-    books = replace(config.eval[0], metrics=(f"{HERE}.told_to_stop",), planner="padded", context_parallel_size=1)
+    books = replace(
+        config.evaluation.sets[0], metrics=(f"{HERE}.told_to_stop",), planner="padded", context_parallel_size=1
+    )
     many = replace(books, path=str(write_texts(tmp_path / "many", count=16)), max_tokens_per_slot=256)
     stopped = replace(config, eval=(many,), run=replace(config.run, dir=str(tmp_path / "run")))
-    (text, result), (resumed, end) = run(stopped, replace(stopped, eval=config.eval[:1]))  # other sets are no other run
+    (text, result), (resumed, end) = run(
+        stopped, replace(stopped, eval=config.evaluation.sets[:1])
+    )  # other sets are no other run
     assert re.search(r"of books after step 3 was stopped after 1 of \d+ micro-batches .*: SIGTERM was received", text)
     assert (result.stopped, result.done) == ("SIGTERM", 3)
     assert (tmp_path / "run" / "checkpoints" / "step-000003").is_dir()
-    assert (end.stopped, end.done) == ("", 4) and "books: the corpus changed (eval.books.path was" in resumed
+    assert (end.stopped, end.done) == ("", 4) and "books: the corpus changed (evaluation.sets.books.path was" in resumed
     assert [(row["step"], row["cp"]) for row in rows_of(stopped, "books")] == [(3, 2), (4, 2)]
     losses, same = ([row["eval_loss"] for row in rows_of(c, "books")] for c in (config, stopped))
     assert losses == same
 
 
-LONG = r"eval.books.context_parallel_size 1 and \S*slot 64 do not suit the longest document of set 'books' "
-LONG += r"\(147 tokens, of file06.py\) on 2 ranks: .* eval.books.max_document_tokens cuts longer texts"
+LONG = r"evaluation.sets.books.context_parallel_size 1 and \S*slot 64 do not suit the longest document of set 'books' "
+LONG += r"\(147 tokens, of file06.py\) on 2 ranks: .* evaluation.sets.books.max_document_tokens cuts longer texts"
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] = [
-    ({"path": "/nowhere"}, {}, DataError, r"eval.books.path '/nowhere' does not exist"),
-    ({"metrics": [f"{HERE}.top_four"]}, {}, ConfigError, r"eval.books.metrics has '\S*top_four', .* has no function"),
-    ({"metrics": ["nowhere.f"]}, {}, ConfigError, r"eval.books.metrics has 'nowhere.f', and nowhere cannot be imp"),
-    ({}, {"train__eval_metrics": [f"{HERE}.loss"]}, ConfigError, r"^train.eval_metrics: a metric is called 'loss'"),
+    ({"path": "/nowhere"}, {}, DataError, r"evaluation.sets.books.path '/nowhere' does not exist"),
+    (
+        {"metrics": [f"{HERE}.top_four"]},
+        {},
+        ConfigError,
+        r"evaluation.sets.books.metrics has '\S*top_four', .* has no function",
+    ),
+    (
+        {"metrics": ["nowhere.f"]},
+        {},
+        ConfigError,
+        r"evaluation.sets.books.metrics has 'nowhere.f', and nowhere cannot be imp",
+    ),
+    ({}, {"evaluation__metrics": [f"{HERE}.loss"]}, ConfigError, r"^evaluation.metrics: a metric is called 'loss'"),
     ({"max_document_tokens": 0, "context_parallel_size": 1}, {}, ConfigError, LONG),
 ]
 
@@ -206,7 +225,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> N
 def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -> None:
     check = partial(check_set_length, preset_config("qwen3-tiny", vocab_size=300), ModelConfig(), 60)
     with pytest.raises(
-        ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with eval.books.max_document_tok"
+        ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with evaluation.sets.books.max_document_tok"
     ):
         check("books", 10**6)
     check("books", 60)
@@ -216,10 +235,10 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     """The tokens that end a turn are in generation_config.json, which the run's folder has later, if at all."""
     tokenizer, rows = write_folder(tmp_path / "tokenizer", "phi3"), tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": r, "content": "so"} for r in ("user", "assistant")]}))
-    keys = {"data__path": str(rows), "data__tokenizer": str(tokenizer), "data__eval_documents": 0, **ALONE}
+    keys = {"data__path": str(rows), "data__tokenizer": str(tokenizer), "evaluation__documents": 0, **ALONE}
     config = small_config(tmp_path, eval=[{"name": "a", "path": str(rows)}], **keys)
     model = preset_config("qwen3-tiny", vocab_size=400)
     with World(check_config(config, 1), backend="gloo") as world:
         trained = build_shared_corpus(config, world, model, resumed=False, log=lambda _: None)
-        evaluated = open_evaluation_set(config, config.eval[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
+        evaluated = open_evaluation_set(config, config.evaluation.sets[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
     assert trained.manifest.encodings == evaluated.manifest.encodings

@@ -14,7 +14,7 @@ import torch
 
 from longspan.config.sections import RunConfig
 from longspan.data.step_order import StepOrder
-from longspan.plan import Plan, PlanAhead
+from longspan.plan import AsyncPlanner, Plan
 from longspan.run import loop
 from longspan.run.loop import STEPS, SlowSlots
 from longspan.run.run_data import TrainingRun
@@ -67,10 +67,10 @@ def test_a_signal_saves_and_stops(
 def receive_on_rank_1(rank: int, configs: list[RunConfig]) -> list[tuple[str, int]]:
     take_step = TrainingRun.take_step
 
-    def take(self: Any, plan: Any, documents: Any, step: int, *meanwhile: Any) -> Any:
+    def take(self: Any, plan: Any, documents: Any, step: int, *host_work: Any) -> Any:
         if rank == 1 and step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return take_step(self, plan, documents, step, *meanwhile)
+        return take_step(self, plan, documents, step, *host_work)
 
     with mock.patch.object(TrainingRun, "take_step", take):
         results = [train_rank(rank, config, 2) for config in configs]
@@ -78,9 +78,10 @@ def receive_on_rank_1(rank: int, configs: list[RunConfig]) -> list[tuple[str, in
 
 
 def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
-    keys = {"train__steps": 3, "train__eval_every": 0, "data__eval_documents": 0}
+    keys = {"train__steps": 3, "evaluation__every": 0, "evaluation__documents": 0}
     configs = [
-        small_config(tmp_path / name, run__save_on=on, **keys) for name, on in (("on", ["SIGUSR1"]), ("off", []))
+        small_config(tmp_path / name, checkpoint__save_signals=on, **keys)
+        for name, on in (("on", ["SIGUSR1"]), ("off", []))
     ]
     assert run_ranks(receive_on_rank_1, 2, configs) == [[("", 3), ("SIGUSR1", 2)]] * 2
     assert [saved_steps(tmp_path / name) for name in ("on", "off")] == [[2, 3], [2]]
@@ -95,7 +96,7 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
 
     with (
         mock.patch.object(loop, "STEPS", 3),
-        mock.patch.object(Training, "times_slots", True),
+        mock.patch.object(Training, "time_slots", True),
         mock.patch.object(step_module, "LEAST_LOGITS", 1),
         mock.patch.object(step_module.SlotPaceTerm, "sums", sums),
     ):
@@ -103,7 +104,7 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
 
 
 def test_a_slow_slot_is_named_once_with_its_host(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__steps=5, train__eval_every=0, data__eval_documents=0)
+    config = small_config(tmp_path, train__steps=5, evaluation__every=0, evaluation__documents=0)
     log = run_ranks(train_with_a_slow_slot, 2, config, timeout=120)[0]
     assert log.count("slower than its plan") == 1
     assert "slot 1 (rank 1, host " in log and "has been 25 % slower than its plan for 3 steps" in log
@@ -129,9 +130,9 @@ def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = list[str]()
-    plan_inline, select, make_sums = PlanAhead._plan_inline, StepOrder.select, StepEnd._split_sums
+    plan_inline, select, make_sums = AsyncPlanner._plan_inline, StepOrder.select, StepEnd._split_sums
 
-    def note_plan(plans: PlanAhead, step: int) -> Plan:
+    def note_plan(plans: AsyncPlanner, step: int) -> Plan:
         if plans._made_inline is None or plans._made_inline[0] != step:
             events.append(f"plan {step}")
         return plan_inline(plans, step)
@@ -146,10 +147,10 @@ def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
         events.append("sums")
         return make_sums(*arguments)
 
-    monkeypatch.setattr(PlanAhead, "_plan_inline", note_plan)
+    monkeypatch.setattr(AsyncPlanner, "_plan_inline", note_plan)
     monkeypatch.setattr(StepOrder, "select", note_documents)
     monkeypatch.setattr(StepEnd, "_split_sums", note_sums)
-    lines_of(0, small_config(tmp_path, train__steps=4, data__eval_documents=0, train__eval_every=0, **ALONE), 1)
+    lines_of(0, small_config(tmp_path, train__steps=4, evaluation__documents=0, evaluation__every=0, **ALONE), 1)
     events = events[events.index("documents 0") :]
     assert events[: events.index("sums") + 1][-3:] == ["plan 1", "documents 1", "sums"]
     assert [event for event in events if event != "plan 0"] == [
@@ -166,10 +167,10 @@ SHORT = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to
 def run_short(rank: int, configs: list[RunConfig]) -> list[str]:
     take_step, notes = TrainingRun.take_step, list[str]()
 
-    def take(run: TrainingRun, plan: Any, documents: Any, step: int, *meanwhile: Any) -> Any:
+    def take(run: TrainingRun, plan: Any, documents: Any, step: int, *host_work: Any) -> Any:
         if step == 1:
             raise RuntimeError(SHORT)
-        return take_step(run, plan, documents, step, *meanwhile)
+        return take_step(run, plan, documents, step, *host_work)
 
     for config in configs:
         with mock.patch.object(TrainingRun, "take_step", take), pytest.raises(RuntimeError) as raised:
@@ -186,9 +187,9 @@ def sizes_of(text: str) -> dict[str, list[str]]:
 
 
 def test_the_plan_of_memory_stands_next_to_what_was_measured(tmp_path: Path) -> None:
-    keys = {"train__eval_every": 0, **ALONE, "context__max_tokens_per_slot": 64}
+    keys = {"evaluation__every": 0, **ALONE, "context__max_tokens_per_slot": 64}
     # With more room gradients stay whole through a step, and the plan counts them as gathered.
-    planned_keys = {"train__memory_bytes": 20 << 20, **keys}
+    planned_keys = {"train__device_memory_limit": 20 << 20, **keys}
     configs = [small_config(tmp_path / "planned", **planned_keys), small_config(tmp_path, **keys)]
     ((planned, unplanned),) = run_ranks(run_short, 1, configs)
     for note in (planned, unplanned):
@@ -236,6 +237,6 @@ def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypat
     assert [bool(line) for line in lines] == [False] * 4 + [True] + [False] * 2
     assert lines[4] == (
         "the GPU's allocator ran out of memory 3 times a step: each time it waits for the GPU, gives back what is free "
-        "and takes it again (137 GiB taken at most, 125 GiB in use); a lower train.memory_bytes leaves it room "
+        "and takes it again (137 GiB taken at most, 125 GiB in use); a lower train.device_memory_limit leaves it room "
         "(docs/memory.md)"
     )

@@ -64,7 +64,7 @@ def run(config: RunConfig, ranks: int) -> TrainResult:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     config = small_config(
-        tmp_path_factory.mktemp("straight"), train__steps=4, train__save_every=2, run__loggers=[f"{LOGGERS}.FileLogger"]
+        tmp_path_factory.mktemp("straight"), train__steps=4, checkpoint__every=2, run__loggers=[f"{LOGGERS}.FileLogger"]
     )
     return config, run(config, 2)
 
@@ -87,8 +87,8 @@ def run_by_each_type(rank: int, configs: Sequence[RunConfig]) -> list[float]:
 
 
 def test_a_hierarchical_run_says_which_ranks_form_a_level(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"context__context_parallel_size": 4, "context__eval_context_parallel_size": 4}
-    keys |= {"train__steps": 2, "train__eval_every": 0, "data__max_document_tokens": 96}
+    keys: dict[str, Any] = {"context__context_parallel_size": 4, "evaluation__context_parallel_size": 4}
+    keys |= {"train__steps": 2, "evaluation__every": 0, "data__max_document_tokens": 96}
     configs = [
         small_config(
             tmp_path,
@@ -225,8 +225,8 @@ PLANNERS = [
     {
         "context__planner": "padded",
         "context__cp_comm_type": "all_gather",
-        "context__eval_planner": "padded",
-        "train__save_minutes": 1e-6,
+        "evaluation__planner": "padded",
+        "checkpoint__minutes": 1e-6,
     },
     {
         "context__planner": "dynamic",
@@ -237,13 +237,13 @@ PLANNERS = [
         "train__activation_checkpointing": "selective",
         "train__offload_activations": True,
         "parallel__reshard_after_forward": False,
-        "context__eval_context_parallel_size": 1,
+        "evaluation__context_parallel_size": 1,
     },
 ]
 
 
 def test_other_plans_of_the_same_tokens_have_the_same_losses(straight: Straight, tmp_path: Path) -> None:
-    keys = {"train__steps": 2, "train__eval_every": 0}  # while the rate rises, whatever the steps of the run
+    keys = {"train__steps": 2, "evaluation__every": 0}  # while the rate rises, whatever the steps of the run
     configs = [small_config(tmp_path / str(i), **keys, **changes) for i, changes in enumerate(PLANNERS)]
     run_ranks(run_each, 2, configs)
     for config in configs:
@@ -256,7 +256,7 @@ def check_losses_and_plans(straight: Straight, config: RunConfig) -> None:
     evaluated = [(row["step"], row["cp"]) for row in rows_of(config) if "eval_loss" in row]
     assert evaluated == [(2, 1), (2, 2)], "each degree once, as asked for where that is it"
     saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
-    assert saved == ({1, 2} if config.train.save_minutes < 1 else {2})
+    assert saved == ({1, 2} if config.checkpoint.minutes < 1 else {2})
     plans = [Plan.from_json(path.read_bytes()) for path in sorted((Path(config.run.dir) / "plans").glob("step-*.json"))]
     wide = [group for plan in plans for batch in plan.micro_batches for group in batch.groups if group.degree > 1]
     assert wide and {group.partition for group in wide} == {config.context.partition}
@@ -273,7 +273,7 @@ def check_losses_and_plans(straight: Straight, config: RunConfig) -> None:
 def test_dropout_of_a_configuration_is_that_of_training(straight: Straight, tmp_path: Path) -> None:
     values = json.loads((Path(straight[0].run.dir) / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"attention_dropout": 0.3}))
-    keys = {"model__config": str(tmp_path), "train__steps": 1, "train__eval_every": 0, **ALONE}
+    keys = {"model__config": str(tmp_path), "train__steps": 1, "evaluation__every": 0, **ALONE}
     (row,) = train_rows(small_config(tmp_path, **keys), 1)
     assert abs(row["loss"] - rows_of(straight[0])[0]["loss"]) > 1e-4  # type: ignore[operator]
 
@@ -281,7 +281,7 @@ def test_dropout_of_a_configuration_is_that_of_training(straight: Straight, tmp_
 def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_path: Path) -> None:
     folder = Path(straight[0].run.dir)
     fresh = partial(small_config, tmp_path)
-    resumed = partial(small_config, folder.parent, train__save_every=2)
+    resumed = partial(small_config, folder.parent, checkpoint__every=2)
     ended = copy_cut_at(straight[0], tmp_path / "ended", 4)
     ended = replace(ended, train=replace(ended.train, lr=0.5, weight_decay=0.5))
     (Path(ended.run.dir) / "config.toml").write_text(to_toml(ended))  # what counts is what it was trained with
@@ -292,16 +292,20 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
     on_nodes = fresh(context__node_size=8, run__dir=str(tmp_path / "none"))
     refusing = fresh(run__loggers=[f"{LOGGERS}.FileLogger", f"{LOGGERS}.Refusing"])
     cases: list[tuple[RunConfig, type[LongspanError], str]] = [
-        (resumed(run__resume="never"), CheckpointError, r"run.resume is 'never' and .*step-000004 is there"),
+        (
+            resumed(checkpoint__resume="never"),
+            CheckpointError,
+            r"checkpoint.resume is 'never' and .*step-000004 is there",
+        ),
         (resumed(train__seed=1), ConfigError, r"train.seed was 0 when .*000004 .* and is 1 now; set it back"),
         (resumed(data__max_document_tokens=32), ConfigError, r"data.max_document_tokens was 64 .* and is 32 now"),
         (resumed(train__steps=3), ConfigError, r"is at step 4, beyond train.steps 3"),
         (
             ended,
             ConfigError,
-            r"has come to its end at step 4 .*: train.lr was 0.006 and is 0.5 now; train.weight_decay was .*raise",
+            r"has come to its end at step 4 .*: optimizer.lr was 0.006 and is 0.5 now; optimizer.weight_decay was .*raise",
         ),
-        (fresh(run__resume="must"), CheckpointError, r"run.resume is 'must' and there is no checkpoint"),
+        (fresh(checkpoint__resume="must"), CheckpointError, r"checkpoint.resume is 'must' and there is no checkpoint"),
         (fresh(model__path=str(tmp_path / "nowhere")), ModelError, r"no model folder .*nowhere"),
         (fresh(model__path=model, data__path=str(tmp_path / "none")), DataError, r"does not exist"),
         (vocabulary, DataError, r"has ids up to 399, the embedding of .*model has 300 rows"),
@@ -320,9 +324,9 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
 
 
 def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:
-    before: dict[str, Any] = {"encoder": {"lr": 0.1}, "train": {"lr": 1.0, "steps": 6}, "eval": []}
-    now: dict[str, Any] = {"encoder": {"lr": 0.2}, "train": {"lr": 2.0, "steps": 6}, "eval": []}
-    with pytest.raises(ConfigError, match=r"encoder.lr was 0.1 and is 0.2 now; train.lr was 1.0 and is 2.0 now"):
+    before: dict[str, Any] = {"encoder": {"lr": 0.1}, "train": {"lr": 1.0, "steps": 6}, "evaluation.sets": []}
+    now: dict[str, Any] = {"encoder": {"lr": 0.2}, "train": {"lr": 2.0, "steps": 6}, "evaluation.sets": []}
+    with pytest.raises(ConfigError, match=r"encoder.lr was 0.1 and is 0.2 now; optimizer.lr was 1.0 and is 2.0 now"):
         set_up._check_finished_run(before, now, Path("step-000006"), print)
 
 
@@ -341,7 +345,7 @@ def _train_on_a_full_disk(rank: int, config: RunConfig) -> TrainResult:
 
 
 def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__steps=1, train__eval_every=0, data__eval_documents=0)
+    config = small_config(tmp_path, train__steps=1, evaluation__every=0, evaluation__documents=0)
     folder = Path(config.run.dir)
     lock = run_records._lock_file(folder, print)
     with pytest.raises(
@@ -406,8 +410,13 @@ def test_a_corpus_that_changed_is_refused(straight: Straight) -> None:
 
 
 def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
-    steep = {"train__lr": 1e30, "train__warmup_steps": 0, "train__max_grad_norm": 0.0, "train__optimizer": "sgd"}
-    configs = {every: small_config(tmp_path / str(every), train__save_every=every, **steep) for every in (1, 0)}
+    steep = {
+        "optimizer__lr": 1e30,
+        "optimizer__warmup_steps": 0,
+        "optimizer__max_grad_norm": 0.0,
+        "optimizer__class": "sgd",
+    }
+    configs = {every: small_config(tmp_path / str(every), checkpoint__every=every, **steep) for every in (1, 0)}
     for (every, config), error in zip(configs.items(), refusals([*configs.values()]), strict=True):
         assert type(error) is NonFiniteError
         assert re.search(r"step \d: .* the largest weight is \d.*e\+.* lower the learning rate", str(error))
@@ -431,8 +440,12 @@ def wait_for(condition: Callable[[], Any]) -> None:
 def test_sigusr1_to_all_processes_saves_and_sigterm_to_the_launcher_saves_and_leaves(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keys = {"run__save_on": ["SIGUSR1"], "run__keep_checkpoints": 0, "run__stopped_status": 75}
-    config = small_config(tmp_path, train__steps=10_000, train__eval_every=0, **keys)
+    keys = {
+        "checkpoint__save_signals": ["SIGUSR1"],
+        "checkpoint__save_total_limit": 0,
+        "checkpoint__preempted_exit_code": 75,
+    }
+    config = small_config(tmp_path, train__steps=10_000, evaluation__every=0, **keys)
     (tmp_path / "config.toml").write_text(to_toml(config))
 
     def press() -> None:
@@ -463,15 +476,17 @@ def test_sigusr1_to_all_processes_saves_and_sigterm_to_the_launcher_saves_and_le
 def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small_config(tmp_path, data__eval_documents="auto", train__steps=3, train__eval_every=0, **ALONE)
+    config = small_config(tmp_path, evaluation__documents="auto", train__steps=3, evaluation__every=0, **ALONE)
     assert config.model.preset == "qwen3-tiny"
     first = lines_of(0, config, 1)
-    count = load_config(tmp_path / "run" / "config.toml").data.eval_documents
-    assert f"; {count} text held out (data.eval_documents)" in first
+    count = load_config(tmp_path / "run" / "config.toml").evaluation.documents
+    assert f"; {count} text held out (evaluation.documents)" in first
     monkeypatch.setattr(order, "ONE_IN", 3)
     more = {"train": replace(config.train, steps=5), "model": replace(config.model, preset="")}
     longer = lines_of(0, replace(config, **more), 1)
-    assert f"; {count} text held out (data.eval_documents)" in longer, "and not a third, as a run that begins now would"
+    assert f"; {count} text held out (evaluation.documents)" in longer, (
+        "and not a third, as a run that begins now would"
+    )
     rows = train_rows(config)
     assert "\nresumed    at step 3 on 1 rank\n" in longer and "\nresumed" not in first
     facts = json.loads((tmp_path / "run" / "run.json").read_text())

@@ -159,7 +159,7 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
     higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is of another figure" in said[-1]
     assert higher.note_if_best(rows(1.0, eval_hits=0.5), 70) and not higher.note_if_best(rows(1.0, eval_hits=0.4), 80)
-    with pytest.raises(ConfigError, match=r"train.keep_best names eval_hits, and the evaluation has eval_loss"):
+    with pytest.raises(ConfigError, match=r"checkpoint.keep_best names eval_hits, and the evaluation has eval_loss"):
         higher.note_if_best(rows(1.0), 90)
     (tmp_path / "best.json").write_text("{")
     higher.load_bests(60, [60, 30])
@@ -167,9 +167,14 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
 
 
 def test_a_run_keeps_its_best_checkpoint(tmp_path: Path) -> None:
-    keys = {"train__keep_best": "eval_loss:higher", "run__keep_checkpoints": 1, "train__eval_every": 2, **ALONE}
+    keys = {
+        "checkpoint__keep_best": "eval_loss:higher",
+        "checkpoint__save_total_limit": 1,
+        "evaluation__every": 2,
+        **ALONE,
+    }
     for steps in (3, 5):
-        train_rows(small_config(tmp_path, train__steps=steps, train__save_every=1, **keys), 1)
+        train_rows(small_config(tmp_path, train__steps=steps, checkpoint__every=1, **keys), 1)
         folder = tmp_path / "run"
         assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000002", f"step-00000{steps}"}
         assert [entry["step"] for entry in json.loads((folder / "best.json").read_text())["bests"]] == [2]

@@ -21,7 +21,7 @@ from longspan.model import preset_config
 from longspan.plan import Cost, Link, Machine, Plan, plan_dynamic
 from longspan.run.checks import check_config
 from longspan.testing import backend, run_ranks
-from longspan.train.plans import PlanChoice, home_of
+from longspan.train.plans import PlannerConfig, home_of
 from longspan.train.plans.resolve import choose_partition, set_default_partition, set_node_size
 from longspan.train.training import scale_positions
 from tests.run.runs.homes import ALONE, lines_of
@@ -132,9 +132,9 @@ def test_a_cost_without_states_leaves_contiguous_rows() -> None:
 
 def test_plans_of_a_choice_are_priced_as_they_run() -> None:
     config = load_config(None, {"model.preset": "qwen3-next-tiny", "context.partition": "contiguous"})
-    plan = PlanChoice.training(config, cost=COST, heads=8).plan((900, 400), HOME)
+    plan = PlannerConfig.training(config, cost=COST, heads=8).plan((900, 400), HOME)
     assert plan.cost.states and plan.cost.states.partition == "contiguous"
-    evaluation = PlanChoice.evaluation(config, cost=COST, heads=8).plan((900, 400), HOME)
+    evaluation = PlannerConfig.evaluation(config, cost=COST, heads=8).plan((900, 400), HOME)
     assert evaluation.cost.states and evaluation.cost.states.partition == "contiguous"
 
 
@@ -182,7 +182,7 @@ def test_every_rank_plans_for_the_worlds_hosts_and_refuses_others(
     )
     assert results == [(slots, line)] * ranks
     fitted = replace(config, context=ContextConfig(planner="dynamic", max_tokens_per_slot=0, node_size=slots))
-    plan = PlanChoice.training(fitted).plan((40, 30, 20, 9, 9), home_of(parallel, ranks))
+    plan = PlannerConfig.training(fitted).plan((40, 30, 20, 9, 9), home_of(parallel, ranks))
     assert plan.node_size == slots
 
 
@@ -196,7 +196,7 @@ def test_a_run_on_two_hosts_keeps_its_groups_inside_them(tmp_path: Path) -> None
     rates = {"product_flops_per_second": 1e8, "attention_flops_per_second": 1e8, "micro_batch_seconds": 0.0}
     slow = replace(Machine.cpus(), **rates, **links)
     (tmp_path / "machine.json").write_text(json.dumps(slow.to_json()))
-    few = {"train__steps": 1, "train__eval_every": 0, "data__eval_documents": 0, "train__tokens_per_step": 64}
+    few = {"train__steps": 1, "evaluation__every": 0, "evaluation__documents": 0, "train__tokens_per_step": 64}
     config = small_config(tmp_path, context__planner="dynamic", run__machine=str(tmp_path / "machine.json"), **few)
     shown, *_ = run_ranks(on_hosts, 4, config, 4, 2)
     plan = Plan.from_json((tmp_path / "run" / "plans" / "step-000001.json").read_text())
@@ -211,7 +211,7 @@ def test_a_run_on_two_hosts_keeps_its_groups_inside_them(tmp_path: Path) -> None
 def test_saved_weights_are_evaluated_on_other_hosts_than_the_run_had(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = small_config(tmp_path, train__steps=1, train__eval_every=0, **ALONE)
+    config = small_config(tmp_path, train__steps=1, evaluation__every=0, **ALONE)
     lines_of(0, config, 1)
     toml = tmp_path / "run" / "config.toml"
     toml.write_text(to_toml(replace(config, context=replace(config.context, node_size=8))))

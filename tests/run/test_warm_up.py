@@ -33,8 +33,8 @@ MOE = {"model__preset": "qwen3-moe-tiny"}
 MASKED: dict[str, object] = {}  # of rows with masks, that the test writes
 HOMES: dict[str, tuple[int, Mapping[str, object]]] = {
     "masked rows": (2, MASKED),
-    "stages": (2, {"parallel__pp": 2, "context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}),
-    "tensor and experts": (4, MOE | {"parallel__tp": 2, "parallel__ep": 2, "train__optimizer": "sgd"}),
+    "stages": (2, {"parallel__pp": 2, "context__context_parallel_size": 1, "evaluation__context_parallel_size": 1}),
+    "tensor and experts": (4, MOE | {"parallel__tp": 2, "parallel__ep": 2, "optimizer__class": "sgd"}),
 }
 MARKS = dict.fromkeys(("stages", "tensor and experts"), pytest.mark.whole)
 

@@ -41,8 +41,8 @@ def test_every_read_of_transformers_trusts_no_code() -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
     write_model(root)
-    keys = {"model__path": str(root / "model"), "train__steps": 1, "train__save_every": 1, "train__eval_every": 0}
-    train_rank(0, small_config(root, **keys, data__eval_documents=0, **ALONE), 1)
+    keys = {"model__path": str(root / "model"), "train__steps": 1, "checkpoint__every": 1, "evaluation__every": 0}
+    train_rank(0, small_config(root, **keys, evaluation__documents=0, **ALONE), 1)
     return root
 
 
@@ -69,7 +69,7 @@ def with_code(folder: Path) -> None:
 
 EVAL = ["eval", "model", "--data", "words=texts", "--world", "1", "--device", "cpu"]
 TRAIN = ["train", "--model.path", "model", "--data.path", "texts", "--world", "1", "--device", "cpu"]
-TRAIN += ["--run.dir", "new", "--train.lr", "1e-5", "--train.steps", "1"]
+TRAIN += ["--run.dir", "new", "--optimizer.lr", "1e-5", "--train.steps", "1"]
 
 
 def refused(words: list[str], place: Path, capfd: pytest.CaptureFixture[str], message: str) -> None:

@@ -25,18 +25,18 @@ WORDS += ("rank", "slot", "plan", "ring")
 SMALL = {
     "data.vocab_size": 300,
     "data.max_document_tokens": 64,
-    "data.eval_documents": 3,
+    "evaluation.documents": 3,
     "context.context_parallel_size": 2,
     "context.max_tokens_per_slot": 64,
-    "context.eval_context_parallel_size": 2,
-    "context.eval_max_tokens_per_slot": 64,
+    "evaluation.context_parallel_size": 2,
+    "evaluation.max_tokens_per_slot": 64,
     "train.steps": 6,
     "train.tokens_per_step": 128,
-    "train.lr": 6e-3,
-    "train.warmup_steps": 2,
-    "train.eval_every": 2,
+    "optimizer.lr": 6e-3,
+    "optimizer.warmup_steps": 2,
+    "evaluation.every": 2,
     "run.timeout_seconds": 60.0,
-    "run.keep_checkpoints": 0,
+    "checkpoint.save_total_limit": 0,
 }
 
 

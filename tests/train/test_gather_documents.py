@@ -13,7 +13,7 @@ from longspan import (
     Document,
     Layout,
     Plan,
-    PlanChoice,
+    PlannerConfig,
     World,
     bind,
     evaluate,
@@ -25,7 +25,7 @@ from longspan import (
     token_log_probs,
 )
 from longspan.errors import CommError, DataError
-from longspan.multimodal import Item, ItemDocuments
+from longspan.multimodal import MediaDocuments, MediaItem
 from longspan.testing import backend, run_ranks
 from longspan.train.gather import GatheredDocuments
 from longspan.train.read_rows import count_prefix_rows, read_rows
@@ -153,7 +153,7 @@ def compare_steps(model: Any, documents: GatheredDocuments, whole: Sequence[Docu
     if home.pp == 1:
         log_probs, expected = (token_log_probs(model, plan, x, world) for x in (documents, whole))
         assert np.array_equal(log_probs.of(0), expected.of(0)) and len(log_probs.of(0)) == plan.lengths[0]
-        assert evaluate(model, documents, PlanChoice.fixed(home.slots), world).targets == targets
+        assert evaluate(model, documents, PlannerConfig.fixed(home.slots), world).targets == targets
 
 
 def test_steps_of_gathered_documents_are_those_of_the_list() -> None:
@@ -165,7 +165,7 @@ def test_steps_of_gathered_documents_are_those_of_the_list() -> None:
 
 def refuse(rank: int) -> None:
     first, plain = rank == 0, [[1, 2, 3], [4, 5]]
-    items = ItemDocuments([np.zeros(4, dtype=np.int64)], [Item(0, ((1, 2),))], lambda item: None)
+    items = MediaDocuments([np.zeros(4, dtype=np.int64)], [MediaItem(0, ((1, 2),))], lambda item: None)
     mistakes: list[tuple[Any, str]] = [  # what this rank brings, and what all say
         (
             [Document([1, 2], reward=1.0)] if first else [Document([1, 2])],

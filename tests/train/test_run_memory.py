@@ -45,7 +45,7 @@ UNHEARD = {"model_type": "unheard of"}
 
 def config_of(**changes: object) -> RunConfig:
     keys = {key.replace("__", "."): value for key, value in changes.items()}
-    given: dict[str, object] = {"model.preset": "qwen3-8b", "train.lr": 1e-5, "train.steps": 20}
+    given: dict[str, object] = {"model.preset": "qwen3-8b", "optimizer.lr": 1e-5, "train.steps": 20}
     return load_config(None, given | {"context.max_tokens_per_slot": 8192} | keys)
 
 
@@ -60,7 +60,7 @@ def run_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True, layers: int = 
 
 
 def test_keys_by_hand_are_not_chosen() -> None:
-    off = dict.fromkeys(("offload", "gathered_once", "summed_once", "offload_states"), False)
+    off = dict.fromkeys(("offload", "gathered_once", "summed_once", "offload_optimizer_states"), False)
     cases: list[tuple[dict[str, object], FixedMemory]] = [
         ({}, FixedMemory()),
         ({"train.activation_checkpointing": "selective"}, FixedMemory(measure="selective")),
@@ -68,9 +68,9 @@ def test_keys_by_hand_are_not_chosen() -> None:
         ({"train.activation_checkpointing": True}, FixedMemory(measure="full")),
         ({"train.offload_activations": True}, FixedMemory(offload=True)),
         ({"parallel.reshard_after_forward": False}, FixedMemory(gathered_once=True)),
-        ({"train.offload_states": True}, FixedMemory(offload_states=True)),
-        ({"train.optimizer": "torch.optim.NAdam"}, FixedMemory(offload_states=False)),
-        ({"train.memory": "none"}, FixedMemory(measure="none", mlp_tile_rows=0, segment_layers=0, **off)),
+        ({"train.offload_optimizer_states": True}, FixedMemory(offload_optimizer_states=True)),
+        ({"optimizer.class": "torch.optim.NAdam"}, FixedMemory(offload_optimizer_states=False)),
+        ({"train.plan_memory": False}, FixedMemory(measure="none", mlp_tile_tokens=0, segment_layers=0, **off)),
     ]
     for keys, fixed in cases:
         assert fixed_memory_keys(load_config(None, keys)) == fixed, keys
@@ -86,7 +86,7 @@ def test_settings_follow_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = run_memory_settings(config_of(), gpu=True)
     assert (usual.parameter_bytes, usual.compute_bytes, usual.state_numbers) == (4, 2, 2.0)
     assert usual.fused_norms and not run_memory_settings(config_of(), gpu=False).fused_norms
-    keys = {"train__float8": "rows", "lora__rank": 8, "context__mode": "free", "mtp__depths": 1}
+    keys = {"train__float8": "rowwise", "lora__rank": 8, "context__mode": "free", "mtp__num_layers": 1}
     other = run_memory_settings(config_of(model__dtype="bfloat16", **keys), gpu=True)
     assert (other.parameter_bytes, other.lora_rank, other.depths) == (2, 8, 1)
     assert other.free and other.float8 and not usual.float8
@@ -210,7 +210,7 @@ def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
     config = config_of(**AUTO, context__planner="dynamic", run__dir=str(tmp_path))
     keys = keys_that_decide_rows(config)
     other_keys: list[dict[str, object]] = [
-        {"train__memory_bytes": 10**9},
+        {"train__device_memory_limit": 10**9},
         {"train__activation_checkpointing": "full"},
         {"parallel__tp": 2},
         {"model__preset": "qwen3-0.6b"},  # another model, in a folder without a checkpoint yet
@@ -226,7 +226,7 @@ def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
             (None, 1, keys, 8194),
             (77, 1, keys, 77),
             (77, 4, keys, 8194),
-            (77, 1, keys | {"train.memory_bytes": 10**9}, 8194),
+            (77, 1, keys | {"train.device_memory_limit": 10**9}, 8194),
             (77, 1, keys | {"train.memory_fraction": 0.92}, 77),  # a key of 0.2
         ):
             if rows is not None:
@@ -239,7 +239,9 @@ def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"is damaged: .*; remove it and rows are chosen again"):
             choose_rows(run, world, lines.append)
         (tmp_path / FILE).unlink()
-        small = run_of(replace(config, train=replace(config.train, memory_bytes=GIB)), gpus=1, gpu=False, layers=2)
+        small = run_of(
+            replace(config, train=replace(config.train, device_memory_limit=GIB)), gpus=1, gpu=False, layers=2
+        )
         with pytest.raises(ConfigError, match="does not fit"):
             choose_rows(small, world, lines.append)
 
@@ -285,8 +287,8 @@ def test_a_rank_without_memory_halves_the_rows_on_all_ranks(tmp_path: Path) -> N
     table = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=80, **drops)
     table.architectures = ["GPT2LMHeadModel"]
     table.save_pretrained(tmp_path / "gpt2")
-    keys: dict[str, object] = {"model__config": str(tmp_path / "gpt2"), "train__steps": 1, "train__eval_every": 0}
-    more = AUTO | keys | {"train__tokens_per_step": 512, "context__eval_max_tokens_per_slot": "auto"}
+    keys: dict[str, object] = {"model__config": str(tmp_path / "gpt2"), "train__steps": 1, "evaluation__every": 0}
+    more = AUTO | keys | {"train__tokens_per_step": 512, "evaluation__max_tokens_per_slot": "auto"}
     halved = small_config(tmp_path, **more)
     least = small_config(tmp_path, **AUTO, **keys, run__dir=str(tmp_path / "least"))
     by_hand = small_config(tmp_path, **keys, run__dir=str(tmp_path / "by_hand"))
@@ -338,7 +340,7 @@ def _small_host(rank: int, config: RunConfig) -> tuple[str, str]:
 
 
 def test_a_host_that_is_too_small_is_named_on_every_rank(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__steps=1, train__eval_every=0)
+    config = small_config(tmp_path, train__steps=1, evaluation__every=0)
     (first, first_run), (last, last_run) = run_ranks(_small_host, 2, config)
     assert "a rank needs at least 12.1 GiB" in first and "rank 0, one of 2 on its host, has 1.0 GiB free" in first
     assert "are all sizes in its configuration?" in first and last.startswith(first)

@@ -66,7 +66,7 @@ def add_run_depths(run: RunConfig, empty: PreTrainedModel, log: LogLine, *, publ
     With `published` they get the names of published models of the family, where it has them: then the model's
     configuration also describes its depths, as published configurations do.
     """
-    depths, text = run.mtp.depths, empty.config.get_text_config()
+    depths, text = run.mtp.num_layers, empty.config.get_text_config()
     if not depths:
         return str
     blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
@@ -165,7 +165,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
 def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> None:
     """Raise CheckpointError for weights, of a base model or its depths, that another device would draw differently."""
     name = run.model.preset_name
-    drawn_depths = run.mtp.depths and not run.mtp.train_whole and find_depth_weights(run, configuration) is None
+    drawn_depths = run.mtp.num_layers and not run.mtp.train_whole and find_depth_weights(run, configuration) is None
     # Nothing was drawn, or a tiny preset was (without `rows`): its weights are drawn on the CPU on every machine.
     if (not run.model.path or drawn_depths) and not (name and not PRESETS[name].rows):
         raise CheckpointError(
@@ -181,7 +181,7 @@ def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
         raise CheckpointError(
             f"--merge: {adapted[0]} has an adapter, and shares its weight with the other end of the "
             f"{type(model).__name__} (tie_word_embeddings), which must not change; export the adapter without --merge, "
-            "which stock peft loads over the base model, or train one without it in lora.targets"
+            "which stock peft loads over the base model, or train one without it in lora.target_modules"
         )
 
 
@@ -234,7 +234,7 @@ def export_checkpoint(
         run = replace(run, model=replace(run.model, path=base))
     if merge or base:
         check_base(run_dir, run)
-    checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
+    checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.checkpoint.dir), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_score_class(config) or image_text_class_of_architectures(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in

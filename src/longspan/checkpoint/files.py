@@ -22,7 +22,7 @@ def require_local_root(root: str | Path) -> Path:
 
 
 def checkpoints_root(run_dir: Path, named: str) -> Path:
-    """Return `named` (`run.checkpoints`), or the run's folder `checkpoints` if it is ""."""
+    """Return `named` (`checkpoint.dir`), or the run's folder `checkpoints` if it is ""."""
     return require_local_root(named) if named else run_dir / "checkpoints"
 
 

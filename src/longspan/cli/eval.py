@@ -105,7 +105,7 @@ class EvalFlags:
 
     SHOWN: ClassVar[Groups] = {
         "documents": ("--data", "--max_document_tokens"),
-        "layout": ("--degrees", "--context.eval_context_parallel_size", "--parallel.tp", "--world"),
+        "layout": ("--degrees", "--evaluation.context_parallel_size", "--parallel.tp", "--world"),
         "what is compared and written": ("--compare", "--metrics", "--out", "--json"),
     }
     target: Annotated[str, Word("RUN|CHECKPOINT|HF_FOLDER", TARGET, "runs/first")]
@@ -126,7 +126,7 @@ class EvalFlags:
     degrees: str = ""
     """Context-parallel degrees with commas between, such as 1,2,4, at each of which the documents are evaluated."""
     metrics: Repeated = ()
-    """A metric of your own, package.module.function of TargetRows to (sum, count); again for more."""
+    """A metric of your own, package.module.function of TargetTokens to (sum, count); again for more."""
     out: str = ""
     """Write results.json (what --json prints), documents.jsonl (the loss of every document) and report.html to this
     folder."""
@@ -148,7 +148,7 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
     """Parse the flags of `eval`. With a run's configuration, keys of the layout that no flag gives have its values."""
     sections: dict[str, Any] = {}
     if config is not None:
-        encoder = EncoderLayout(config.encoder.tp, config.encoder.max_rows)
+        encoder = EncoderLayout(config.encoder.tp, config.encoder.max_tokens)
         sections = {"parallel": config.parallel, "context": config.context, "encoder": encoder}
         sections["run"] = MachineSection(config.run.machine)
     return parse_flags(EvalFlags, argv, PROG, sections)
@@ -186,7 +186,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
             second.config,
             parallel=config.parallel,
             context=config.context,
-            encoder=replace(second.config.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows),
+            encoder=replace(second.config.encoder, tp=config.encoder.tp, max_tokens=config.encoder.max_tokens),
             run=replace(second.config.run, machine=config.run.machine),
         )
         subjects.append(replace(second, config=other))
@@ -241,8 +241,8 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
     if run_dir is None:
         return Subject(weights, resolve_defaults(config))
     # a degree that a flag gives brings its planner, and "auto" its type
-    values = {k: v for k, v in flags.context.evaluation.plan_keys.items() if f"context.eval_{k}" in flag_keys}
-    evaluation = inherit_keys(PlanSection(**values), own.context.evaluation, own.context)
+    values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"context.eval_{k}" in flag_keys}
+    evaluation = inherit_keys(PlanSection(**values), own.evaluation, own.context)
     return Subject(weights, replace(config, context=replace(config.context, evaluation=evaluation)))
 
 
@@ -309,7 +309,7 @@ def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts:
     outlive_output(None, ["stderr"])
     config = request.subjects[0].config
     if backend == "nccl":
-        begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")
+        begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compile != "none")
     from longspan.comm import World
     from longspan.evaluation.evaluate_saved import evaluate_saved
 

@@ -28,7 +28,7 @@ _COLOURS = "\x1b[30;42m", "\x1b[0m"
 def show_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows of each source: tokens between dots, each run of targets marked, and both counts. A
     row is shown as it is before it is cut or packed. A tokenizer that the run would train is trained, and not kept.
-    Raises DataError as the run does, also for a bad row unless data.on_bad is "skip", which is shown with its reason.
+    Raises DataError as the run does, also for a bad row unless data.on_bad_row is "skip", which is shown with its reason.
     """
     settings, data = CorpusSettings(config.data, num_labels=config.model.num_labels), config.data
     files = settings.find_source_files(Path(config.run.dir))
@@ -43,10 +43,10 @@ def show_rows(config: RunConfig, count: int) -> None:
         rows = (row for file in of_source for row in rows_of_file(file, data.max_text_bytes))
         for row in islice(rows, count):
             is_bad = isinstance(row, BadRow)
-            for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.columns)]):
+            for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.rename_columns)]):
                 if isinstance(sample, Sample):
                     print(f"\n{row.where}: {_text_with_marked_targets(sample, tokenizer.engine, marks)}")
-                elif data.on_bad == "error" and not sample.masked:
+                elif data.on_bad_row == "error" and not sample.masked:
                     raise DataError(f"{sample.where}: {sample.reason}")
                 else:
                     print(f"\n{sample.where}: left out, {sample.reason}")

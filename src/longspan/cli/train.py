@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns 0 when the run came to its end, `run.stopped_status` when it was told to stop."""
+    """Run the verb; returns 0 when the run came to its end, `checkpoint.preempted_exit_code` when it was told to stop."""
     starts = Starts()
     flags, config = parse_train(argv)
-    save_on = [number for number in NOTICES if number.name in config.run.save_on]
+    save_on = [number for number in NOTICES if number.name in config.checkpoint.save_signals]
     ignore_signals(save_on)  # until there is a step to save
     if flags.dry_run:
         from longspan.cli.plans.answer import show_dry_run
@@ -71,11 +71,11 @@ def main(argv: Sequence[str]) -> int:
         with compile_attention_ahead(config, processes, backward=True):
             result: TrainResult = run_on_ranks(train_rank, args, ranks, ignored=save_on)
     except Interrupted as interrupted:  # by a signal before the run heeds signals, or by a second one
-        interrupted.status = config.run.stopped_status or interrupted.status
+        interrupted.status = config.checkpoint.preempted_exit_code or interrupted.status
         raise
     if prints_results():
         _report_result(result, config, as_json=flags.json)
-    return config.run.stopped_status if result.stopped else 0
+    return config.checkpoint.preempted_exit_code if result.stopped else 0
 
 
 def train_rank(
@@ -88,7 +88,7 @@ def train_rank(
     starts.end_part("processes")
     outlive_output(Path(config.run.dir))
     if backend == "nccl":
-        begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")
+        begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compile != "none")
     gc.disable()  # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time
     try:
         import torch
@@ -124,7 +124,7 @@ def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -
     out, report = sys.stderr if as_json else sys.stdout, write_report(result.dir)
     saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
     model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
-    print(f"checkpoints: {config.run.checkpoints or result.dir / 'checkpoints'}{model}", file=out)
+    print(f"checkpoints: {config.checkpoint.dir or result.dir / 'checkpoints'}{model}", file=out)
     print(json.dumps(result.summary()) if as_json else result.text())
     compared = " --compare base" if config.lora.rank else ""
     command = "longspan" if shutil.which("longspan") else Path(sys.executable).with_name("longspan")

@@ -33,14 +33,14 @@ _DEMO: dict[str, Any] = {
     "context.planner": "fixed",
     "context.cp_comm_type": "p2p",
     "context.partition": "zigzag",
-    "context.eval_planner": "fixed",
-    "context.eval_cp_comm_type": "p2p",
-    "context.eval_max_tokens_per_slot": 2048,
+    "evaluation.planner": "fixed",
+    "evaluation.cp_comm_type": "p2p",
+    "evaluation.max_tokens_per_slot": 2048,
     "train.tokens_per_step": 4096,
-    "train.lr": 6e-3,
-    "train.warmup_steps": 100,
+    "optimizer.lr": 6e-3,
+    "optimizer.warmup_steps": 100,
 }
-# One's own model: nothing is cut, and a slot takes what its memory holds. Of train.lr there is no default.
+# One's own model: nothing is cut, and a slot takes what its memory holds. Of optimizer.lr there is no default.
 _OWN_MODEL: dict[str, Any] = {
     "data.max_document_tokens": 0,
     "context.planner": AUTO,
@@ -61,7 +61,7 @@ def is_demo(model: ModelConfig) -> bool:
 
 
 def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
-    """Give a value to every key that is not given; only `train.lr` of a model of one's own has no default, and stays.
+    """Give a value to every key that is not given; only `optimizer.lr` of a model of one's own has no default, and stays.
 
     The demo's degrees suit the number of `ranks`. What other keys change comes before the tables (_DEMO, _OWN_MODEL),
     evaluation last, as its keys take training's values.
@@ -69,23 +69,23 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     >>> resolve_defaults(RunConfig()).train.lr
     0.006
     """
-    if config.context.evaluation.context_parallel_size == AUTO:
-        config = _set_defaults(config, {"context.eval_cp_comm_type": AUTO})
+    if config.evaluation.context_parallel_size == AUTO:
+        config = _set_defaults(config, {"evaluation.cp_comm_type": AUTO})
     if config.lora.rank:
-        config = _set_defaults(config, {"train.lr": LORA_LR})
-    config = _set_defaults(config, {"encoder.train": encoder_default(config)})
+        config = _set_defaults(config, {"optimizer.lr": LORA_LR})
+    config = _set_defaults(config, {"encoder.trainable": encoder_default(config)})
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
     config = _set_defaults(config, {"context.planner": _planner_of_given_degrees(config.context)})
-    if config.context.evaluation.has_dynamic_degrees and config.context.evaluation.context_parallel_size == NOT_GIVEN:
-        config = _set_defaults(config, {"context.eval_planner": "dynamic"})
+    if config.evaluation.has_dynamic_degrees and config.evaluation.context_parallel_size == NOT_GIVEN:
+        config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     config = _set_length(config)
     context = config.context
     context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
     config = replace(config, context=context)
-    return replace(config, eval=tuple(_complete_evaluation_set(entry, config) for entry in config.eval))
+    return replace(config, eval=tuple(_complete_evaluation_set(entry, config) for entry in config.evaluation.sets))
 
 
 def _set_length(config: RunConfig) -> RunConfig:
@@ -127,7 +127,9 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
         model=replace(model, path=path, config=source),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer),
-        eval=tuple(replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.eval),
+        eval=tuple(
+            replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets
+        ),
     )
 
 
@@ -142,7 +144,7 @@ def set_absolute_paths(config: RunConfig) -> RunConfig:
         config = replace(config, **{section: replace(values, **changes)})
     sources, sets = (
         tuple(replace(table, path=absolute_paths(table.path)) for table in tables)
-        for tables in (config.data.sources, config.eval)
+        for tables in (config.data.sources, config.evaluation.sets)
     )
     folders = {key: str(Path(path).absolute()) for key in ("dir", "checkpoints") if (path := getattr(config.run, key))}
     data, run = replace(config.data, sources=sources), replace(config.run, **folders)  # which the run makes
@@ -191,13 +193,13 @@ def _set_partitions(config: RunConfig) -> RunConfig:
     if config.context.partition != "zigzag":
         config = _set_defaults(config, {"context.cp_comm_type": AUTO})
     config = _set_defaults(config, {"context.cp_comm_type": "p2p"})
-    return _set_defaults(config, {"context.eval_cp_comm_type": config.context.cp_comm_type})
+    return _set_defaults(config, {"evaluation.cp_comm_type": config.context.cp_comm_type})
 
 
 def set_steps(config: RunConfig, steps: int) -> RunConfig:
     """Set the steps of a run and, if no warm-up is given, a twentieth of them as its warm-up, at most MOST_WARMUP."""
     config = replace(config, train=replace(config.train, steps=steps))
-    return _set_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
+    return _set_defaults(config, {"optimizer.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 
 def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
@@ -210,24 +212,24 @@ def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 
 
 def _complete_evaluation_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
-    entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
+    entry, parent = inherit_keys(entry, config.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
 def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> None:
     """Log that a warm-up does not end before the run, and that bfloat16 weights lose small updates to rounding."""
-    warmup, steps = config.train.warmup_steps, config.train.steps
+    warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if warmup >= steps > 0:
         log(
-            f"caution: train.warmup_steps {warmup} is not below the {plural(steps, 'step')} of the run: the learning "
-            f"rate rises to the end, to {steps / warmup:.0%} of train.lr"
+            f"caution: optimizer.warmup_steps {warmup} is not below the {plural(steps, 'step')} of the run: the learning "
+            f"rate rises to the end, to {steps / warmup:.0%} of optimizer.lr"
         )
-    if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding and not config.lora.rank:
+    if config.model.dtype == "bfloat16" and not config.optimizer.stochastic_rounding and not config.lora.rank:
         log(
             'caution: model.dtype is "bfloat16": updates below 1/512 of a weight are rounded away, and so the model '
             'learns less (docs/precision.md); use model.dtype = "float32" with model.compute_dtype = "bfloat16", or '
-            "train.stochastic_rounding = true"
+            "optimizer.stochastic_rounding = true"
         )
 
 

@@ -35,7 +35,9 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     tables: dict[str, Any] = {}
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        tables[section] = {**tables.get(section, {}), name: value} if name else value  # no name: the tables [[eval]]
+        tables[section] = (
+            {**tables.get(section, {}), name: value} if name else value
+        )  # no name: the tables [[evaluation.sets]]
     config = _set_sections(config, tables, source="the overrides")
     return resolve_defaults(config)
 
@@ -84,7 +86,7 @@ def to_toml(config: RunConfig) -> str:
     sources = values["data"].pop("sources")
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
     tables += [("[[data.sources]]", source) for source in sources]
-    tables += [("[[eval]]", entry) for entry in values["eval"]]
+    tables += [("[[evaluation.sets]]", entry) for entry in values["eval"]]
     # JSON of strings, numbers, true and false, and lists of them is TOML too, except DEL, which JSON leaves bare.
     texts = (
         "\n".join([title, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items())]) + "\n"
@@ -164,7 +166,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
-    """An unknown key may be one of another section, in [[eval]] one of [context] with its prefix eval_."""
+    """An unknown key may be one of another section, in [[evaluation.sets]] one of [context] with its prefix eval_."""
     if f"{label.partition('.')[0]}.{key}" in GONE_VALUES:
         return GONE
     if own := key_of_other_name(key):

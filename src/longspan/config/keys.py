@@ -35,9 +35,9 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "data.workers": (0,),  # one process a core, of those that `taskset` leaves it
     "train.eps": (1e-8,),  # optimizer_arguments = ["eps=1e-6"]
     "train.eval_document_losses": (False,),  # longspan eval RUN --out FOLDER
-    "train.eval_seconds": (0.0,),  # fewer documents: data.eval_documents, documents of [[eval]]
+    "train.eval_seconds": (0.0,),  # fewer documents: evaluation.documents, documents of [[evaluation.sets]]
     "train.loss_chunk_rows": (0,),
-    "train.memory_fraction": (0.92,),  # train.memory_bytes
+    "train.memory_fraction": (0.92,),  # train.device_memory_limit
     "eval.attention_kernel": ("",),
     "lora.parts": (["language_model"],),
     "run.compile_cache": ("",),
@@ -100,7 +100,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a key of every plan section where it is a key of evaluation, and of a table [[eval]]."""
+    """The texts of a key of every plan section where it is a key of evaluation, and of a table [[evaluation.sets]]."""
 
     evaluation: str
     table: str
@@ -209,7 +209,7 @@ def section_texts(kind: type[Any]) -> Mapping[str, str]:
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint):
             texts |= {key_prefix(name) + key: marks.evaluation for key, marks in _key_texts(hint)}
-    if FIRST[0] in texts:  # only tables [[eval]] have the key "name"
+    if FIRST[0] in texts:  # only tables [[evaluation.sets]] have the key "name"
         texts |= {key: marks.table for key, marks in _key_texts(kind)}
     return texts
 

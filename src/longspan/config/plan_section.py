@@ -1,7 +1,7 @@
-"""How documents are planned: the section [context], and the tables [[eval]] of evaluation sets. Imports no torch.
+"""How documents are planned: the section [context], and the tables [[evaluation.sets]] of evaluation sets. Imports no torch.
 
 A `PlanSection` stands in three places: its keys are those of training in [context] (`context.planner`), those of
-evaluation with the prefix eval_ (`context.eval_planner`), and those of one evaluation set in its table. What is not
+evaluation with the prefix eval_ (`evaluation.planner`), and those of one evaluation set in its table. What is not
 given in a table is as evaluation has it; what is not given for evaluation is as in training: see `inherit_keys`.
 The plans themselves are made in `train/plans`.
 """
@@ -26,7 +26,7 @@ class PlanSection:
         Texts(
             "Planner of evaluation. Default: as in training, or fixed where eval_context_parallel_size is given, "
             "dynamic where evaluation's smallest or largest degree is; tiny presets: fixed.",
-            "As context.eval_planner. Default: the same, or fixed where context_parallel_size is given, dynamic where "
+            "As evaluation.planner. Default: the same, or fixed where context_parallel_size is given, dynamic where "
             "a smallest or largest degree is.",
         ),
     ] = ""
@@ -41,7 +41,7 @@ class PlanSection:
             "Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto, or "
             "0 where training's is chosen: the degree at which evaluation is fastest by the cost. Default: 0; tiny "
             "presets: 4, or 2 or 1 where the slots are no multiple.",
-            "As context.eval_context_parallel_size. Default: the same.",
+            "As evaluation.context_parallel_size. Default: the same.",
         ),
     ] = NOT_GIVEN
     """Slots that share a document in training (fixed and padded); 0: the degree at which the first steps are predicted
@@ -64,7 +64,7 @@ class PlanSection:
         Texts(
             "As max_tokens_per_slot, in evaluation; auto: what training has. Default: as in training; tiny presets: "
             "2048.",
-            "As context.eval_max_tokens_per_slot. Default: the same.",
+            "As evaluation.max_tokens_per_slot. Default: the same.",
         ),
     ] = NOT_GIVEN
     """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as its memory holds them (docs/memory.md).
@@ -74,7 +74,7 @@ class PlanSection:
         Texts(
             "As cp_comm_type, in evaluation. Default: as in training; the fastest, where eval_context_parallel_size is "
             "auto; tiny presets: p2p, of hybrids as in training.",
-            "As context.eval_cp_comm_type. Default: the same, or auto where context_parallel_size is.",
+            "As evaluation.cp_comm_type. Default: the same, or auto where context_parallel_size is.",
         ),
     ] = ""
     """How they share it: p2p, all_gather, a2a, a2a+p2p, auto or the dotted name of your own (docs/attention.md); one,
@@ -84,7 +84,7 @@ class PlanSection:
         int | tuple[int, ...],
         Texts(
             "As hierarchical_context_parallel_sizes, in evaluation. Default: as in training, fitted to the degree.",
-            "As context.eval_hierarchical_context_parallel_sizes. Default: the same, fitted to the degree.",
+            "As evaluation.hierarchical_context_parallel_sizes. Default: the same, fitted to the degree.",
         ),
     ] = NOT_GIVEN
     """Sizes (a2a, p2p) of a2a+p2p; 0: the best ones of each group. Read with that type only."""
@@ -152,9 +152,9 @@ class EvalConfig(PlanSection):
     max_document_tokens: NonNegativeInt = NOT_GIVEN
     """As data.max_document_tokens, of this set. Default: the same."""
     every: NonNegativeInt = NOT_GIVEN
-    """Steps between evaluations; 0: only after the last step. Default: train.eval_every."""
+    """Steps between evaluations; 0: only after the last step. Default: evaluation.every."""
     metrics: tuple[str, ...] = ()
-    """Metrics of your own, as train.eval_metrics. Default: the same."""
+    """Metrics of your own, as evaluation.metrics. Default: the same."""
 
     @property
     def prefix(self) -> str:
@@ -162,7 +162,7 @@ class EvalConfig(PlanSection):
 
     @property
     def metrics_key(self) -> str:
-        return f"{self.prefix}metrics" if self.name else "train.eval_metrics"
+        return f"{self.prefix}metrics" if self.name else "evaluation.metrics"
 
 
 def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:

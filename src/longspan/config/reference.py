@@ -24,18 +24,18 @@ OFTEN = (
     "train.epochs",
     "train.steps",
     "train.tokens_per_step",
-    "train.lr",
+    "optimizer.lr",
     "context.planner",
     "context.context_parallel_size",
     "context.max_tokens_per_slot",
-    "train.eval_every",
+    "evaluation.every",
 )
 
 _HEAD = """\
 # Configuration
 
 A run of `longspan train` is configured by a TOML file, by flags, or by both; a flag wins over the file. Every key of
-this page is a key of its section in the file, and, except those of [[data.sources]] and [[eval]], a flag:
+this page is a key of its section in the file, and, except those of [[data.sources]] and [[evaluation.sets]], a flag:
 
 ```toml
 [train]

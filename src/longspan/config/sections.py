@@ -2,7 +2,7 @@
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`). What keys mean that are not given is in
 `defaults.py`; `run/checks.py` checks the values against the number of ranks before any process group
-exists. The text under each key is also its `--help`. Keys of plans, in [context] and [[eval]], are in `plan_section`.
+exists. The text under each key is also its `--help`. Keys of plans, in [context] and [[evaluation.sets]], are in `plan_section`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -43,7 +43,7 @@ class ModelConfig:
     qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
     config: str = ""
     """A local Hugging Face folder, or its config.json, or a name as in path: random weights of that configuration."""
-    num_labels: Annotated[NonNegativeInt, Needs("mtp.depths", (0,))] = 0
+    num_labels: Annotated[NonNegativeInt, Needs("mtp.num_layers", (0,))] = 0
     """Scores of each document, by a head in place of the vocabulary's: 1 for rows with chosen and rejected, or with a
     number as label; as many as there are classes. A language model gets a new head. 0: a language model
     (docs/losses.md#scores-by-a-command)."""
@@ -89,10 +89,10 @@ class ParallelConfig:
     """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
     reshard_after_forward: bool = True
     """Free gathered weights after each pass: less memory, two gathers a micro-batch in place of one a step; never with
-    pp above 1. true, but train.memory may keep them gathered if memory allows."""
+    pp above 1. true, but train.plan_memory may keep them gathered if memory allows."""
     sync_each_batch: Annotated[bool, Needs("parallel.reshard_after_forward", (False,))] = True
     """Sum gradients over the slots in every micro-batch; false: once a step, until when they are whole on every rank.
-    true, but train.memory may sum them once if memory allows."""
+    true, but train.plan_memory may sum them once if memory allows."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ class MtpSection:
 
     depths: NonNegativeInt = 0
     """Tokens beyond the next one that each position predicts too, each by a layer of its own; 0: none."""
-    loss_weight: Annotated[float, AtLeast(0), Needs("mtp.depths", AtLeast(1))] = 0.3
+    loss_weight: Annotated[float, AtLeast(0), Needs("mtp.num_layers", AtLeast(1))] = 0.3
     """Weight of the mean of their losses in the gradient; the loss of the next token has weight 1."""
-    weights: Annotated[str, Needs("mtp.depths", AtLeast(1))] = AUTO
+    weights: Annotated[str, Needs("mtp.num_layers", AtLeast(1))] = AUTO
     """A folder whose weights of these layers are read, random, or auto: those of model.path where it has any, else
     random."""
-    train_whole: Annotated[bool, Needs("mtp.depths", AtLeast(1)), Needs("lora.rank", AtLeast(1))] = False
+    train_whole: Annotated[bool, Needs("mtp.num_layers", AtLeast(1)), Needs("lora.rank", AtLeast(1))] = False
     """With adapters (lora.rank): train all weights of these layers, which then have no adapters of their own."""
 
 
@@ -142,7 +142,7 @@ class EncoderSection(EncoderLayout):
     """What of it is trained: all (tower and projector), projector, or none. Default: all; with adapters (lora.rank):
     none."""
     lr: NonNegativeFloat = 0.0
-    """Its peak learning rate, scheduled as train.lr; 0: train.lr."""
+    """Its peak learning rate, scheduled as optimizer.lr; 0: optimizer.lr."""
     recompute: bool = False
     """Encode images again before their backward pass, so that activations of one wave are kept at a time."""
 
@@ -225,12 +225,12 @@ class BestFigure:
 
     @classmethod
     def from_text(cls, text: str) -> "BestFigure":
-        """Read the figure that `train.keep_best` names. Raises ConfigError for a text that names none."""
+        """Read the figure that `checkpoint.keep_best` names. Raises ConfigError for a text that names none."""
         figure, _, order = text.partition(":")
         name, _, column = figure.rpartition("/")
         if not column.startswith("eval_") or (order and order not in _ORDERS):
             raise ConfigError(
-                f"train.keep_best is {text!r}; give a figure of an evaluation as metrics.jsonl has it, such as "
+                f"checkpoint.keep_best is {text!r}; give a figure of an evaluation as metrics.jsonl has it, such as "
                 "eval_loss, with the name of its set before it (code/eval_loss) and :higher after it where more is "
                 "better"
             )
@@ -241,9 +241,9 @@ class BestFigure:
         if self.set in names:
             return
         names_text = ", ".join(sorted(filter(None, names))) or "none"
-        absent = f"the set {self.set!r}" if self.set else "documents that are held out (data.eval_documents)"
+        absent = f"the set {self.set!r}" if self.set else "documents that are held out (evaluation.documents)"
         raise ConfigError(
-            f"train.keep_best names {self.column} of {absent}, which the run has not; its sets: {names_text}"
+            f"checkpoint.keep_best names {self.column} of {absent}, which the run has not; its sets: {names_text}"
         )
 
     def figure_in_rows(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
@@ -253,7 +253,7 @@ class BestFigure:
                 continue
             if self.column not in row:
                 columns = ", ".join(name for name in row if name.startswith("eval_") and name != "eval_name")
-                raise ConfigError(f"train.keep_best names {self.column}, and the evaluation has {columns}")
+                raise ConfigError(f"checkpoint.keep_best names {self.column}, and the evaluation has {columns}")
             return row[self.column]
         return None
 
@@ -273,7 +273,7 @@ class TrainConfig:
     warmup_steps: NonNegativeInt = NOT_GIVEN
     """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
     activation_checkpointing: Literal["auto", "none", "full", "selective"] = "auto"
-    """Recompute layers in the backward pass: none, full (true), selective (all but attention), or auto: train.memory
+    """Recompute layers in the backward pass: none, full (true), selective (all but attention), or auto: train.plan_memory
     chooses for each layer; where it chooses nothing, auto is none."""
     eval_every: NonNegativeInt = 100
     """Steps between evaluations; 0: only after the last step."""
@@ -293,7 +293,7 @@ class TrainConfig:
     """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
     optimizer_arguments: tuple[str, ...] = ()
     """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
-    betas: Annotated[tuple[float, float], AtLeast(0, below=1), Needs("train.optimizer", ("adamw",))] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], AtLeast(0, below=1), Needs("optimizer.class", ("adamw",))] = (0.9, 0.95)
     """Decay of adamw's two moments at each step."""
     stochastic_rounding: Annotated[bool, Needs("model.dtype", ("bfloat16",)), Needs("lora.rank", (0,))] = False
     """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
@@ -306,17 +306,17 @@ class TrainConfig:
     """auto: choose what each layer keeps, recomputes or moves to the host, how often parameters are gathered and where
     the optimizer's states are, the fastest that fits; on GPUs, and on CPUs where memory_bytes is given. Keys that are
     given win. none: the keys as they are (docs/memory.md)."""
-    mlp_tile_rows: NonNegativeInt = 0
+    mlp_tile_tokens: NonNegativeInt = 0
     """Run MLPs and experts over tiles of at most this many rows, backward too, so that what they make in between is of
-    one tile; some percent slower. 0: whole, or as train.memory chooses."""
+    one tile; some percent slower. 0: whole, or as train.plan_memory chooses."""
     memory_bytes: NonNegativeInt = 0
-    """What a rank may fill of its device, weights included, where train.memory or max_tokens_per_slot = "auto" decide;
+    """What a rank may fill of its device, weights included, where train.plan_memory or max_tokens_per_slot = "auto" decide;
     0: 92 % of a GPU's free memory, on a CPU the host's free memory for max_tokens_per_slot = "auto"."""
     offload_activations: bool = False
-    """Keep what checkpointed layers start from in the host's memory meanwhile; false: as train.memory chooses."""
-    offload_states: bool = False
+    """Keep what checkpointed layers start from in the host's memory meanwhile; false: as train.plan_memory chooses."""
+    offload_optimizer_states: bool = False
     """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time. false:
-    as train.memory chooses."""
+    as train.plan_memory chooses."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
     """Run each RMS norm as one kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
     it), on, or off."""
@@ -405,7 +405,7 @@ class RunConfig:
 
     @property
     def evaluations(self) -> tuple[EvalConfig, ...]:
-        """The documents that are held out, as the set without a name, and the sets [[eval]]."""
+        """The documents that are held out, as the set without a name, and the sets [[evaluation.sets]]."""
         return (held_out_set(self), *self.eval)
 
     def tables(self) -> dict[str, Any]:
@@ -415,19 +415,19 @@ class RunConfig:
 
 
 def section_kinds() -> dict[str, type[Any]]:
-    """Return the dataclass of every section; the tables [[eval]] are none."""
+    """Return the dataclass of every section; the tables [[evaluation.sets]] are none."""
     kinds: dict[str, Any] = get_type_hints(RunConfig)
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
 def held_out_set(config: RunConfig) -> EvalConfig:
-    """Return the documents that `data.eval_documents` holds out, as the evaluation set without a name."""
+    """Return the documents that `evaluation.documents` holds out, as the evaluation set without a name."""
     train = config.train
     return EvalConfig(
         max_document_tokens=config.data.max_document_tokens,
-        every=train.eval_every,
-        metrics=train.eval_metrics,
-        **config.context.evaluation.plan_keys,
+        every=config.evaluation.every,
+        metrics=config.evaluation.metrics,
+        **config.evaluation.plan_keys,
     )
 
 
@@ -442,7 +442,7 @@ Checkpointing = Literal["none", "full", "selective"]
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
     """Return whether a plan of memory chooses how a run saves memory; on CPUs only with `memory_bytes`."""
-    return train.memory == AUTO and (gpu or train.memory_bytes > 0)
+    return train.plan_memory == AUTO and (gpu or train.device_memory_limit > 0)
 
 
 def given_checkpointing(train: TrainConfig) -> Checkpointing | None:
@@ -453,11 +453,17 @@ def given_checkpointing(train: TrainConfig) -> Checkpointing | None:
 def check_memory_keys(train: TrainConfig, *, gpu: bool | None = None) -> None:
     """Raise ConfigError for keys of memory that contradict each other or the devices: GPUs, CPUs, or (None) any."""
     kind = train.activation_checkpointing
-    if gpu and 0 < train.memory_bytes < LEAST_OF_GPU:
-        raise ConfigError(f"train.memory_bytes is {train.memory_bytes}: {bytes_hint(train.memory_bytes)}")
+    if gpu and 0 < train.device_memory_limit < LEAST_OF_GPU:
+        raise ConfigError(
+            f"train.device_memory_limit is {train.device_memory_limit}: {bytes_hint(train.device_memory_limit)}"
+        )
     where = ""
     if kind == AUTO and not chooses_measures(train, gpu=gpu is not False):  # None: as on a GPU, where more is allowed
-        where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
+        where = (
+            "on CPUs without train.device_memory_limit"
+            if train.plan_memory == AUTO
+            else "under train.plan_memory false"
+        )
     if train.offload_activations and (kind == "none" or where):
         kind = f'"{AUTO}", which is "none" {where}' if where else '"none"'
         raise ConfigError(

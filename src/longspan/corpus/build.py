@@ -152,7 +152,7 @@ class _CorpusOfRun:
             documents, built = self._cache.open_or_build_documents(recipe.key, _documents_are_whole, build, self._log)
         except OSError as error:
             raise cache_error(self._cache.folder, error) from error
-        self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (data.cache)")
+        self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (data.cache_dir)")
         record = Record(
             documents=str(documents),
             key=recipe.key,
@@ -167,12 +167,12 @@ class _CorpusOfRun:
 
 
 def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache:
-    """Open the cache that `data.cache` names; one in the run's folder if the user's own cannot be written."""
-    folder = cache_folder(data.cache)
+    """Open the cache that `data.cache_dir` names; one in the run's folder if the user's own cannot be written."""
+    folder = cache_folder(data.cache_dir)
     try:
         return Cache(folder)
     except OSError as error:
-        if data.cache:
+        if data.cache_dir:
             raise cache_error(folder, error) from error
         log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
         return Cache((run_dir / "cache").absolute())

@@ -40,9 +40,9 @@ _POLL_SECONDS, _WAIT_NEWS_SECONDS = 0.2, 30.0
 
 
 def cache_folder(setting: str) -> Path:
-    """Return the folder that `data.cache` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
+    """Return the folder that `data.cache_dir` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
     if setting == "none":
-        raise DataError('data.cache is "none", and tokens are always kept; name a folder, or leave it empty')
+        raise DataError('data.cache_dir is "none", and tokens are always kept; name a folder, or leave it empty')
     if setting:
         return Path(setting).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "longspan" / "corpora"
@@ -116,7 +116,7 @@ def cache_error(folder: Path, error: OSError) -> DataError:
     with suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
     return DataError(
-        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache to a folder with room "
+        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache_dir to a folder with room "
         "for its tokens"
     )
 

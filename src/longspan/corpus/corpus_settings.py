@@ -94,7 +94,7 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         yield f"left out {plural(left_out.masked_rows, 'row')} in which no token is a target"
     if left_out.bad_rows:
         more_text = f"; and {left_out.bad_rows - len(bad):,} more" if left_out.bad_rows > len(bad) else ""
-        yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more_text}'
+        yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad_row = "skip"): {"; ".join(bad)}{more_text}'
     other_kinds = Counter[str]()  # files that are not read
     for _, path in settings.source_paths():
         other_kinds.update(files_of_other_kinds(path, leave_out=(run_dir,)))
@@ -135,7 +135,10 @@ def make_recipe(
     for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
         kind = kind_of_files(
-            source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes, columns=data.columns
+            source_files,
+            skip_bad=data.on_bad_row == "skip",
+            most_bytes=data.max_text_bytes,
+            columns=data.rename_columns,
         )
         encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
     _check_kinds({encoding.kind for encoding in encodings}, settings)
@@ -145,7 +148,7 @@ def make_recipe(
         sources=sources,
         encodings=tuple(encodings),
         longest=data.max_document_tokens,
-        skip_bad=data.on_bad == "skip",
+        skip_bad=data.on_bad_row == "skip",
         most_bytes=data.max_text_bytes,
     )
 
@@ -208,7 +211,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     tokens = pattern_of_any(ends | encoding.tokenizer.special_names)
     if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
         return None
-    fault, advice = "writes no token behind", "; data.end_of_chat names a token to be put there"
+    fault, advice = "writes no token behind", "; data.end_of_chat_token names a token to be put there"
     if encoding.template.has_marks(None):
         fault, advice = "marks no end of", ""
     return (
@@ -223,7 +226,9 @@ def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
     parts = [plural(count, name) for name, count in unseen.items() if count]
     lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
     if left_out.unseen_thoughts and turns == "together":
-        lines.append('data.turns = "split" trains each turn as at inference, with its thought if the template has it')
+        lines.append(
+            "data.split_turns = true trains each turn as at inference, with its thought if the template has it"
+        )
     if left_out.blank_turns:
         lines.append(f"no targets, as they are blank: {plural(left_out.blank_turns, 'assistant turn')}")
     return "; ".join(lines) or None

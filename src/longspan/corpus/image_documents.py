@@ -36,7 +36,7 @@ from longspan.model.vision.image_tokens import (
     check_image_arguments_of_config,
     image_tokens,
 )
-from longspan.plan.items import Item, ItemTable
+from longspan.plan.items import ItemTable, MediaItem
 
 THREADS = 4
 _MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped
@@ -187,12 +187,12 @@ class ImageDocuments(CorpusDocuments):
         return tuple(number for numbers in self._numbers_by_document for number in numbers)
 
     @cached_property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[MediaItem, ...]:
         """The images, each with the spans of placeholders that its encoded rows take."""
         images, numbers_by_document = self.images, enumerate(self._numbers_by_document)
         if images is None:
             return ()
-        return tuple(Item(i, images.spans(number)) for i, numbers in numbers_by_document for number in numbers)
+        return tuple(MediaItem(i, images.spans(number)) for i, numbers in numbers_by_document for number in numbers)
 
     @cached_property
     def item_table(self) -> ItemTable:

@@ -49,7 +49,7 @@ class Corpus:
         if record is not None and not documents_folder.is_dir():
             raise DataError(
                 f"{folder} is not a corpus: its documents are not in {documents_folder} any more; start its run again, "
-                "which makes them anew, with data.cache as a folder on storage that all its machines share"
+                "which makes them anew, with data.cache_dir as a folder on storage that all its machines share"
             )
         try:
             self._open_arrays(documents_folder)
@@ -78,7 +78,7 @@ class Corpus:
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
         self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
         self.images: ImageTable | None = ImageTable.open_in_folder(folder)
-        if not (dtype := self.manifest.dtype):  # as data.cache = "none" wrote it
+        if not (dtype := self.manifest.dtype):  # as data.cache_dir = "none" wrote it
             raise DataError(f"{folder} has no tokens; remove it, and it is built again")
         self._offsets = map_array(folder / "offsets.npy")
         self._tokens, codes = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), self.manifest.codes

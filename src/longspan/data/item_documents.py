@@ -10,13 +10,13 @@ from longspan.data.document import Labelled
 from longspan.errors import DataError, plural
 from longspan.layout import Integers, Partition
 from longspan.layout.partition import NO_TARGET
-from longspan.plan.items import Item, ItemTable
+from longspan.plan.items import ItemTable, MediaItem
 
 
-class ItemDocuments:
+class MediaDocuments:
     """Token ids of documents, and the items that take some of their positions.
 
-    >>> documents = ItemDocuments([ids], [Item(0, ((2, 6),))], [pixels])
+    >>> documents = MediaDocuments([ids], [MediaItem(0, ((2, 6),))], [pixels])
     >>> plan = plan_dynamic(documents.lengths, home, targets=documents.targets, max_tokens_per_slot=1024)
     >>> run_step(model, plan, documents, world)                 # model is a MultimodalModel
 
@@ -29,12 +29,12 @@ class ItemDocuments:
     def __init__(
         self,
         tokens: Sequence[Any],
-        items: Sequence[Item],
+        items: Sequence[MediaItem],
         read: Callable[[int], Any] | Sequence[Any],
         positions: Callable[[int], Integers | None] | None = None,
     ) -> None:
         self.tokens: Sequence[Any] = tokens
-        self.items: tuple[Item, ...] = tuple(items)
+        self.items: tuple[MediaItem, ...] = tuple(items)
         self._read, self._positions = read, positions
         self.lengths: tuple[int, ...] = tuple(len(tokens[document]) for document in range(len(tokens)))
         count = None if callable(read) else len(read)
@@ -71,21 +71,21 @@ class ItemDocuments:
 
 def items_at_placeholders(
     tokens: Sequence[Any], placeholder: int, rows: Sequence[Sequence[int]], modality: str = "image"
-) -> list[Item]:
+) -> list[MediaItem]:
     """Make the items whose rows stand, one after another, where documents have the id of a placeholder.
 
     `rows[d]` are the rows of each item of document d, in order; a run of placeholders may hold several items, and other
     tokens may stand between the rows of one. Raises DataError, naming document and modality, for other counts.
 
     >>> items_at_placeholders([[7, 0, 0, 7, 0, 7]], 0, [[2, 1]])
-    [Item(document=0, spans=((1, 3),), modality='image'), Item(document=0, spans=((4, 5),), modality='image')]
+    [MediaItem(document=0, spans=((1, 3),), modality='image'), MediaItem(document=0, spans=((4, 5),), modality='image')]
     """
     if len(rows) != len(tokens):
         raise DataError(
             f"rows of items are given for {plural(len(rows), 'document')}, there are {len(tokens)}; give one list "
             "for each document, empty where it has no item"
         )
-    items: list[Item] = []
+    items: list[MediaItem] = []
     for document, counts in enumerate(rows):
         places = np.flatnonzero(np.asarray(tokens[document]) == placeholder)
         if len(places) != sum(counts) or any(count < 1 for count in counts):
@@ -97,7 +97,7 @@ def items_at_placeholders(
         # Without items np.split would still return one part, an empty one.
         for item_places in np.split(places, np.cumsum(counts)[:-1]) if len(counts) else []:
             spans = Partition.from_rows([item_places]).runs(0).tolist()
-            items.append(Item(document, tuple((start, stop) for start, stop in spans), modality))
+            items.append(MediaItem(document, tuple((start, stop) for start, stop in spans), modality))
     return items
 
 

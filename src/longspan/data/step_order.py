@@ -101,7 +101,7 @@ class StepOrder:
         all_texts = count_texts(unit_lengths, texts)
         if eval_documents >= all_texts:
             raise DataError(
-                f"data.eval_documents {eval_documents} leaves nothing to train on: the corpus has "
+                f"evaluation.documents {eval_documents} leaves nothing to train on: the corpus has "
                 f"{plural(all_texts, 'text')}; hold out at most {max(0, all_texts - 1)}"
             )
         if mixture is None:

@@ -160,7 +160,7 @@ def shuffled_sources(
         source_held_out = held_out[(held_out >= first) & (held_out < stop)]
         if stop - first <= len(source_held_out):
             raise DataError(
-                f"data.sources[{number}] has {plural(stop - first, 'document')}, of which data.eval_documents holds "
+                f"data.sources[{number}] has {plural(stop - first, 'document')}, of which evaluation.documents holds "
                 f"out {len(source_held_out)}: nothing is left to train on; leave the source out, or hold out fewer"
             )
         tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[source_held_out].sum(dtype=np.int64))

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.data.document import Document
-from longspan.data.item_documents import ItemDocuments, items_at_placeholders
+from longspan.data.item_documents import MediaDocuments, items_at_placeholders
 from longspan.doctor.cases import IMAGES, LENGTHS, Case
 from longspan.errors import LongspanError, ModelError
 from longspan.model.exactness.image_trial import (
@@ -73,7 +73,7 @@ def no_video_reason(config: PreTrainedConfig) -> str:
     return ""
 
 
-def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
+def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> MediaDocuments:
     """Return the documents as `run_step` takes them, with images of all documents before frames of all videos."""
     ids = [document.ids for document in documents]
     of_images, of_videos = zip(*(_split_items(document, document.rows) for document in documents), strict=True)
@@ -82,7 +82,7 @@ def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocum
         items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
     images = [x for kind in (0, 1) for document in documents for x in _split_items(document, document.images)[kind]]
     tokens = [Document(d.ids, loss_mask=np.arange(len(d.ids)) >= d.prefix) if d.prefix else d.ids for d in documents]
-    return ItemDocuments(tokens, items, images, lambda number: documents[number].positions)
+    return MediaDocuments(tokens, items, images, lambda number: documents[number].positions)
 
 
 def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:

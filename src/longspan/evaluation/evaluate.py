@@ -38,7 +38,7 @@ from longspan.model.sharding import (
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
-from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.plans import PlannerConfig, degrees_to_compare
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.run_memory import measure_added_peak, unused_bytes
 from longspan.train.step import encoder_terms
@@ -101,11 +101,15 @@ GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters 
 
 
 def evaluate(
-    model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World, options: EvaluationOptions | None = None
+    model: nn.Module,
+    documents: Any,
+    choice: PlannerConfig | Plan,
+    world: World,
+    options: EvaluationOptions | None = None,
 ) -> Evaluation:
     """Evaluate these documents under a plan of `choice`, or a given one; all ranks call it together.
 
-    >>> result = evaluate(model, documents, PlanChoice.fixed(4, max_tokens_per_slot=2048), world)
+    >>> result = evaluate(model, documents, PlannerConfig.fixed(4, max_tokens_per_slot=2048), world)
     >>> result.loss, result.perplexity, result.metrics["token_accuracy"].value
 
     `documents[d]` is document d: it has a length and is indexed by an int64 array of positions, those that a rank
@@ -129,7 +133,7 @@ def evaluate(
         )
     # the result names the widest degree, unless a choice names one degree for all documents (0: the plan's)
     degree = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
-    if isinstance(choice, PlanChoice) and choice.has_one_degree:
+    if isinstance(choice, PlannerConfig) and choice.has_one_degree:
         degree = choice.degree or degree
     return replace(
         _make_result(inputs, totals, options),
@@ -144,7 +148,7 @@ def evaluate(
     )
 
 
-def _checked_step_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
+def _checked_step_inputs(model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World) -> StepInputs:
     if isinstance(choice, Plan):
         return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model
@@ -214,18 +218,18 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 # ---- the plan of an evaluation, priced for forward passes only
 
 
-def list_degree_choices(choice: PlanChoice, documents: CorpusDocuments, home: Layout) -> list[PlanChoice]:
+def list_degree_choices(choice: PlannerConfig, documents: CorpusDocuments, home: Layout) -> list[PlannerConfig]:
     """List a choice at 1, 2, 4, … and all slots, as far as heads allow it, under caps that hold the documents."""
     longest = max(documents.lengths)
     return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]
 
 
 @lru_cache(maxsize=8)
-def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
+def _cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout) -> Plan:
     return choice.plan(lengths, home)
 
 
-def _choice_for_evaluation(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
+def _choice_for_evaluation(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets_by_document)

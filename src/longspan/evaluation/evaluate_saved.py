@@ -51,7 +51,7 @@ from longspan.model.multimodal.multimodal_model import are_multimodal
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.tokenizer_files import vocabulary_files
 from longspan.plan import Cost
-from longspan.train.plans import PlanChoice, find_run_cost, query_heads
+from longspan.train.plans import PlannerConfig, find_run_cost, query_heads
 from longspan.train.plans.order import make_step_order
 from longspan.train.plans.resolve import choose_degree_on_ranks, set_default_partition, set_node_size, set_world_machine
 from longspan.train.run_memory import set_eval_rows_of_training
@@ -81,7 +81,7 @@ def evaluate_saved(
     starts, first = starts or Starts(), request.subjects[0]
     key, names = "--metrics", request.metrics
     if not names:
-        key, names = "train.eval_metrics", first.config.train.eval_metrics
+        key, names = "evaluation.metrics", first.config.evaluation.metrics
     metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
     checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     _check_same_tokens(checked)
@@ -116,7 +116,7 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:
-        checkpoint = find_checkpoint(checkpoints_root(weights.run_dir, subject.config.run.checkpoints), world, log)
+        checkpoint = find_checkpoint(checkpoints_root(weights.run_dir, subject.config.checkpoint.dir), world, log)
         if checkpoint is None:
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
@@ -166,7 +166,7 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
     corpus = Corpus(run_dir / "corpus")
     held_out = corpus.select(make_step_order(config, corpus).evaluation)
     if not held_out:
-        raise DataError(f"{run_dir} holds out no documents (data.eval_documents is 0); give documents with --data")
+        raise DataError(f"{run_dir} holds out no documents (evaluation.documents is 0); give documents with --data")
     return held_out
 
 
@@ -276,8 +276,8 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     context = first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context
     usual = set_node_size(set_default_partition(replace(subject.config, context=context)), world)
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
-    choice = PlanChoice.evaluation(config, heads=heads)
-    is_cap_fixed = "context.eval_max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
+    choice = PlannerConfig.evaluation(config, heads=heads)
+    is_cap_fixed = "evaluation.max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
     for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else longest):
         at_degree.check_longest_document(longest, world.home, f"the longest document ({longest} tokens)")
     return _Fit(checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config)))
@@ -314,7 +314,7 @@ class _Evaluator:
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         weights = fit.checked.subject.weights.title.rpartition("/")[2]
         for name, documents in fit.sets.items():
-            choice = PlanChoice.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
+            choice = PlannerConfig.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
                 choice, reason = choose_degree_on_ranks(choice, documents.lengths, self.world, name=name)
                 if reason:
@@ -333,5 +333,5 @@ class _Evaluator:
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
 
 
-def _list_choices(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
+def _list_choices(choice: PlannerConfig, degrees: Sequence[int], longest: int) -> list[PlannerConfig]:
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]

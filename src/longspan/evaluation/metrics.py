@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from longspan.train.terms.token_loss import BatchTargets, LossFunction
 
 
-class TargetRows(NamedTuple):
+class TargetTokens(NamedTuple):
     """Some rows of one micro-batch that have a target, n of them, on the model's device.
 
     `documents` (n,) are numbered as in the plan; a row at `positions` (n,) predicts the token after it, whose id is in
@@ -44,9 +44,9 @@ class TargetRows(NamedTuple):
 
 BUILT_IN = ("loss", "perplexity", "token_accuracy", "accuracy", "bits_per_byte", "name")
 BUILT_IN += ("tokens", "targets", "documents")
-Metric = Callable[[TargetRows], tuple[Any, Any]]
+Metric = Callable[[TargetTokens], tuple[Any, Any]]
 DocumentMetric = Callable[
-    [TargetRows], tuple[Tensor, Tensor]
+    [TargetTokens], tuple[Tensor, Tensor]
 ]  # (n,) values and (n,) counts, which may be true or false
 
 
@@ -120,9 +120,9 @@ class EvaluationOptions:
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: by a budget of bytes."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Metrics besides the built-in ones, by name: functions of TargetRows to (sum, count)."""
+    """Metrics besides the built-in ones, by name: functions of TargetTokens to (sum, count)."""
     document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict)
-    """Metrics of each document, by name: functions of TargetRows to the values and the counts of rows, two tensors
+    """Metrics of each document, by name: functions of TargetTokens to the values and the counts of rows, two tensors
     (n,), which are added up for every document; a row that does not count has the count 0."""
     loss: "DocumentLoss | None" = None
     """A loss of sets of documents, of a model with one score, in place of its class's; a set's first document is right
@@ -147,7 +147,7 @@ def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
         function = import_object(dotted, f"{key} has {dotted!r}")
         if not callable(function):
             raise ConfigError(
-                f"{key} has {dotted!r}, and {module} has no function {name}; give one of TargetRows to (sum, count)"
+                f"{key} has {dotted!r}, and {module} has no function {name}; give one of TargetTokens to (sum, count)"
             )
         if name in metrics:
             raise ConfigError(
@@ -224,7 +224,7 @@ class RowSums:
         columns: tuple[Integers, Integers, Integers, Integers],
         row_weights: Floats | None,
         read_scores: Callable[[slice, Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> Iterator[TargetRows]:
+    ) -> Iterator[TargetTokens]:
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in columns)
         weights = None if row_weights is None else to_device(row_weights, hidden.device)
         size = self._options.loss_chunk_rows or rows_per_chunk(
@@ -234,12 +234,12 @@ class RowSums:
             logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
             if read_scores is not None:
                 ids, losses = read_scores(part, logits)
-                yield TargetRows(documents[part], positions[part], ids, losses, logits)
+                yield TargetTokens(documents[part], positions[part], ids, losses, logits)
                 continue
             losses = -target_log_probs(logits, ids).double()
             if weights is not None:
                 losses = losses * weights[part]
-            yield TargetRows(documents[part], positions[part], ids, losses, logits)
+            yield TargetTokens(documents[part], positions[part], ids, losses, logits)
 
     def _score_losses(self, targets: "BatchTargets", part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels of rows, as classes (t,), and their losses (t,), both 0 after an error of labels."""
@@ -255,7 +255,7 @@ class RowSums:
             self.error = EvaluationError(f"the loss failed on rank {self._world.rank}: {error}")
             return classes, losses
 
-    def _add_metrics(self, rows: TargetRows) -> Tensor:
+    def _add_metrics(self, rows: TargetTokens) -> Tensor:
         """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""
         count, metrics = len(rows.losses), self._options.document_metrics
         columns, name = rows.losses.new_zeros(len(metrics), 2, count), ""

@@ -21,7 +21,7 @@ from longspan.hub import find_local_path
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
-from longspan.train.plans import PlanChoice, plan_row_multiple
+from longspan.train.plans import PlannerConfig, plan_row_multiple
 
 ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
 HOME = ("tp", "pp", "dp_replicate", "ep")  # the degrees of [parallel]
@@ -155,7 +155,7 @@ def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str])
     if values["parallel.tp"] == 1:
         values["parallel.sequence_parallel"] = False
     slots = max(1, ranks // (values["parallel.tp"] * values["parallel.pp"]))
-    least = config.context.evaluation.min_dynamic_context_parallel_size
+    least = config.evaluation.min_dynamic_context_parallel_size
     values |= {"context.eval_min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
     values["encoder.tp"] = math.gcd(config.encoder.tp, ranks)
     for name in values.keys() - flag_keys:
@@ -172,14 +172,14 @@ def fit_evaluation_plans(
     The degree is the largest that divides the slots, that a2a can deal the heads to, and that is no larger than the
     run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes ROWS, or what the document needs.
     """
-    entry, choice, values = config.context.evaluation, PlanChoice.evaluation(config), dict[str, Any]()
+    entry, choice, values = config.evaluation, PlannerConfig.evaluation(config), dict[str, Any]()
     types, degree = choice.comm_types, choice.widest_degree(home)
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
     if entry.context_parallel_size == AUTO:
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
-        if "context.eval_context_parallel_size" not in flag_keys:
+        if "evaluation.context_parallel_size" not in flag_keys:
             degree = max((divisor for divisor in degrees if divisor <= degree), default=1)
         values["context_parallel_size"] = degree
         sizes = entry.hierarchical_context_parallel_sizes

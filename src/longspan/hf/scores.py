@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError
-from longspan.train import BatchDocuments, LossRows, TokenScores, documents_of
+from longspan.train import BatchDocuments, LossTokens, TokenScores, documents_of
 from longspan.train.terms.scores import refuse_other_labels
 
 COEFFICIENT = "coefficient"
@@ -42,7 +42,7 @@ class CalledScores(NamedTuple):
         ]
 
 
-def loss_by_coefficients(scores: Tensor, at: LossRows) -> Tensor:
+def loss_by_coefficients(scores: Tensor, at: LossTokens) -> Tensor:
     """Return the sum of a row's scores times their coefficients."""
     table = scores.reshape(len(at), -1)
     return sum((at[f"{COEFFICIENT}_{i}"] * table[:, i] for i in range(table.shape[1])), start=table.new_zeros(len(at)))

@@ -43,8 +43,8 @@ from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.model.weights.local_tensors import add_gradient, exchange_gradients, local_tensor
 from longspan.plan import Cost, Plan
 from longspan.train import (
-    LossRows,
-    PlanChoice,
+    LossTokens,
+    PlannerConfig,
     RouterCoefficients,
     TokenLogProbs,
     clip_grad_norm,
@@ -204,7 +204,7 @@ class CollectedTokens:
         self._lengths, self._names = tuple(lengths), names
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
+    def __call__(self, log_probs: Tensor, at: LossTokens) -> Tensor:
         values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
         self._parts.append((at.document, at.position, torch.stack(values)))
         return at["coefficient"] * log_probs
@@ -287,11 +287,11 @@ class StepsPart(StockTrainer):
         return find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
 
     @cached_property
-    def _choices(self) -> dict[bool, PlanChoice]:
+    def _choices(self) -> dict[bool, PlannerConfig]:
         config, heads, cost = self._config, query_heads(unwrap_peft_model(self.model).config), self._cost
         return {
-            True: PlanChoice.training(config, cost=cost, heads=heads),
-            False: PlanChoice.evaluation(config, cost=cost, heads=heads),
+            True: PlannerConfig.training(config, cost=cost, heads=heads),
+            False: PlannerConfig.evaluation(config, cost=cost, heads=heads),
         }
 
     def _cached_plan(self, documents: list[Document], *, training: bool) -> Any:
@@ -493,7 +493,7 @@ class StepsPart(StockTrainer):
                 loss=loss_by_coefficients if of_scores else collected,
                 divisor=1,  # the coefficients are divided already
                 temperature=facade.head.temperature,
-                meanwhile=self._prepare_next_step_and_wait,
+                host_work=self._prepare_next_step_and_wait,
             )
         self._pass_nodes = range(first_node, torch.autograd._get_sequence_nr())
         if not coming:

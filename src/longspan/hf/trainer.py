@@ -39,7 +39,7 @@ from longspan.model.lora import redirect_peft_model
 from longspan.model.prepared import PrepareOptions, refuse_other_parameters
 from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
-from longspan.train import PlanChoice
+from longspan.train import PlannerConfig
 from longspan.train.plans import query_heads
 from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks, set_usual_mode
 from longspan.train.training import options_of_memory_plan
@@ -65,7 +65,7 @@ def choose_trainer_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     config, args = _run_config(trainer), trainer._stock_arguments
     default = {key.name: key.default for key in fields(args)}
     if asks_for_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
-        config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
+        config = replace(config, train=replace(config.train, plan_memory=False, activation_checkpointing="full"))
     lengths, memory = _lengths_of_documents(trainer), None
     has_limit = config.context.max_tokens_per_slot != AUTO
     if lengths:
@@ -100,7 +100,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         return options
     by_arguments = replace(config.train, activation_checkpointing="full" if asks_for_recomputation(args) else "none")
     measures = options_of_memory_plan(replace(config, train=by_arguments), memory, training=True)
-    return replace(options, compiled=config.train.compiled, **measures)
+    return replace(options, compiled=config.train.compile, **measures)
 
 
 def _run_config(trainer: Any) -> RunConfig:
@@ -114,7 +114,9 @@ def _run_config(trainer: Any) -> RunConfig:
     lora = LoraSection()
     if (adapter := find_adapter(model)) is not None:
         targets = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
-        lora = replace(lora, rank=adapter.config.r, targets=() if isinstance(targets, str) else tuple(targets or ()))
+        lora = replace(
+            lora, rank=adapter.config.r, target_modules=() if isinstance(targets, str) else tuple(targets or ())
+        )
     return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
 
 
@@ -296,7 +298,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
 
 def layout_line(config: RunConfig, home: Layout) -> str:
-    training, evaluation = PlanChoice.training(config).text, PlanChoice.evaluation(config).text
+    training, evaluation = PlannerConfig.training(config).text, PlannerConfig.evaluation(config).text
     degrees = {"tp": home.tp, "ep": home.ep, "dp_replicate": home.dp_replicate}
     also = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
     shards = len(home.ranks) // home.dp_replicate

@@ -18,7 +18,11 @@ from typing import Any, Protocol
 from longspan.launch.output import write_error
 
 KILLS = (signal.SIGINT, signal.SIGTERM)  # always a request to end: a launcher kills its ranks at the second one
-NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # of a closed terminal and of schedulers; `run.save_on`
+NOTICES = (
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # of a closed terminal and of schedulers; `checkpoint.save_signals`
 SIGNALS = (*KILLS, *NOTICES)
 SAME_PRESS = 1.0  # seconds: a terminal, a supervisor and a launcher may all deliver one Ctrl-C, or one request to end
 

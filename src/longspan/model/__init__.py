@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from longspan.model.add_depths import add_mtp as add_mtp
     from longspan.model.exactness.image_trial import video_tokens as video_tokens
     from longspan.model.load import load_model as load_model
-    from longspan.model.lora import without_adapter as without_adapter
+    from longspan.model.lora import disable_adapter as disable_adapter
     from longspan.model.multimodal.multimodal_model import Encoder as Encoder
     from longspan.model.multimodal.multimodal_model import MultimodalModel as MultimodalModel
     from longspan.model.multimodal.prepare_encoder import prepare_encoder as prepare_encoder

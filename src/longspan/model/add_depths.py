@@ -227,6 +227,6 @@ def _check_layer_inputs(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{type(model).__name__} gives its decoder layers hidden states of shape {shape} for two rows of size "
             f"{size}: several streams of each row, and a depth of multi-token prediction, whose projection makes one, "
-            "has none; train it without (no add_mtp, mtp.depths = 0)"
+            "has none; train it without (no add_mtp, mtp.num_layers = 0)"
         )
     inputs.make_call()  # raises for tensors that depend on parameters

@@ -80,7 +80,7 @@ def float8_error(model: PreTrainedModel, float8: str, placement: Placement, worl
     if not float8:
         return None
     if reasons := [*_reasons_against_float8(model, world.device, placement.dtype_of(model), world.home.tp)]:
-        return ModelError(f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out')
+        return ModelError(f'float8 is "rowwise" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out')
     return None
 
 

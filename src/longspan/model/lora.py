@@ -57,12 +57,12 @@ def _check_target_names(model: PreTrainedModel, targets: Sequence[str], linears:
             matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
             hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
             raise ModelError(
-                f"lora.targets has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
+                f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
                 f"indexers; {hint} {', '.join(endings)}"
             )
     if refused := _names_refused_by_peft(model, targets):
         raise ModelError(
-            f"lora.targets has {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes for its "
+            f"lora.target_modules has {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes for its "
             "experts, whose adapters are not supported; leave them out"
         )
     return list(dict.fromkeys(targets))
@@ -81,7 +81,9 @@ def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> lis
         )
     if targets := [name for name in names if name not in refused]:
         return targets
-    raise ModelError(f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.targets")
+    raise ModelError(
+        f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.target_modules"
+    )
 
 
 def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
@@ -122,9 +124,9 @@ def adapter_lines(model: PreTrainedModel) -> Iterator[str]:
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if is_tied(model) and any(map(is_adapted, ends)):
         yield (
-            "caution: lora.targets has the head, which shares its weight with the embedding (tie_word_embeddings): "
+            "caution: lora.target_modules has the head, which shares its weight with the embedding (tie_word_embeddings): "
             "longspan export --merge will refuse this adapter, which stock peft reads over its base model; leave the "
-            "head out of lora.targets if it is to be merged"
+            "head out of lora.target_modules if it is to be merged"
         )
 
 
@@ -292,10 +294,10 @@ def name_in_peft_files(name: str, adapter: str) -> str:
 
 
 @contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
+def disable_adapter(model: nn.Module) -> Iterator[None]:
     """Let a model compute what its base model does inside; all ranks enter it together.
 
-    >>> with without_adapter(model):
+    >>> with disable_adapter(model):
     ...     reference = run_step(model, plan, documents, world, backward=False).loss
 
     `model` is what `prepare` returned, under any home. Nothing is trained inside: `run_step` with a backward pass
@@ -306,7 +308,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     modules: list[Any] = [*peft_modules(model).values()]
     if not modules and adapter_of_prepared_model(model) is None:
         raise ModelError(
-            f"{type(model).__name__} has no adapter to leave out; call without_adapter with the model that prepare "
+            f"{type(model).__name__} has no adapter to leave out; call disable_adapter with the model that prepare "
             "returned"
         )
     old_flags = [module._disable_adapters for module in modules]
@@ -326,7 +328,7 @@ def refuse_adapter_left_out(model: nn.Module) -> None:
     modules: list[Any] = [*peft_modules(model).values()]
     if any(module._disable_adapters for module in modules):
         raise ModelError(
-            "the model's adapter is left out (without_adapter), and nothing else of it is trained; use backward=False "
+            "the model's adapter is left out (disable_adapter), and nothing else of it is trained; use backward=False "
             "there, or train outside of it"
         )
 
@@ -341,7 +343,7 @@ def redirect_peft_model(peft_model: Any, prepared: nn.Module, saves: str = SAVES
     """Have a PeftModel's `disable_adapter` leave the adapter out, and refuse methods that change its parts."""
     if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
         return
-    peft_model.disable_adapter = partial(without_adapter, prepared)
+    peft_model.disable_adapter = partial(disable_adapter, prepared)
     for name in _CHANGES:
         if hasattr(peft_model, name) or hasattr(peft_model.base_model, name):
             text = (

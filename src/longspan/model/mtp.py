@@ -154,7 +154,7 @@ class LayerInputs:
             raise ModelError(
                 f"{architecture_name(self._model)} gives its last decoder layer, beside hidden states, tensors that "
                 "depend on its parameters, as embeddings of the rows' own tokens or keys of earlier layers; a depth "
-                "has none of later tokens: train it without multi-token prediction (no mtp=, mtp.depths = 0)"
+                "has none of later tokens: train it without multi-token prediction (no mtp=, mtp.num_layers = 0)"
             )
         return call
 

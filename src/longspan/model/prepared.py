@@ -80,7 +80,7 @@ class PrepareOptions:
     offload_activations: bool = False
     measures: str | Sequence[str] | None = None
     host_bytes: int = 0
-    mlp_tile_rows: int = 0
+    mlp_tile_tokens: int = 0
     segment_layers: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None
@@ -114,7 +114,7 @@ class PrepareOptions:
             ),
             replace(recomputation, segment_layers=self.segment_layers),
             sequence_parallel=self.sequence_parallel,
-            mlp_tile_rows=self.mlp_tile_rows,
+            mlp_tile_tokens=self.mlp_tile_tokens,
         )
 
     def pipeline(self, world: World) -> PipelineSettings:
@@ -168,13 +168,13 @@ def prepare(
     compute_dtype: of FSDP2's arithmetic, such as bfloat16; parameters and sums of gradients keep their type.
     activation_checkpointing: recompute decoder layers in backward: "full" (or True), or "selective": all but attention.
     offload_activations: keep what recomputation starts from in the host's memory.
-    measures: in place of these two, a word of `longspan.plan.MEASURES`, or one for each layer and then each depth of
+    measures: in place of these two, a word of `longspan.plan.CHECKPOINT_POLICIES`, or one for each layer and then each depth of
         multi-token prediction; host_bytes: what a rank takes of the host for it, 0: what the first step needs.
     segment_layers: of so many recomputed layers in a row, only the first one's input is kept; 0: each one's.
-    mlp_tile_rows: most rows that MLPs and experts compute at once; 0: all.
+    mlp_tile_tokens: most rows that MLPs and experts compute at once; 0: all.
     attention_kernel: a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
     fused_norms: RMS norms as one kernel: "on", "off", or "auto": on GPUs, those that can.
-    float8: "rows": linears and experts of decoder layers multiply in float8 (docs/precision.md).
+    float8: "rowwise": linears and experts of decoder layers multiply in float8 (docs/precision.md).
     compiled: "layers" (each as two halves around attention), "none", or "auto": layers on GPUs without tensor
         parallelism, from 2048 features on.
     virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b" or "zero_bubble".

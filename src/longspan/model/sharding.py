@@ -465,7 +465,7 @@ def _parameter_ids(module: nn.Module) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Placement:
-    """What becomes of every layer under the world's home; `mlp_tile_rows` 0: MLPs run on all rows at once.
+    """What becomes of every layer under the world's home; `mlp_tile_tokens` 0: MLPs run on all rows at once.
 
     Options are checked on the whole model, on every rank, before the first layer is changed.
     """
@@ -474,7 +474,7 @@ class Placement:
     sharding: Sharding
     recomputation: Recomputation
     sequence_parallel: bool
-    mlp_tile_rows: int = 0
+    mlp_tile_tokens: int = 0
 
     def check_placement(self, model: PreTrainedModel, stages: int) -> None:
         """Raise ModelError if a model, still whole, cannot be placed so after it is cut into this number of stages."""
@@ -486,8 +486,8 @@ class Placement:
             refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
         self.recomputation.check_measures(model)
-        if self.mlp_tile_rows:
-            check_mlp_tiles(model, self.mlp_tile_rows)
+        if self.mlp_tile_tokens:
+            check_mlp_tiles(model, self.mlp_tile_tokens)
 
     def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
         """Return the dtype that the model computes in."""
@@ -504,8 +504,8 @@ class Placement:
         world, splits_rows, has_copies = self.world, self.sequence_parallel, not self.sharding.parameters
         if world.home.tp > 1:
             split_over_ranks(model, world, sequence_parallel=splits_rows, sum_expert_gradients=has_copies)
-        if self.mlp_tile_rows:
-            tile_mlps(model, self.mlp_tile_rows)
+        if self.mlp_tile_tokens:
+            tile_mlps(model, self.mlp_tile_tokens)
         self.recomputation.apply_measures(model, offload)
         if has_copies:
             if not has_meta_parameters(root):  # a model without memory is filled on its device later

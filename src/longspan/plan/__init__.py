@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds
     from longspan.plan.memory.memory_plan import MemoryPlan as MemoryPlan
     from longspan.plan.memory.memory_plan import choose_memory as choose_memory
-    from longspan.plan.memory.settings import MEASURES as MEASURES
+    from longspan.plan.memory.settings import CHECKPOINT_POLICIES as CHECKPOINT_POLICIES
     from longspan.plan.memory.settings import Bytes as Bytes
     from longspan.plan.memory.settings import FixedMemory as FixedMemory
     from longspan.plan.memory.settings import MemoryBudget as MemoryBudget
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from longspan.plan.plan import group_counts as group_counts
     from longspan.plan.plan import plan_row as plan_row
     from longspan.plan.plan import read_plans as read_plans
-    from longspan.plan.plan_ahead import PlanAhead as PlanAhead
+    from longspan.plan.plan_ahead import AsyncPlanner as AsyncPlanner
     from longspan.plan.planners.fixed import plan_fixed as plan_fixed
     from longspan.plan.planners.fixed import plan_padded as plan_padded
     from longspan.plan.planners.options import PlanOptions as PlanOptions

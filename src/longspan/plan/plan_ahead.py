@@ -27,10 +27,10 @@ Planner = Callable[[int], Plan]  # of a step
 _serving = False  # whether this is a planning process
 
 
-class PlanAhead:
+class AsyncPlanner:
     """Plans of steps, with those of the next `ahead` steps made in the background; a context manager.
 
-    >>> with PlanAhead(planner, ahead=2) as plans:  # doctest: +SKIP
+    >>> with AsyncPlanner(planner, ahead=2) as plans:  # doctest: +SKIP
     ...     for step in range(first, steps):
     ...         run_step(model, plans.plan(step), documents, world, optimizer=optimizer)
 
@@ -52,7 +52,7 @@ class PlanAhead:
         self._died_before: int | None = None  # the step at which the process was found dead
         self._made_inline: tuple[int, Plan] | None = None  # the last plan that was made here, and its step
 
-    def __enter__(self) -> "PlanAhead":
+    def __enter__(self) -> "AsyncPlanner":
         if self.ahead and self._worker is None:
             self._worker, self._owner = _start_worker(self._planner), os.getpid()
             self._thread = ThreadPoolExecutor(1, "plans ahead")
@@ -71,10 +71,10 @@ class PlanAhead:
         if not self.ahead:
             return
         if self._worker is None:
-            raise PlanError("plans are made ahead inside a with block: with PlanAhead(planner) as plans: …")
+            raise PlanError("plans are made ahead inside a with block: with AsyncPlanner(planner) as plans: …")
         if os.getpid() != self._owner:  # a fork, to which no answers come
             raise PlanError(
-                f"these plans belong to process {self._owner}, this is process {os.getpid()}; open a PlanAhead here"
+                f"these plans belong to process {self._owner}, this is process {os.getpid()}; open an AsyncPlanner here"
             )
         window, goes_on = range(step, step + 1 + self.ahead), step in self._answers
         for old in [old for old in self._answers if not (goes_on and old in window)]:
@@ -175,7 +175,7 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
     try:
         import_main(main)
         planner = pickle.loads(payload)
-    except BaseException as error:  # then each `PlanAhead.plan` raises it
+    except BaseException as error:  # then each `AsyncPlanner.plan` raises it
         planner = partial(_raise_planner_error, error)
     with suppress(OSError):  # the owner is gone
         while (step := next_request(connection, parent)) is not None:

@@ -25,7 +25,7 @@ from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
-from longspan.train.plans import PlanChoice, home_of
+from longspan.train.plans import PlannerConfig, home_of
 from longspan.train.plans.run_cost import check_planner_exists
 
 # As in longspan.attention.KERNELS, which brings torch: keys are checked without it.
@@ -63,15 +63,15 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
 def check_number_bounds(config: RunConfig, *, training: bool) -> None:
     train, run = config.train, config.run
     corpus_decides = [key for key in ("steps", "warmup_steps") if train.epochs and getattr(train, key) == NOT_GIVEN]
-    leave_out = [*(f"train.{key}" for key in corpus_decides), *["train.lr"] * (not training)]
+    leave_out = [*(f"train.{key}" for key in corpus_decides), *["optimizer.lr"] * (not training)]
     for section, kind in section_kinds().items():
         check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
-    for entry in config.eval:
+    for entry in config.evaluation.sets:
         check_bounds(entry, EvalConfig, entry.prefix)
-    if train.keep_best and training:
-        BestFigure.from_text(train.keep_best).check_sets({entry.name for entry in config.evaluations})
-    if run.checkpoints:
-        require_local_root(run.checkpoints)
+    if config.checkpoint.keep_best and training:
+        BestFigure.from_text(config.checkpoint.keep_best).check_sets({entry.name for entry in config.evaluations})
+    if config.checkpoint.dir:
+        require_local_root(config.checkpoint.dir)
 
 
 def check_keys_needed_by_keys(config: RunConfig) -> None:
@@ -107,11 +107,11 @@ def check_data(config: RunConfig) -> None:
             f"{', '.join(map(repr, paths)) or 'none'}; name the one whose epochs count as train.epochs_of, or give "
             "train.steps in place of train.epochs, or, if all rows are of one kind, one folder with their files"
         )
-    for column in data.columns:
+    for column in data.rename_columns:
         ours, equals, theirs = column.partition("=")
         if not equals or (theirs and ours not in COLUMNS):
             raise ConfigError(
-                f"data.columns has {column!r}; give OURS=THEIRS, as in prompt=question, or OURS= to leave a column "
+                f"data.rename_columns has {column!r}; give OURS=THEIRS, as in prompt=question, or OURS= to leave a column "
                 f"out; OURS is one of {', '.join(COLUMNS)}"
             )
     for number, source in enumerate(data.sources):
@@ -135,25 +135,25 @@ def check_paths_exist(config: RunConfig) -> None:
             find_files(source.path, split=source.split, leave_out=run_dir, key=f"data.sources[{number}].path")
         if not data.sources:
             find_files(data.path or STDLIB, split=data.split, leave_out=run_dir)
-    for entry in config.eval:
+    for entry in config.evaluation.sets:
         find_files(entry.path, split=entry.split, leave_out=run_dir, key=f"{entry.prefix}path")
 
 
 def check_eval_sets(config: RunConfig) -> None:
-    names = [entry.name for entry in config.eval]
-    for number, entry in enumerate(config.eval, 1):
+    names = [entry.name for entry in config.evaluation.sets]
+    for number, entry in enumerate(config.evaluation.sets, 1):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry.name):
             raise ConfigError(
-                f"table {number} of [[eval]] has name = {entry.name!r}; give one of letters, digits, -, _ and dots "
+                f"table {number} of [[evaluation.sets]] has name = {entry.name!r}; give one of letters, digits, -, _ and dots "
                 "that begins with a letter or digit: it names lines of metrics.jsonl and a folder"
             )
         if not entry.path:
             raise ConfigError(f"{entry.prefix}path is empty; name a folder or file of texts")
         if (count := names.count(entry.name)) > 1:
-            tables = f"{count} of {len(names)} tables [[eval]]"
+            tables = f"{count} of {len(names)} tables [[evaluation.sets]]"
             raise ConfigError(f"{tables} have name = {entry.name!r}; give each a name of its own")
-    metrics = [("train.eval_metrics", name) for name in config.train.eval_metrics]
-    metrics += [(f"{entry.prefix}metrics", name) for entry in config.eval for name in entry.metrics]
+    metrics = [("evaluation.metrics", name) for name in config.evaluation.metrics]
+    metrics += [(f"{entry.prefix}metrics", name) for entry in config.evaluation.sets for name in entry.metrics]
     for key, name in metrics:
         if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
             like = "'my_package.my_metrics.top_five'"
@@ -173,9 +173,9 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
         )
     if model.preset_name and model.preset_name not in PRESETS:
         raise ConfigError(f"model.preset is {model.preset!r}; {nearest_hint(model.preset, PRESETS)}")
-    if training and config.train.lr == NOT_GIVEN:
+    if training and config.optimizer.lr == NOT_GIVEN:
         raise ConfigError(
-            f"train.lr is not given, and {model.source or model.preset} has no default; give --train.lr: often 1e-6 to "
+            f"optimizer.lr is not given, and {model.source or model.preset} has no default; give --optimizer.lr: often 1e-6 to "
             "2e-5 to train weights on, 1e-4 to 1e-3 from random ones"
         )
     if 0 < model.rope_factor <= 1:
@@ -227,13 +227,13 @@ def check_encoder_keys(config: RunConfig, home: Layout) -> None:
         fitting = ", ".join(str(tp) for tp in range(1, count + 1) if count % tp == 0)
         ranks = f"{'is' if count == 1 else 'are'} {plural(count, 'rank')}"
         raise ConfigError(f"encoder.tp is {encoder.tp}, and there {ranks}; use {fitting}")
-    if encoder.train == "none" and encoder.lr:
-        raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.train is "none"; leave out one of them')
+    if encoder.trainable == "none" and encoder.lr:
+        raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.trainable is "none"; leave out one of them')
 
 
 def refuse_encoder_without_images(config: RunConfig, images: int) -> None:
-    # An [encoder] that is not given equals the first of these, or the second once encoder.train is resolved.
-    if not images and config.encoder not in (EncoderSection(), EncoderSection(train=encoder_default(config))):
+    # An [encoder] that is not given equals the first of these, or the second once encoder.trainable is resolved.
+    if not images and config.encoder not in (EncoderSection(), EncoderSection(trainable=encoder_default(config))):
         raise ConfigError(
             "[encoder] is given, and no row of the data has images; leave it out, or give rows with images "
             "(docs/multimodal.md)"
@@ -256,18 +256,20 @@ def check_optimizer(config: RunConfig) -> None:
     train = config.train
     if not train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(train)
-    if train.optimizer != "adamw" or train.optimizer_arguments:
+    if config.optimizer.class_ != "adamw" or config.optimizer.arguments:
         from torch import nn  # which --help does without
 
         from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
         choice, matrix = OptimizerChoice.from_section(train), nn.Linear(2, 2, bias=False)
-        if train.stochastic_rounding and not choice.is_one_pass:
+        if config.optimizer.stochastic_rounding and not choice.is_one_pass:
             raise ConfigError(
-                "train.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; train.optimizer "
-                f"is {train.optimizer!r} with {list(train.optimizer_arguments)}: use that adamw, or leave rounding out"
+                "optimizer.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; optimizer.class "
+                f"is {config.optimizer.class_!r} with {list(config.optimizer.arguments)}: use that adamw, or leave rounding out"
             )
-        choice.build(parameter_groups(matrix, train.optimizer, train.weight_decay))  # does it accept its arguments?
+        choice.build(
+            parameter_groups(matrix, config.optimizer.class_, config.optimizer.weight_decay)
+        )  # does it accept its arguments?
 
 
 # ---- plans
@@ -317,7 +319,7 @@ def check_longest_training_document(
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    choice, title = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
+    choice, title = PlannerConfig.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
     _check_document_fits(
         choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})"
     )
@@ -325,20 +327,20 @@ def check_longest_of_set(
 
 def _choices_and_limits(
     config: RunConfig, *, training: bool, heads: int | None = None
-) -> Iterator[tuple[PlanChoice, str, int]]:
+) -> Iterator[tuple[PlannerConfig, str, int]]:
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = "data.max_document_tokens", config.data.max_document_tokens
     if training:
-        yield (PlanChoice.training(config, heads=heads), *limit)
-    if config.data.eval_documents != 0 or not training:  # without training, evaluations are all there is
-        yield (PlanChoice.evaluation(config, heads=heads), *limit)
-    for entry in config.eval:
-        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        yield (PlannerConfig.training(config, heads=heads), *limit)
+    if config.evaluation.documents != 0 or not training:  # without training, evaluations are all there is
+        yield (PlannerConfig.evaluation(config, heads=heads), *limit)
+    for entry in config.evaluation.sets:
+        choice = PlannerConfig.evaluation(config, entry, heads=heads)
         yield choice, f"{entry.prefix}max_document_tokens", entry.max_document_tokens
 
 
-def _check_document_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
+def _check_document_fits(choice: PlannerConfig, cut_by: str, home: Layout, longest: int, title: str) -> None:
     try:
         choice.check_longest_document(longest, home, title)
     except ConfigError as error:

@@ -15,7 +15,7 @@ from longspan.run.progress import ProgressDisplay, SetWork
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from longspan.train.training import loss_of_pairs
 
 
@@ -80,7 +80,7 @@ class Evaluations:
             at_end = 1 + sum(choice.degree != first.degree for choice in self._list_other_choices(entry))
             yield SetWork(int(sum(entry.documents.lengths)), entry.config.every, at_end)
 
-    def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlanChoice]:
+    def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlannerConfig]:
         choice = self.run.evaluation_choice(entry.config)
         return () if entry.name else list_degree_choices(choice, entry.documents, self.run.world.home)
 
@@ -91,7 +91,7 @@ class Evaluations:
             if first is None or other_choice.degree != first.cp:
                 yield self._evaluate_set(entry, other_choice, done)
 
-    def _evaluate_set(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
+    def _evaluate_set(self, entry: EvaluationSet, choice: PlannerConfig, done: int) -> Evaluation | None:
         degree = f"at cp {choice.degree}" if choice.has_one_degree else f"by {choice.planner} plans"
         subject = " ".join(filter(None, (entry.name and f"of {entry.name}", degree)))
         options = EvaluationOptions(

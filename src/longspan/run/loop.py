@@ -35,7 +35,7 @@ from longspan.errors import ConfigError, LongspanError, RunFolderError
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
-from longspan.plan import Plan, PlanAhead
+from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final
@@ -114,7 +114,7 @@ def _memory_table(run: TrainingRun) -> str:
         (name, *(bytes_text(sizes[name]) if name in sizes else "" for sizes in (planned, measured)))
         for name in planned | measured
     ]
-    note = "" if planned else "\nthis run has no plan of memory (train.memory, docs/memory.md)"
+    note = "" if planned else "\nthis run has no plan of memory (train.plan_memory, docs/memory.md)"
     return f"{text_table(('part', 'planned', 'measured'), rows)}{note}"
 
 
@@ -178,14 +178,14 @@ class Agreement(NamedTuple):
     """What the ranks agreed on after a step."""
 
     stopped: str  # by a signal that any rank received; "" for none
-    save_on: str  # a signal of `run.save_on` that any rank received; "" for none
+    save_on: str  # a signal of `checkpoint.save_signals` that any rank received; "" for none
     minutes_over: bool  # a checkpoint is due by the clock
 
 
 class Steps:
     """Takes the steps of a run on this rank, and agrees with the other ranks on what comes after each."""
 
-    def __init__(self, run: TrainingRun, plans: PlanAhead, log: LogLine) -> None:
+    def __init__(self, run: TrainingRun, plans: AsyncPlanner, log: LogLine) -> None:
         self._run, self._log = run, log
         self._reader, self._slow_slots = StepReader(run, plans), SlowSlots()
         steps = run.config.train.profile_steps
@@ -252,7 +252,7 @@ class Steps:
 def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:
     """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
-    A signal that stops, on any rank, ends the run after the current step, with a checkpoint; after one of `run.save_on`
+    A signal that stops, on any rank, ends the run after the current step, with a checkpoint; after one of `checkpoint.save_signals`
     a checkpoint is written, and the run goes on. `starts` has the parts of the start before this call.
 
     Raises LongspanError for what does not fit, before the first step; for a loss or gradients that are not finite,
@@ -261,7 +261,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     """
     starts = starts or Starts()
     check_config(config, len(world.home.ranks))
-    with StopSignal(config.run.save_on) as stop, run_lock(Path(config.run.dir), world, display.log):
+    with StopSignal(config.checkpoint.save_signals) as stop, run_lock(Path(config.run.dir), world, display.log):
         names = config.run.loggers if is_first_rank(world) else ()
         classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
         run = set_up(config, world, display.log, starts)

@@ -96,13 +96,13 @@ def _fact_lines(
     yield "layout", ", ".join([f"{slots} that share out the documents", *words])
     kernels = "; ".join(execution.kernels) or "chosen in the first pass"
     yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
-    depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
+    depths = f"{plural(mtp.num_layers, 'depth')} of multi-token prediction, loss weight {mtp.loss_scaling_factor:g}"
     optional = {
         "products": execution.float8,
         "mixers": mixers_text(execution, run.world.device, config.context.partition),
         "compiled": execution.compiled,
         "latents": execution.latents,
-        "mtp": depths if mtp.depths else "",
+        "mtp": depths if mtp.num_layers else "",
         "encoder": _encoder_text(run),
         "scores": _scores_text(run),
         "rows": run.why_partition,
@@ -123,7 +123,7 @@ def _fact_lines(
     yield "steps", f"{config.train.steps:,}{done}, each of up to {most_step_tokens(config, run.order):,} tokens"
     if resumed := [f"at step {step:,} on {plural(ranks, 'rank')}" for step, ranks in sessions if step]:
         yield "resumed", ", ".join(resumed)
-    yield "optimizer", f"{config.train.optimizer}, lr {config.train.lr:g} at most"
+    yield "optimizer", f"{config.optimizer.class_}, lr {config.optimizer.lr:g} at most"
     yield "report", f"{run.dir}/report.html when the run ends; to watch it: longspan report {run.dir} --follow"
     if run.figures.uncounted:
         yield "no MFU", f"model FLOPs are not counted: {run.figures.uncounted}"

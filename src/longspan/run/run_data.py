@@ -31,7 +31,7 @@ from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.plan import Plan, PlanAhead
+from longspan.plan import AsyncPlanner, Plan
 from longspan.run.checks import check_longest_of_set, check_longest_training_document
 from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens
@@ -40,7 +40,7 @@ from longspan.train.training import Training, check_set_length
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
+    """Documents that are evaluated together: those of a table [[evaluation.sets]], or those that a run holds out, without a name.
 
     `token_bytes` (V,) are the bytes by which bits per byte are counted (None if the tokenizer does not give them).
     `trained_on` counts its documents that are trained on too (None: it is not known).
@@ -84,7 +84,7 @@ class EvaluationSet:
 
 
 def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
-    """Open the set of a table [[eval]], without its metrics; all ranks together, once the run has its tokenizer."""
+    """Open the set of a table [[evaluation.sets]], without its metrics; all ranks together, once the run has its tokenizer."""
     corpus = _shared_corpus(config, entry, world, log)
     units = sample_documents(len(corpus) // corpus.unit, entry.documents, config.train.seed)
     documents = corpus.select(documents_of_units(units, corpus.unit))
@@ -129,7 +129,7 @@ class TrainingRun(Training):
 
     @property
     def checkpoints(self) -> Path:
-        return checkpoints_root(self.dir, self.config.run.checkpoints)
+        return checkpoints_root(self.dir, self.config.checkpoint.dir)
 
     @property
     def held_out(self) -> CorpusDocuments:
@@ -139,9 +139,9 @@ class TrainingRun(Training):
 def open_evaluation_sets(
     config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
-    """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, with their metrics."""
+    """Open the held-out documents, if there are any, and the sets of the [[evaluation.sets]] tables, with their metrics."""
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
-    for entry in config.eval:
+    for entry in config.evaluation.sets:
         evaluation_set = open_evaluation_set(config, entry, world, log)
         log(evaluation_set.describe_set())
         sets.append(evaluation_set)
@@ -164,7 +164,7 @@ def open_evaluation_sets(
 
 def replace_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
     """Return the sets with the tables of `config`, in which a limit of rows "auto" is a number."""
-    entries = {entry.name: entry for entry in (held_out_set(config), *config.eval)}
+    entries = {entry.name: entry for entry in (held_out_set(config), *config.evaluation.sets)}
     return tuple(replace(s, config=entries[s.name]) for s in sets)
 
 
@@ -205,11 +205,11 @@ def open_data(
     """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, if there is one."""
 
     def list_files() -> None:
-        for entry in config.eval:
+        for entry in config.evaluation.sets:
             _corpus_settings(config, entry).find_source_files(Path(config.run.dir))
 
     def try_metrics() -> None:
-        for entry in (held_out_set(config), *config.eval):
+        for entry in (held_out_set(config), *config.evaluation.sets):
             try:
                 check_metric_names(load_metrics(entry.metrics, entry.metrics_key))
             except EvaluationError as error:
@@ -237,7 +237,7 @@ def open_data(
 class StepReader:
     """Selects the documents of each step, once a step, with its plan."""
 
-    def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
+    def __init__(self, run: TrainingRun, plans: AsyncPlanner) -> None:
         self._run, self._plans = run, plans
         self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
@@ -265,4 +265,4 @@ class StepReader:
             if model is not None:
                 from longspan.train.terms.encoders import plan_waves_ahead
 
-                plan_waves_ahead(model, plan, documents, depths=run.config.mtp.depths)
+                plan_waves_ahead(model, plan, documents, depths=run.config.mtp.num_layers)

@@ -4,7 +4,7 @@ Checkpoints are written every so many steps or minutes, at the end, and before a
 are written, and that training goes on meanwhile, is in `checkpoint/`. An error of one rank, such as the loss of another
 rank, saves nothing: no rank can tell whether the others would join, and the last checkpoint stands.
 
-The best checkpoint is that of `train.keep_best`, by a figure of the run's evaluations. `best.json` in the run's folder
+The best checkpoint is that of `checkpoint.keep_best`, by a figure of the run's evaluations. `best.json` in the run's folder
 has the last two steps that were the best when they were evaluated, with their figures: a run that ends while it writes
 the newer one's checkpoint goes on with the older.
 """
@@ -52,12 +52,12 @@ class Saves:
         self.saver: CheckpointSaver = CheckpointSaver(
             run.checkpoints,
             run.world,
-            keep=run.config.run.keep_checkpoints,
-            background=run.config.train.save_async == "auto",
+            keep=run.config.checkpoint.save_total_limit,
+            background=run.config.checkpoint.async_mode == "auto",
             log=log,
         )
         self._best: BestCheckpoint | None = None
-        if figure_name := run.config.train.keep_best:
+        if figure_name := run.config.checkpoint.keep_best:
             self._best = BestCheckpoint(figure_name, run.dir, run.world, log)
             self._best.figure.check_sets({entry.name for entry in run.sets})
             saved_steps = run_on_first_rank(
@@ -68,7 +68,7 @@ class Saves:
 
     def minutes_are_over(self) -> bool:
         """Whether the first rank's clock makes the next checkpoint due; False on other ranks, which follow it."""
-        minutes = self._run.config.train.save_minutes
+        minutes = self._run.config.checkpoint.minutes
         return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._saved_at) / 60
 
     def is_checkpoint_due(self, *, minutes_over: bool) -> bool:
@@ -92,7 +92,7 @@ class Saves:
         config = set_absolute_paths(run.config).tables()
         state = {"config": config, "ranks": len(run.world.home.ranks), "order": order}
         state["begin"] = run.order.begin_of_step(self.done)
-        self.saver.keep = 0 if keep_all else run.config.run.keep_checkpoints
+        self.saver.keep = 0 if keep_all else run.config.checkpoint.save_total_limit
         self.saver.save(run.model, run.optimizer, step=self.done, state=state)
         self._saved, self._saved_at = self.done, time.monotonic()
 
@@ -110,7 +110,7 @@ class Saves:
 
     def remove_old_saves(self) -> None:
         """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together."""
-        keep = self._run.config.run.keep_checkpoints
+        keep = self._run.config.checkpoint.save_total_limit
         if self._best is not None:
             self.wait()
             remove = partial(remove_old_checkpoints, self._run.checkpoints, keep, best=self.saver.best)
@@ -170,7 +170,7 @@ class Saves:
 
 
 class BestCheckpoint:
-    """The best step so far by `train.keep_best`; made and used by all ranks together."""
+    """The best step so far by `checkpoint.keep_best`; made and used by all ranks together."""
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
         self.figure, self._file, self._world, self._log = BestFigure.from_text(figure), folder / BEST_FILE, world, log
@@ -209,7 +209,7 @@ class BestCheckpoint:
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8"))
             if {key: stored[key] for key in vars(self.figure)} != vars(self.figure):
-                self._log(f"{self._file} is of another figure than train.keep_best: the best is looked for anew")
+                self._log(f"{self._file} is of another figure than checkpoint.keep_best: the best is looked for anew")
                 return []
             return [(int(entry["step"]), float(entry["value"])) for entry in stored["bests"]]
         except FileNotFoundError:

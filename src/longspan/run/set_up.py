@@ -118,7 +118,7 @@ def set_up_model(
 
     A `resumed` run reads no weights, as its checkpoint has them; under [lora] the base model is read.
     """
-    if config.mtp.depths and not resumed:
+    if config.mtp.num_layers and not resumed:
         log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
     refuse_encoder_without_images(config, data.images)
@@ -162,28 +162,28 @@ def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLi
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
-_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache")
-_FIXED_KEYS = ("mtp.depths", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
-_FIXED_KEYS += ("train.optimizer", "train.optimizer_arguments")
+_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir")
+_FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
+_FIXED_KEYS += ("optimizer.class", "optimizer.arguments")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
     """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks.
 
-    Raises CheckpointError if `run.resume` does not allow that or nothing good is left, ConfigError for another run's.
+    Raises CheckpointError if `checkpoint.resume` does not allow that or nothing good is left, ConfigError for another run's.
     """
-    root = checkpoints_root(Path(config.run.dir), config.run.checkpoints)
+    root = checkpoints_root(Path(config.run.dir), config.checkpoint.dir)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
     checkpoint = find_checkpoint(root, world, log, note=True)
     if checkpoint is None:
-        if config.run.resume == "must":
+        if config.checkpoint.resume == "must":
             raise CheckpointError(
-                f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
+                f"checkpoint.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
             )
         return None, {}
-    if config.run.resume == "never":
+    if config.checkpoint.resume == "never":
         raise CheckpointError(
-            f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
+            f"checkpoint.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
         )
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     _check_same_run(config, state, checkpoint)
@@ -224,7 +224,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
         )
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
-    fixed += ["encoder.train"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
+    fixed += ["encoder.trainable"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
     free = (*_FREE_KEYS, *["model.path"] * Path(config.run.dir, BASE).is_file())  # by which `check_base` compares it
     for name in (name for name in fixed if name not in free):
         section, _, key = name.partition(".")
@@ -265,7 +265,7 @@ def open_run_documents(
     config: RunConfig, checkpoint: Path | None, state: dict[str, Any], world: World, log: LogLine
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; return its configuration, the one to write as config.toml, and the data."""
-    if state and config.data.eval_documents == AUTO:
+    if state and config.evaluation.documents == AUTO:
         config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
     node_size, config = config.context.node_size, set_node_size(config, world)
     set_world_machine(config, world)
@@ -296,7 +296,7 @@ def plan_run_memory(
 ) -> "tuple[RunConfig, MemoryPlan | None]":
     """Plan the memory of the steps after `done`; return the configuration with rows of a slot, and the plan if any."""
     gpu, train = world.device.type == "cuda", config.train
-    if not gpu and not train.memory_bytes and config.context.max_tokens_per_slot != AUTO:
+    if not gpu and not train.device_memory_limit and config.context.max_tokens_per_slot != AUTO:
         if done < train.steps:
             check_memory_keys(train, gpu=False)
         return set_usual_mode(config), None  # no bytes are known that a rank may fill
@@ -311,7 +311,7 @@ def plan_run_memory(
         ahead=ahead,
         gpu=gpu,
         target_share=_share_of_targets(data.corpus),
-        encoder_rows=min(rows, config.encoder.max_rows or rows),
+        encoder_rows=min(rows, config.encoder.max_tokens or rows),
     )
     return choose_rows(run_memory, world, log, finished=done == train.steps)
 

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from longspan.data.scored_document import ScoredDocument as ScoredDocument
     from longspan.evaluation.evaluate import evaluate as evaluate
     from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
-    from longspan.evaluation.metrics import TargetRows as TargetRows
-    from longspan.model import without_adapter as without_adapter
+    from longspan.evaluation.metrics import TargetTokens as TargetTokens
+    from longspan.model import disable_adapter as disable_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
     from longspan.train.gather import gather_documents as gather_documents
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
-    from longspan.train.optim.offload_states import offload_states as offload_states
+    from longspan.train.optim.offload_states import offload_optimizer_states as offload_optimizer_states
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
-    from longspan.train.plans import PlanChoice as PlanChoice
+    from longspan.train.plans import PlannerConfig as PlannerConfig
     from longspan.train.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from longspan.train.terms.micro_batch_loss import MicroBatchTokens as MicroBatchTokens
     from longspan.train.terms.mtp import MtpLoss as MtpLoss
     from longspan.train.terms.scores import TokenScores as TokenScores
-    from longspan.train.terms.scores import pair_loss as pair_loss
+    from longspan.train.terms.scores import reward_loss as reward_loss
     from longspan.train.terms.scores import score_loss as score_loss
     from longspan.train.terms.scores import scores as scores
     from longspan.train.terms.scores import token_scores as token_scores
-    from longspan.train.terms.token_loss import LossRows as LossRows
+    from longspan.train.terms.token_loss import LossTokens as LossTokens
     from longspan.train.terms.token_loss import TokenLogProbs as TokenLogProbs
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -326,7 +326,7 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
                 f"the documents ({type(local).__name__}) have {name}, and rows of encoders do not move with those of "
-                "documents; give all ranks the same ItemDocuments instead of gathering them"
+                "documents; give all ranks the same MediaDocuments instead of gathering them"
             )
     if isinstance(local, Mapping) or not (hasattr(local, "__iter__") or hasattr(local, "__getitem__")):
         raise DataError(

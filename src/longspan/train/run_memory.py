@@ -35,7 +35,7 @@ from longspan.plan.memory.memory_plan import mean_step_seconds
 from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS, gib_text
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
 from longspan.ssm.kernels.packages import fla_device_lack
-from longspan.train.plans import PlanChoice, plan_row_multiple
+from longspan.train.plans import PlannerConfig, plan_row_multiple
 from longspan.train.plans.run_cost import (
     can_be_free,
     find_run_cost,
@@ -95,7 +95,7 @@ def allocator_retries_text(times: float, in_use: int, reserved: int) -> str:
     return (
         f"the GPU's allocator ran out of memory {times:.3g} times a step: each time it waits for the GPU, gives back "
         f"what is free and takes it again ({bytes_text(reserved)} taken at most, {bytes_text(in_use)} in use); a lower "
-        "train.memory_bytes leaves it room (docs/memory.md)"
+        "train.device_memory_limit leaves it room (docs/memory.md)"
     )
 
 
@@ -124,7 +124,7 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
         shards = home.tp * home.pp * home.slots // home.dp_replicate
         weights = sum(p.nbytes for p in model.parameters()) // shards
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards
-        moments = 0 if train.offload_states else MOMENTS.get(train.optimizer, 0)
+        moments = 0 if train.offload_optimizer_states else MOMENTS.get(config.optimizer.class_, 0)
         parts = {"weights": weights, "gradients": trained, "optimizer states": int(moments * trained)}
         needed, ranks = sum(parts.values()), count_ranks_of_host(world)
         free = torch.cuda.mem_get_info(world.device)[0] if gpu else free_host_bytes(swap=True)
@@ -177,7 +177,7 @@ class ComingSteps:
         if planners == (AUTO,):  # of several slots a run chooses one later
             planners = ("dynamic", "fixed") if self.home.slots > 1 else ("fixed",)
         configs = (replace(config, context=replace(config.context, planner=planner)) for planner in planners)
-        choices = [PlanChoice.training(one, cost=cost, heads=self.heads) for one in configs]
+        choices = [PlannerConfig.training(one, cost=cost, heads=self.heads) for one in configs]
         steps, sees_all = range(self.first, min(self.last, self.first + MOST_STEPS)), True
         one_degree = all(choice.has_one_degree for choice in choices)
         if self.last - self.first > FEW_STEPS and one_degree and not self.few and steps.stop == self.last:
@@ -206,7 +206,7 @@ class ComingSteps:
 
     def rows_to_try(self, config: RunConfig) -> list[int]:
         """List the rows of a slot that "auto" may become: from the fewest that hold the longest document, doubling."""
-        choice = PlanChoice.training(config, heads=self.heads)
+        choice = PlannerConfig.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self._heaviest_steps()]
         longest_document = max(self.longest, *(max(step, default=1) for step in lengths), 1)
         most_tokens = max((sum(step) for step in lengths), default=1)
@@ -219,7 +219,7 @@ class ComingSteps:
 
 def plan_with_full_slots(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
     """Make a plan with `rows` rows on every slot in each micro-batch: a document in each of the widest groups."""
-    choice = PlanChoice.training(config, heads=heads)
+    choice = PlannerConfig.training(config, heads=heads)
     degree = choice.widest_even_degree(home)
     in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
     lengths = [rows * degree] * (home.slots // degree * in_flight)
@@ -252,7 +252,7 @@ class RunMemory:
     def choose_memory(self, budget: MemoryBudget) -> tuple[RunConfig, MemoryPlan]:
         """Choose the fastest measures that fit, and with them rows of a slot and mode where these are "auto".
 
-        These are compared by the seconds of the heaviest steps, with `PlanChoice.least_gain`. Returns the configuration
+        These are compared by the seconds of the heaviest steps, with `PlannerConfig.least_gain`. Returns the configuration
         with them. Raises PlanError, with the bytes, where nothing fits.
         """
         context = self.config.context
@@ -263,7 +263,7 @@ class RunMemory:
         def add_choice(rows: int, mode: Literal["lockstep", "free"]) -> None:
             config = replace(self.config, context=replace(context, max_tokens_per_slot=rows, mode=mode))
             seconds, memory = replace(self, config=config, ahead=ahead)._choose_memory_of_steps(budget)
-            choices.append((seconds * PlanChoice.training(config).least_gain, config, memory))
+            choices.append((seconds * PlannerConfig.training(config).least_gain, config, memory))
 
         for rows in [given_rows] if isinstance(given_rows, int) else ahead.rows_to_try(self.config):
             try:
@@ -301,7 +301,7 @@ class RunMemory:
 def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[RunConfig, MemoryPlan | None]:
     """Plan a run's memory before `prepare`: rows of a slot, mode, and what its layers keep; entered by all ranks.
 
-    Returns the configuration with rows and mode in place of "auto". The plan is None where train.memory and rows leave
+    Returns the configuration with rows and mode in place of "auto". The plan is None where train.plan_memory and rows leave
     nothing to choose, on CPUs without `memory_bytes`, and where the model's bytes cannot be counted: "auto" rows are
     then the most that a step has on GPUs, where the warm-up halves them, and on CPUs the fewest that hold the longest
     document; the mode is lockstep. Raises ConfigError, on every rank, where nothing fits.
@@ -317,7 +317,7 @@ def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[
         log(f"memory: not planned, and the keys of [train] hold as they are: {reason}")
     elif memory is not None and chooses:
         log(memory.summary_line(budget))
-    return config, memory if run.gpu or train.memory_bytes else None
+    return config, memory if run.gpu or train.device_memory_limit else None
 
 
 def set_usual_mode(config: RunConfig) -> RunConfig:
@@ -344,8 +344,8 @@ def choose_memory_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[RunC
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     """Return the bytes that a rank may fill of device and host, the least of all ranks (host 0: not known)."""
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
-    device = config.train.memory_bytes or host or sys.maxsize
-    if world.device.type == "cuda" and not config.train.memory_bytes:
+    device = config.train.device_memory_limit or host or sys.maxsize
+    if world.device.type == "cuda" and not config.train.device_memory_limit:
         # The CUDA context exists by now, and a plan of memory counts its bytes too, CONTEXT_BYTES at most.
         free, all_bytes = torch.cuda.mem_get_info(world.device)
         device = int(GPU_SHARE * min(all_bytes, free + CONTEXT_BYTES))
@@ -361,8 +361,8 @@ _KEYS = {
     "data": ("tokenizer", "vocab_size"),
     "train": (
         *("optimizer", "optimizer_arguments", "stochastic_rounding"),
-        *("activation_checkpointing", "offload_activations", "memory", "offload_states"),
-        *("mlp_tile_rows", "fused_norms", "float8", "memory_bytes"),
+        *("activation_checkpointing", "offload_activations", "memory", "offload_optimizer_states"),
+        *("mlp_tile_tokens", "fused_norms", "float8", "memory_bytes"),
     ),
 }
 
@@ -438,23 +438,25 @@ def halve_saved_rows(config: RunConfig) -> None:
 
 def set_eval_rows_of_training(config: RunConfig) -> RunConfig:
     """Put the rows that the run chose for training in place of "auto" of evaluation, which keeps less of a row."""
-    if config.context.evaluation.max_tokens_per_slot != AUTO:
+    if config.evaluation.max_tokens_per_slot != AUTO:
         return config
     file = Path(config.run.dir) / FILE
     try:
         rows = int(read_json(file)["rows"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f'context.eval_max_tokens_per_slot is "{AUTO}", the rows that training has chosen, and {file} does not '
+            f'evaluation.max_tokens_per_slot is "{AUTO}", the rows that training has chosen, and {file} does not '
             f"say them ({error}); give a number of rows"
         ) from error
     return _set_eval_rows(config, rows)
 
 
 def _set_eval_rows(config: RunConfig, rows: int) -> RunConfig:
-    if config.context.evaluation.max_tokens_per_slot == AUTO:
+    if config.evaluation.max_tokens_per_slot == AUTO:
         config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
-    sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
+    sets = (
+        replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.evaluation.sets
+    )
     return replace(config, eval=tuple(sets))
 
 

@@ -86,9 +86,9 @@ def run_step(
     loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
     divisor: float | None = None,
     mtp: "MtpLoss | None" = None,
-    times_slots: bool = False,
+    time_slots: bool = False,
     temperature: float = 1.0,
-    meanwhile: Callable[[], None] | None = None,
+    host_work: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss: a sum over targets, divided by the plan's targets.
 
@@ -101,18 +101,18 @@ def run_step(
     model in evaluation mode is put in training mode, all of it. Without `backward` all of it runs in evaluation mode
     and keeps no graph. Every module's mode is restored.
 
-    A MultimodalModel takes documents with items (ItemDocuments): its encoders run before and after the language model.
+    A MultimodalModel takes documents with items (MediaDocuments): its encoders run before and after the language model.
 
     The loss is the cross entropy, of documents with weights (`Document`) times the weight of each token, or one's own:
     `loss(log_probs, at)` gets the log-probabilities (t,) of some targets, in float32 (float64 for float64 logits), and
-    a LossRows that describes them, and returns their losses (t,), each of its own row only. Weights are then
+    a LossTokens that describes them, and returns their losses (t,), each of its own row only. Weights are then
     `at["weights"]`, and multiply nothing by themselves. A DocumentLoss is a function of documents' sums, a
     MicroBatchLoss one of all tokens of a micro-batch. `divisor`, the same on every rank, is what the sum of the losses
     is divided by (None: the plan's targets, the number of sets of a DocumentLoss, 1 of a MicroBatchLoss).
 
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
     weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of
-    multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient. `times_slots`
+    multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient. `time_slots`
     compares how fast slots work (`StepResult.slot_ratio`). `temperature` divides logits before the softmax, as tokens
     of a policy are sampled. `meanwhile` is called once the step is launched, before the host waits for the device: work
     of the host for the next step, which raises nothing and enters no collective.
@@ -135,7 +135,7 @@ def run_step(
     if step is not None:
         world.step = step
     terms = step_terms(inputs, loss=loss, divisor=divisor, router=router, mtp=mtp, chunk_rows=loss_chunk_rows)
-    terms = (*terms, SlotPaceTerm(world)) if times_slots else terms  # last: it times the measure of all others
+    terms = (*terms, SlotPaceTerm(world)) if time_slots else terms  # last: it times the measure of all others
     batches = read_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
@@ -145,7 +145,7 @@ def run_step(
     for term in terms:
         term.raise_error()
     with world.watch.name_collectives("gradient norm and optimizer", world.home.ranks):
-        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, meanwhile).finish_step(loss_sum)
+        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, host_work).finish_step(loss_sum)
         term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(
         loss=sums.loss / passes.divisor,

@@ -240,7 +240,7 @@ class StepEnd:
     batches: Sequence[LocalBatch]
     optimizer: Optimizer | None
     max_grad_norm: float | None
-    meanwhile: Callable[[], None] | None = None  # the host's work for the next step, before it waits for the device
+    host_work: Callable[[], None] | None = None  # the host's work for the next step, before it waits for the device
 
     @property
     def world(self) -> World:
@@ -284,8 +284,8 @@ class StepEnd:
         return sums
 
     def _run_host_work(self) -> None:
-        if self.meanwhile is not None:
-            self.meanwhile()
+        if self.host_work is not None:
+            self.host_work()
 
     def _clip_factor(self, values: Tensor) -> Tensor:
         """The factor (at most 1) of gradients on the device; no number where the step must not be taken."""

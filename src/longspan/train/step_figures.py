@@ -75,7 +75,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None  # a run has one
     trained: Trained = "all"
     try:
-        shape = ModelShape.of(model.config, depths=config.mtp.depths)
+        shape = ModelShape.of(model.config, depths=config.mtp.num_layers)
         if encoder is not None:
             from longspan.model.take_apart import find_trained_part
             from longspan.plan.items.encoder_shape import EncoderShape

@@ -59,7 +59,7 @@ class StepDocuments:
             self.items = find_item_table(documents, lengths)
             if self.items is None:
                 raise DataError(
-                    f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes ItemDocuments, "
+                    f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes MediaDocuments, "
                     "with an empty list of items where there are none"
                 )
         elif items is not None and len(items):

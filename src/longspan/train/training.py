@@ -38,11 +38,11 @@ from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
 from longspan.plan.shape.positions import has_no_positions, position_limit
-from longspan.train.optim.offload_states import offload_states
+from longspan.train.optim.offload_states import offload_optimizer_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups
 from longspan.train.optim.schedule import Schedule
-from longspan.train.plans import PlanChoice, query_heads
+from longspan.train.plans import PlannerConfig, query_heads
 from longspan.train.run_memory import check_model_fits
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
@@ -184,13 +184,13 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
     from longspan.model.lora import adapter_lines
 
     parallel, sees_images = config.parallel, getattr(configuration, "vision_config", None) is not None
-    adapts = config.lora.rank and not (sees_images and any("." in target for target in config.lora.targets))
+    adapts = config.lora.rank and not (sees_images and any("." in target for target in config.lora.target_modules))
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
         model = load_run_model(config, config.data.vocab_size, configuration)
         if adapts:
             add_configured_adapter(config, model)
     _check_comm_types_fit_layers(config, model)
-    if not (sees_images or config.mtp.depths or config.model.num_labels):
+    if not (sees_images or config.mtp.num_layers or config.model.num_labels):
         stages: Any = {"virtual_stages": parallel.vpp, "pipeline_schedule": parallel.pipeline_schedule}
         options = PrepareOptions(sequence_parallel=parallel.sequence_parallel, **stages)
         check_unconnected(model, options.placement(world), stages=options.pipeline(world).stages)
@@ -217,7 +217,7 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         rank=lora.rank,
         alpha=lora.alpha,
         dropout=lora.dropout,
-        targets=lora.targets,
+        targets=lora.target_modules,
         whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
         base=name or str(folder) if config.model.path else "",  # is saved with the adapter
@@ -251,7 +251,7 @@ def prepare_run_model(
     if images:
         from longspan.model.take_apart import freeze_image_modules
 
-        freeze_image_modules(model, config.encoder.train or encoder_default(config))
+        freeze_image_modules(model, config.encoder.trainable or encoder_default(config))
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training)
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
@@ -269,7 +269,7 @@ def prepare_run_model(
         attention_kernel=config.context.attention_kernel or None,
         fused_norms=config.train.fused_norms,
         float8=float8,
-        compiled=config.train.compiled,
+        compiled=config.train.compile,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )
@@ -283,7 +283,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
             "host_bytes": memory.host.kept,
             "reshard_after_forward": not memory.gathered_once,
             "sync_each_batch": not memory.summed_once,
-            "mlp_tile_rows": memory.mlp_tile_rows,
+            "mlp_tile_tokens": memory.mlp_tile_tokens,
             "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,  # of recomputing ones
         }
     checkpointing = given_checkpointing(config.train) or "none"
@@ -292,7 +292,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
         "offload_activations": config.train.offload_activations and training and checkpointing != "none",
         "reshard_after_forward": config.parallel.reshard_after_forward,
         "sync_each_batch": config.parallel.sync_each_batch,
-        "mlp_tile_rows": config.train.mlp_tile_rows,
+        "mlp_tile_tokens": config.train.mlp_tile_tokens,
     }
 
 
@@ -302,8 +302,8 @@ def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
     encoder = config.encoder
     return EncoderHome(
         home=Layout(world.home.ranks, tp=encoder.tp),
-        max_rows_per_slot=encoder.max_rows or None,
-        recompute=encoder.recompute,
+        max_rows_per_slot=encoder.max_tokens or None,
+        recompute=encoder.activation_checkpointing,
         **settings,
     )
 
@@ -321,14 +321,14 @@ def make_optimizer(
         check_sharded_update(choice, model, world)
     rates = None
     if isinstance(model, MultimodalModel) and config.encoder.lr:
-        rates = {"encoders": config.encoder.lr, "language_model": config.train.lr}
+        rates = {"encoders": config.encoder.lr, "language_model": config.optimizer.lr}
     groups = parameter_groups(model, choice.name, choice.weight_decay, rates)
-    rounding = RoundingBits(model, world) if config.train.stochastic_rounding else None
+    rounding = RoundingBits(model, world) if config.optimizer.stochastic_rounding else None
     optimizer = choice.build(groups, rounding=rounding)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    on_host = config.train.offload_states if memory is None else memory.offload_states
-    return offload_states(optimizer, world) if on_host else optimizer
+    on_host = config.train.offload_optimizer_states if memory is None else memory.offload_optimizer_states
+    return offload_optimizer_states(optimizer, world) if on_host else optimizer
 
 
 @dataclass(frozen=True)
@@ -343,31 +343,31 @@ class Training:
     memory: "MemoryPlan | None" = field(default=None, kw_only=True)
 
     @property
-    def training_choice(self) -> PlanChoice:
+    def training_choice(self) -> PlannerConfig:
         """How steps are planned."""
-        return PlanChoice.training(self.config, cost=self.cost, heads=query_heads(self.model.config))
+        return PlannerConfig.training(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
-    def evaluation_choice(self, entry: EvalConfig | None = None) -> PlanChoice:
+    def evaluation_choice(self, entry: EvalConfig | None = None) -> PlannerConfig:
         """How evaluations are planned: of a set, or (None) of the documents that the run holds out."""
-        return PlanChoice.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
+        return PlannerConfig.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 
     @property
-    def times_slots(self) -> bool:
+    def time_slots(self) -> bool:
         """Whether steps time each slot, so that a slow one is named: on GPUs."""
         return self.world.device.type == "cuda"
 
     @property
     def router(self) -> RouterCoefficients:
         """The weights of the routers' losses in the gradient; a negative balance stands for the configuration's own."""
-        balance = self.config.train.router_balance_loss
-        return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss)
+        balance = self.config.train.router_aux_loss_coef
+        return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss_coef)
 
     @cached_property
     def figures(self) -> StepFigures:
         return model_figures(self.config, self.model, self.world, self.cost)
 
     def take_step(
-        self, plan: Plan, documents: Any, step: int, meanwhile: Callable[[], None] | None = None
+        self, plan: Plan, documents: Any, step: int, host_work: Callable[[], None] | None = None
     ) -> StepResult:
         """Take the optimizer step `step`, from 0, at its learning rate; `meanwhile` as of `run_step`."""
         config = self.config.train
@@ -377,7 +377,7 @@ class Training:
         schedule = Schedule.of(config)
         rate = schedule.lr_at(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * (group["initial_lr"] / schedule.lr) if rate else 0.0  # train.lr may be 0
+            group["lr"] = rate * (group["initial_lr"] / schedule.lr) if rate else 0.0  # optimizer.lr may be 0
         return run_step(
             self.model,
             plan,
@@ -389,8 +389,8 @@ class Training:
             router=self.router,
             mtp=mtp_loss(self.config),
             loss=loss_of_pairs(documents, config.center_rewards_coefficient),
-            times_slots=self.times_slots,
-            meanwhile=meanwhile,
+            time_slots=self.time_slots,
+            host_work=host_work,
         )
 
 
@@ -399,16 +399,18 @@ def loss_of_pairs(documents: Any, center_rewards_coefficient: float) -> "Documen
     margins = getattr(documents, "margins", None)
     if margins is None:
         return None
-    from longspan.train.terms.scores import pair_loss
+    from longspan.train.terms.scores import reward_loss
 
     pairs = [(2 * i, 2 * i + 1) for i in range(len(margins))]
-    return pair_loss(pairs, margins=margins, center_rewards_coefficient=center_rewards_coefficient)
+    return reward_loss(pairs, margins=margins, center_rewards_coefficient=center_rewards_coefficient)
 
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
     layers = model.config.get_text_config().num_hidden_layers
-    sets = (PlanChoice.evaluation(config, entry) for entry in (None, *config.eval))  # None: held-out documents
-    for choice in (PlanChoice.training(config), *sets):
+    sets = (
+        PlannerConfig.evaluation(config, entry) for entry in (None, *config.evaluation.sets)
+    )  # None: held-out documents
+    for choice in (PlannerConfig.training(config), *sets):
         if len(choice.comm_types) not in (1, layers):
             raise ConfigError(
                 f"{choice.prefix}cp_comm_type lists {plural(len(choice.comm_types), 'type')}, "

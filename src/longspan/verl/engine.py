@@ -28,12 +28,12 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params  # pyright: ignore[
 
 from longspan.comm import World
 from longspan.data.document import Document
-from longspan.data.item_documents import ItemDocuments, items_at_placeholders
+from longspan.data.item_documents import MediaDocuments, items_at_placeholders
 from longspan.data.scored_document import ScoredDocument
 from longspan.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PlanError
 from longspan.hub import find_local_path
 from longspan.layout import Layout
-from longspan.model import image_tokens, prepare, save_model, weights_by_name, without_adapter
+from longspan.model import disable_adapter, image_tokens, prepare, save_model, weights_by_name
 from longspan.model.adapters import adapter_of_prepared_model, belongs_to_adapter, name_without_adapter
 from longspan.model.load import load_model, torch_dtype
 from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
@@ -62,7 +62,7 @@ def refuse_model_settings(model: Any) -> None:
     reasons = {
         "mtp.enable": (model.mtp.enable, "depths of multi-token prediction are not trained here"),
         "use_liger": (model.use_liger, "engine.prepare.fused_norms and .compiled choose kernels"),
-        "tiled_mlp.enabled": (model.tiled_mlp.get("enabled"), "use engine.prepare.mlp_tile_rows"),
+        "tiled_mlp.enabled": (model.tiled_mlp.get("enabled"), "use engine.prepare.mlp_tile_tokens"),
         "target_parameters": (model.target_parameters, "adapters are on linears; name them in target_modules"),
         "exclude_modules": (model.exclude_modules, "name the linears to adapt in target_modules"),
         "lora_adapter_path": (model.lora_adapter_path, "an adapter begins anew here; merge the old one into its model"),
@@ -204,7 +204,7 @@ class LongspanEngine(BaseEngine):
         return _Mode(self, "eval", **keywords)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        return nullcontext() if adapter_of_prepared_model(self.module) is None else without_adapter(self.module)
+        return nullcontext() if adapter_of_prepared_model(self.module) is None else disable_adapter(self.module)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parameters with their gradients, and the optimizer's states, to the host ("cpu") or to the device."""
@@ -239,7 +239,7 @@ class LongspanEngine(BaseEngine):
                     "engine.max_tokens_per_slot"
                 )
             limit = tu.get_non_tensor_data(data, "max_token_len_per_gpu", None)
-        of_items = isinstance(documents, ItemDocuments)
+        of_items = isinstance(documents, MediaDocuments)
         lengths = [len(documents[d]) for d in range(len(documents))]
         targets = documents.targets if of_items else sum(document.targets for document in documents)
         keywords: dict[str, Any] = {
@@ -278,7 +278,7 @@ class LongspanEngine(BaseEngine):
         tokens = image_tokens(self.model_config.hf_config)
         rows = [[tokens.rows(image.grid) for image in images] for images in samples.images]
         grids = [np.array([x.grid for x in images if x.grid], np.int64).reshape(-1, 3) for images in samples.images]
-        return ItemDocuments(
+        return MediaDocuments(
             documents,
             items_at_placeholders(samples.ids, tokens.placeholder, rows),
             [image for images in samples.images for image in images],

@@ -24,16 +24,16 @@ ROWS = 24
 SETTINGS: dict[str, Any] = {
     "model.dtype": "float64",
     "data.max_document_tokens": 0,
-    "data.eval_documents": 4,
+    "evaluation.documents": 4,
     "context.context_parallel_size": 2,
     "context.max_tokens_per_slot": 96,
-    "context.eval_context_parallel_size": 2,
-    "context.eval_max_tokens_per_slot": 96,
+    "evaluation.context_parallel_size": 2,
+    "evaluation.max_tokens_per_slot": 96,
     "train.steps": 2,
     "train.tokens_per_step": 160,
-    "train.lr": 3e-3,
-    "train.warmup_steps": 1,
-    "train.eval_every": 1,
+    "optimizer.lr": 3e-3,
+    "optimizer.warmup_steps": 1,
+    "evaluation.every": 1,
     "run.timeout_seconds": 60.0,
 }
 COLUMNS = ("loss", "grad_norm", "eval_loss")
@@ -71,7 +71,7 @@ def config_of(folder: Path, **changes: Any) -> RunConfig:
     paths = {
         "model.config": str(write_model(folder / "model")),
         "data.path": str(image_rows(folder / "data", [(16, 16), (8, 24), (20, 33), (24, 8)], ROWS)),
-        "data.cache": str(folder / "cache"),
+        "data.cache_dir": str(folder / "cache"),
         "run.dir": str(folder / "run"),
     }
     return load_config(None, SETTINGS | paths | changes)
@@ -141,7 +141,7 @@ def test_saved_folders_have_the_processor_and_are_evaluated(
 ) -> None:
     folder = Path(trained[0].run.dir)
     assert (folder / "model" / "preprocessor_config.json").is_file()
-    layout = ["--world", "2", "--encoder.tp", "2", "--context.eval_context_parallel_size", "1"]
+    layout = ["--world", "2", "--encoder.tp", "2", "--evaluation.context_parallel_size", "1"]
     assert eval_main([str(folder), *layout, "--json", "--device", "cpu"]) == 0
     evaluated = json.loads(capsys.readouterr().out)["eval_loss"]
     assert evaluated == pytest.approx(losses_of(trained[0])["eval_loss"][-1], rel=1e-6)

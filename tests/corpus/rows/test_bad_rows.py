@@ -87,7 +87,7 @@ BAD_TURNS: list[tuple[Any, str]] = [
     ([], '"conversations" is empty; give a list of turns'),
     ("a", '"conversations" is a string; give a list of turns'),
     ([{"from": "narrator", "value": "a"}], "conversations[0] needs an object with from, one of"),
-    ([asks("a")], 'data.columns = ["messages=conversations"] reads role and content'),
+    ([asks("a")], 'data.rename_columns = ["messages=conversations"] reads role and content'),
     ([{"from": "human", "value": "a", "markdown": 1}], "conversations[0].markdown is not read"),
     (turns(("human", "a")), "no message is of an assistant"),
     ([{"from": "gpt", "value": 1}], '"value" is a number'),
@@ -248,7 +248,10 @@ def test_tools_under_another_name_are_refused_with_what_to_write(qwen: RowEncodi
     for (kind, values), (key, value) in product(rows.items(), HOLD_TOOLS.items()):
         encoding, row = RowEncoding(kind, qwen.tokenizer), {**values, key: value}
         reason = refusal(encoding, row)
-        assert reason.startswith(f'"{key}" stands beside ') and f'data.columns = ["tools={key}"] renames it' in reason
+        assert (
+            reason.startswith(f'"{key}" stands beside ')
+            and f'data.rename_columns = ["tools={key}"] renames it' in reason
+        )
         encode_one(encoding, {**row, "tools": [TOOL]})  # which is read
         encode_one(encoding, dict(rename_columns(Row("line 1", row), [f"{key}="]).values))
         if isinstance(value, list) and isinstance(value[0], dict):

@@ -58,11 +58,14 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
     ("rows", "message"),
     [
         ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and line 1 holds text; rows of one"),
-        ([{"prompt": "a"}], r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.columns gives columns"),
+        (
+            [{"prompt": "a"}],
+            r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.rename_columns gives columns",
+        ),
         ([{"instruction": "a"}], r"found keys \['instruction'\]; its answer is called output"),
         (
             [{"instruction": "a", "output": "b", "text": "ab"}],
-            "holds text and also instruction and output .*data.columns",
+            "holds text and also instruction and output .*data.rename_columns",
         ),
     ],
 )

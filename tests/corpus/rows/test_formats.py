@@ -99,25 +99,27 @@ def test_a_corpus_of_renamed_columns(tmp_path: Path, folder: Path) -> None:
     def build(rows: list[dict[str, Any]], name: str, columns: tuple[str, ...], *, resumed: bool = False) -> list[int]:
         path = tmp_path / name / "rows.parquet"
         path = path if path.exists() else rows_as("parquet", tmp_path / name, rows)
-        data = DataConfig(path=str(path), columns=columns, cache=str(tmp_path / "cache"), max_document_tokens=0)
+        data = DataConfig(
+            path=str(path), rename_columns=columns, cache_dir=str(tmp_path / "cache"), max_document_tokens=0
+        )
         run, tokenizer = tmp_path / f"run-{name}", load_tokenizer(folder)
         corpus = open_or_build_run_corpus(CorpusSettings(data), run, tokenizer=tokenizer, resumed=resumed, log=print)
         return corpus.lengths.tolist()
 
     assert build(rows, "renamed", columns) == build(plain, "plain", ())
     assert build(rows, "renamed", columns, resumed=True)
-    with pytest.raises(DataError, match=r"data.columns was \[.*\] and is None"):
+    with pytest.raises(DataError, match=r"data.rename_columns was \[.*\] and is None"):
         build(rows, "renamed", (), resumed=True)
 
 
 def test_columns_of_a_file_and_of_flags(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text('[data.columns]\nprompt = "question"\ncompletion = "answer"\n')
+    (tmp_path / "a.toml").write_text('[data.rename_columns]\nprompt = "question"\ncompletion = "answer"\n')
     data = load_config(tmp_path / "a.toml").data
-    assert data.columns == ("prompt=question", "completion=answer")
+    assert data.rename_columns == ("prompt=question", "completion=answer")
     for wrong in ("question", "question=prompt"):
-        with pytest.raises(ConfigError, match=f"data.columns has '{wrong}'; give OURS=THEIRS"):
-            check_data(replace(load_config(), data=DataConfig(columns=(wrong,))))
-    check_data(replace(load_config(), data=DataConfig(columns=("system=",))))  # is left out
+        with pytest.raises(ConfigError, match=f"data.rename_columns has '{wrong}'; give OURS=THEIRS"):
+            check_data(replace(load_config(), data=DataConfig(rename_columns=(wrong,))))
+    check_data(replace(load_config(), data=DataConfig(rename_columns=("system=",))))  # is left out
 
 
 def test_an_end_behind_the_last_answer_is_a_target(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", n
     """What the console says of a corpus of these rows, by the tokenizer in a folder."""
     lines, path = list[str](), folder / "rows" / f"rows.{form}"
     path = path if path.exists() else rows_as(form, folder / "rows", rows)
-    data = DataConfig(path=str(path), cache=str(folder / "cache"), max_document_tokens=0)
+    data = DataConfig(path=str(path), cache_dir=str(folder / "cache"), max_document_tokens=0)
     settings = CorpusSettings(data, num_labels=num_labels)
     open_or_build_run_corpus(
         settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append
@@ -230,7 +232,9 @@ def test_a_corpus_says_both(tmp_path: Path) -> None:
     rows = [{"messages": [told, asked, said, asked, {**said, "content": "c"}]}] * 3
     lines = lines_of(write_folder(tmp_path, "qwen3"), rows)
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
-    assert lines[-2].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
+    assert lines[-2].startswith(
+        "not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.split_turns"
+    )
     assert lines[-1] == ("not in the rendered texts, as the chat template does not write them: 3 developer messages")
 
 
@@ -303,7 +307,7 @@ def test_a_template_that_never_ends_the_last_turn_is_named(
         assert line is None
     else:
         assert line is not None and line.startswith(begins)
-        advice = "; data.end_of_chat names a token to be put there" * (template == OPEN)
+        advice = "; data.end_of_chat_token names a token to be put there" * (template == OPEN)
         assert line.endswith(f"chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>){advice}")
 
 
@@ -320,5 +324,5 @@ def test_line_of_what_is_no_target() -> None:
     assert unseen_line(LeftOut(blank_turns=1), "together") == "no targets, as they are blank: 1 assistant turn"
     line = "not in the rendered texts, so no targets: 62 thoughts of assistant turns"
     assert unseen_line(LeftOut(unseen_thoughts=62), "split") == line
-    advice = 'data.turns = "split" trains each turn as at inference, with its thought if the template has it'
+    advice = "data.split_turns = true trains each turn as at inference, with its thought if the template has it"
     assert unseen_line(LeftOut(unseen_thoughts=62), "together") == f"{line}; {advice}"

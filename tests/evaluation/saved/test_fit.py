@@ -13,10 +13,10 @@ from longspan.errors import ConfigError
 from longspan.evaluation.request import changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
 from longspan.layout import Layout
 from longspan.run.checks import check_config, check_longest_of_set
-from longspan.train.plans import PlanChoice, home_of
+from longspan.train.plans import PlannerConfig, home_of
 
-BASE = {"context.eval_context_parallel_size": 8, "context.eval_max_tokens_per_slot": 64}
-DEGREE = "context.eval_context_parallel_size"
+BASE = {"evaluation.context_parallel_size": 8, "evaluation.max_tokens_per_slot": 64}
+DEGREE = "evaluation.context_parallel_size"
 LEAST = "context.eval_min_dynamic_context_parallel_size"
 # parallel of the run, ranks now, what flags gave, parallel that comes out
 HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
@@ -64,7 +64,7 @@ def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, flag_keys: set[
 
 def entry_at(config: RunConfig, slots: int, *flag_keys: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:
     fitted = fit_evaluation_plans(config, Layout(ranks=slots), heads, longest, flag_keys)
-    return fitted.context.evaluation, changes_line(layout_changes(config, fitted), slots)
+    return fitted.evaluation, changes_line(layout_changes(config, fitted), slots)
 
 
 def subject_of(folder: Path, config: RunConfig, *flags: str) -> RunConfig:
@@ -82,11 +82,11 @@ def test_a_degree_is_the_nearest_that_divides_the_slots(slots: int, degree: int,
 
 
 def test_heads_and_levels_follow() -> None:
-    a2a = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
+    a2a = load_config(None, BASE | {"evaluation.cp_comm_type": "a2a"})
     assert entry_at(a2a, 6, heads=8)[0].context_parallel_size == 2  # 3 and 6 do not deal out 8 heads
     line = entry_at(a2a, 8, heads=4)[1]
-    assert line == "on 8 ranks: context.eval_context_parallel_size 8 -> 4"
-    levels = {"context.eval_cp_comm_type": "a2a+p2p", "context.eval_hierarchical_context_parallel_sizes": [2, 4]}
+    assert line == "on 8 ranks: evaluation.context_parallel_size 8 -> 4"
+    levels = {"evaluation.cp_comm_type": "a2a+p2p", "evaluation.hierarchical_context_parallel_sizes": [2, 4]}
     entry, line = entry_at(load_config(None, BASE | levels), 6)
     assert entry.hierarchical_context_parallel_sizes == (2, 3)
     assert "eval_hierarchical_context_parallel_sizes (2, 4) -> (2, 3)" in line
@@ -94,9 +94,9 @@ def test_heads_and_levels_follow() -> None:
 
 def test_what_a_flag_gave_stays(tmp_path: Path) -> None:
     config = load_config(None, BASE)
-    entry, line = entry_at(config, 6, "context.eval_context_parallel_size", "context.eval_max_tokens_per_slot")
-    assert entry == config.context.evaluation and not line
-    dynamic = load_config(None, BASE | {"context.eval_planner": "dynamic"})
+    entry, line = entry_at(config, 6, "evaluation.context_parallel_size", "evaluation.max_tokens_per_slot")
+    assert entry == config.evaluation and not line
+    dynamic = load_config(None, BASE | {"evaluation.planner": "dynamic"})
     flagged = subject_of(tmp_path, dynamic, f"--{DEGREE}", "4").context.evaluation
     assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 4)
 
@@ -107,66 +107,72 @@ def test_a_degree_of_0_is_that_of_training(tmp_path: Path) -> None:
 
 
 def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given(tmp_path: Path) -> None:
-    config = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
+    config = load_config(None, BASE | {"evaluation.cp_comm_type": "a2a"})
     entry = subject_of(tmp_path, config, f"--{DEGREE}", "auto").context.evaluation
     assert (entry.context_parallel_size, entry.cp_comm_type) == ("auto", "auto")
-    flags = f"--{DEGREE}", "auto", "--context.eval_cp_comm_type", "a2a"
+    flags = f"--{DEGREE}", "auto", "--evaluation.cp_comm_type", "a2a"
     assert subject_of(tmp_path, config, *flags).context.evaluation.cp_comm_type == "a2a"
 
 
 def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
-    keys = {"context.eval_planner": "dynamic", "context.max_dynamic_context_parallel_size": 2}
+    keys = {"evaluation.planner": "dynamic", "context.max_dynamic_context_parallel_size": 2}
     config = load_config(None, BASE | keys)
     assert entry_at(config, 4, longest=1001)[0].max_tokens_per_slot == 501
     tall = replace(config, parallel=ParallelConfig(tp=2, sequence_parallel=True))
     fitted = fit_evaluation_plans(tall, Layout(8, tp=2), 8, 1001, ())
-    assert fitted.context.evaluation.max_tokens_per_slot == 502
+    assert fitted.evaluation.max_tokens_per_slot == 502
 
 
 def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_training() -> None:
     sets = [{"name": "long", "path": "x", "max_dynamic_context_parallel_size": 8}, {"name": "other", "path": "x"}]
     keys = {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 4, "eval": sets}
-    keys |= {"context.max_dynamic_context_parallel_size": 4, "context.eval_planner": "dynamic"}
+    keys |= {"context.max_dynamic_context_parallel_size": 4, "evaluation.planner": "dynamic"}
     same, own = load_config(None, BASE | keys), load_config(None, BASE | keys | {LEAST: 2})
     for config, ranges in ((same, [(4, 4), (4, 4), (4, 8), (4, 4)]), (own, [(4, 4), (2, 4), (2, 8), (2, 4)])):
-        choices = [PlanChoice.training(config), *(PlanChoice.evaluation(config, entry) for entry in config.evaluations)]
+        choices = [
+            PlannerConfig.training(config),
+            *(PlannerConfig.evaluation(config, entry) for entry in config.evaluations),
+        ]
         assert [(choice.min_degree, choice.max_degree) for choice in choices] == ranges
     fitted = fit_home_to_ranks(same, 2, ())
     entry, _ = entry_at(fitted, 2, longest=1001)
-    assert (PlanChoice.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
+    assert (PlannerConfig.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
     assert changes_line(layout_changes(same, fitted), 2) == f"on 2 ranks: {LEAST} 4 -> 2"
     with pytest.raises(ConfigError, match=r"eval\.long\.max_dynamic_context_parallel_size = 0"):
         check_longest_of_set(same, same.eval[0], Layout(16), 8 * 2048 + 1, "a file")
 
 
 def test_a_run_that_trains_at_degrees_2_to_4_evaluates_at_8(tmp_path: Path) -> None:
-    keys = {"context.planner": "dynamic", "context.max_tokens_per_slot": 512, "context.eval_max_tokens_per_slot": 512}
+    keys = {"context.planner": "dynamic", "context.max_tokens_per_slot": 512, "evaluation.max_tokens_per_slot": 512}
     keys |= {"context.min_dynamic_context_parallel_size": 2, "context.max_dynamic_context_parallel_size": 4}
     lengths, home = (2000, 900, 40, 30), Layout(8)
     trained = load_config(None, keys | {"model.preset": "qwen3-8b"})
     flags = f"--{LEAST}", "8", f"--{LEAST.replace('min', 'max')}", "8"
     with_flags = subject_of(tmp_path, trained, *flags)
     with_keys = load_config(None, keys | {"model.preset": "qwen3-8b", LEAST: 8, LEAST.replace("min", "max"): 8})
-    assert with_flags.context.evaluation == with_keys.context.evaluation
-    for choice, degrees in ((PlanChoice.training(with_keys), {2, 3, 4}), (PlanChoice.evaluation(with_keys), {8})):
+    assert with_flags.evaluation == with_keys.evaluation
+    for choice, degrees in ((PlannerConfig.training(with_keys), {2, 3, 4}), (PlannerConfig.evaluation(with_keys), {8})):
         groups = [group for batch in choice.plan(lengths, home).micro_batches for group in batch.groups]
         assert {group.degree for group in groups} <= degrees
 
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:
-    config = load_config(None, BASE | {"context.eval_max_tokens_per_slot": "auto"})
+    config = load_config(None, BASE | {"evaluation.max_tokens_per_slot": "auto"})
     config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot="auto"))
     assert entry_at(config, 1, longest=100)[0].max_tokens_per_slot == 8192
     assert entry_at(config, 1, longest=10000) == (
-        replace(config.context.evaluation, context_parallel_size=1, max_tokens_per_slot=10000),
-        "on 1 rank: context.eval_context_parallel_size 8 -> 1",
+        replace(config.evaluation, context_parallel_size=1, max_tokens_per_slot=10000),
+        "on 1 rank: evaluation.context_parallel_size 8 -> 1",
     )
 
 
 def test_a_base_has_neither_the_adapter_nor_the_depths_that_train_with_it(tmp_path: Path) -> None:
-    config = load_config(None, BASE | {"lora.rank": 4, "mtp.depths": 1, "mtp.train_whole": True})
+    config = load_config(None, BASE | {"lora.rank": 4, "mtp.num_layers": 1, "mtp.train_whole": True})
     (tmp_path / "config.toml").write_text(to_toml(config))
     words = [str(tmp_path), "--compare", "base"]
     request = make_request(words, parse_eval(words), 8)
-    assert [(subject.config.lora.rank, subject.config.mtp.depths) for subject in request.subjects] == [(4, 1), (0, 0)]
+    assert [(subject.config.lora.rank, subject.config.mtp.num_layers) for subject in request.subjects] == [
+        (4, 1),
+        (0, 0),
+    ]
     assert check_request(request, 8).slots == 8

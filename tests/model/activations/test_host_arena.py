@@ -96,15 +96,15 @@ def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back(monk
             ("full+host", 4 * a_layer),
             (("selective+host", "none", "full+host", "full"), a_layer + kept),
         ):
-            model = prepare(deep("llama", torch.float32), world, measures=words)
+            model = prepare(deep("llama", torch.float32), world, checkpoint_policies=words)
             passed.clear()
             assert _held(model, plan, documents, world) == (bytes, 1, 0), words
             assert bool(passed) == (words != "full+host"), "layers that stay let those on the host leave the device"
-        model = prepare(deep("llama", torch.float32), world, measures="full+host", host_bytes=4 * a_layer)
+        model = prepare(deep("llama", torch.float32), world, checkpoint_policies="full+host", offload_bytes=4 * a_layer)
         assert _held(model, plan, documents, world) == (4 * a_layer, 1, 0)
         gone = weakref.ref(find_host_arena(model))
         assert gone() is not None
-        model = prepare(deep("llama", torch.float32), world, measures="full+host", host_bytes=4 * a_layer)
+        model = prepare(deep("llama", torch.float32), world, checkpoint_policies="full+host", offload_bytes=4 * a_layer)
         gc.collect()
         assert gone() is None, "a model that is gone holds no memory of the host"
         arena = find_host_arena(model)

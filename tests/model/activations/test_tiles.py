@@ -69,7 +69,7 @@ def _errors_in(home: Layout, cases: Sequence[Case], options: dict[str, Any], exa
             if name not in plain:
                 plain[name] = take_step(prepare_untried(MODELS[name](), world, **options), plan, world)
             loss, gradients = plain[name]
-            how: dict[str, Any] = {"measures": words, "segment_layers": size, "mlp_tile_rows": rows} | options
+            how: dict[str, Any] = {"measures": words, "segment_layers": size, "mlp_tile_tokens": rows} | options
             tried = home == TWO and not errors  # trials of rows take as long as two steps
             model = (prepare if tried else prepare_untried)(MODELS[name](), world, **how)
             here, of_rank = take_step(model, plan, world)
@@ -206,11 +206,11 @@ def test_a_graph_that_is_kept_and_autocast() -> None:
 def test_models_that_cannot_are_refused_by_name() -> None:
     llama4 = Llama4TextConfig(**SIZES, intermediate_size_mlp=48, num_local_experts=2)
     with World(Layout(ranks=1), backend="gloo") as world:
-        with pytest.raises(ModelError, match="mlp_tile_rows is -1; use 0"):
-            prepare(tiny("qwen3"), world, mlp_tile_rows=-1)
+        with pytest.raises(ModelError, match="mlp_tile_tokens is -1; use 0"):
+            prepare(tiny("qwen3"), world, mlp_tile_tokens=-1)
         with pytest.raises(ModelError, match="segment_layers is -2; use 0"):
             prepare(tiny("qwen3"), world, segment_layers=-2)
         with pytest.raises(ModelError, match=r"segment_layers is 4: .* no layer recomputes"):
             prepare(tiny("qwen3", torch.float64), world, segment_layers=4)
         with pytest.raises(ModelError, match=r"feed_forward.experts \(Llama4TextExperts\) does not use transformers'"):
-            prepare(AutoModelForCausalLM.from_config(llama4), world, mlp_tile_rows=8)
+            prepare(AutoModelForCausalLM.from_config(llama4), world, mlp_tile_tokens=8)

@@ -17,7 +17,7 @@ from longspan.model import load_model, prepare
 from longspan.model.exactness.row_trial import try_rows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import PlanChoice, evaluate
+from longspan.train import PlannerConfig, evaluate
 from tests.model.stock import texts, tiny
 
 LENGTHS = (9, 5)
@@ -152,7 +152,7 @@ def test_every_kind_of_step_and_a_call_of_ones_own_are_preceded_by_it(world: Wor
     model, plan, documents = _prepared(world, model), plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS)
     shard = bind(plan.micro_batches[0], world)
     inputs = {"input_ids": shard.scatter(torch.arange(sum(LENGTHS)))[None], "position_ids": shard.position_ids[None]}
-    choice = PlanChoice.fixed(1, max_tokens_per_slot=64)
+    choice = PlannerConfig.fixed(1, max_tokens_per_slot=64)
     of_mlp = r"\.mlp \(LlamaMLP\): in "
     steps: list[tuple[Callable[[], object], str]] = [
         (lambda: model(**inputs, shard=shard), ""),

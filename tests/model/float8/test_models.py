@@ -47,7 +47,7 @@ HOMES = [
     Home(Layout(ranks=1), options={"activation_checkpointing": "full"}),
     Home(Layout(ranks=2), 2),
     _whole(Layout(ranks=4, pp=2), 2, options={"measures": "selective"}),
-    _whole(Layout(ranks=2), 2, options={"mlp_tile_rows": 7, "activation_checkpointing": "selective"}),
+    _whole(Layout(ranks=2), 2, options={"mlp_tile_tokens": 7, "activation_checkpointing": "selective"}),
 ]
 MIXTURES = [
     Home(Layout(ranks=2, ep=2), 2, experts=4),
@@ -60,7 +60,7 @@ def answer(rank: int, home: Home) -> tuple[float, float, dict[str, torch.Tensor]
     """Loss of a step and of an evaluation, and the gradients that this rank has; rows are tried on one rank."""
     documents, prepared = texts(LENGTHS), prepare if home.layout.slots == 1 else prepare_untried
     with float8_on_cpus(), World(home.layout, backend=backend()) as world:
-        model = prepared(random_model(home.experts), world, float8="rows", **home.options)
+        model = prepared(random_model(home.experts), world, float8="rowwise", **home.options)
         assert "float8 by rows" in model_execution(model).float8
         plan = plan_fixed(LENGTHS, home.layout, cp=home.cp, max_tokens_per_slot=40)
         evaluated = evaluate(model, documents, plan, world).loss
@@ -97,10 +97,10 @@ def test_tiles_bring_each_weight_to_float8_once_a_pass(
     calls, documents = count_quantised(monkeypatch), texts(LENGTHS)
     with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
         plan = plan_fixed(LENGTHS, world.home, cp=1)
-        plain = prepare_untried(random_model(experts), world, float8="rows")
+        plain = prepare_untried(random_model(experts), world, float8="rowwise")
         loss, gradients = run_step(plain, plan, documents, world).loss, gradients_of(plain)
-        how: dict[str, Any] = {"mlp_tile_rows": rows, "activation_checkpointing": "full"}
-        model = prepare_untried(random_model(experts), world, float8="rows", **how)
+        how: dict[str, Any] = {"mlp_tile_tokens": rows, "activation_checkpointing": "full"}
+        model = prepare_untried(random_model(experts), world, float8="rowwise", **how)
         calls.clear()
         tiled = run_step(model, plan, documents, world).loss
     assert abs(tiled - loss) <= 1e-12 * loss and worst(gradients_of(model), gradients) <= 1e-12
@@ -131,7 +131,7 @@ def test_adapters_are_trained_over_frozen_weights_in_float8() -> None:
             results.append(dense_answer(stock, documents))
             continue
         with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
-            prepared = prepare(model, world, float8="rows")
+            prepared = prepare(model, world, float8="rowwise")
             assert "float8 by rows: 14 linears" in model_execution(prepared).float8
             plan = plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=40)
             results.append((run_step(prepared, plan, documents, world).loss, gradients_of(prepared)))
@@ -155,7 +155,7 @@ def test_routers_gates_and_decays_stay_as_they_are(preset: str) -> None:
     assert len(chosen) == count and "lm_head" in others
     assert {re.sub(r".*\.layers\.\d+\.\w+\.", "", name) for name in others - {"lm_head"}} == {*left}
     with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
-        prepared = prepare_untried(model, world, float8="rows")
+        prepared = prepare_untried(model, world, float8="rowwise")
         assert ("experts of" in model_execution(prepared).float8) is bool(experts)
         assert sum(products.find_float8_weight(m, "down_proj") is not None for m in prepared.modules()) == experts
 
@@ -170,14 +170,14 @@ def refusals(rank: int) -> tuple[str, str]:
                 prepare(random_model(), world, float8=setting)
             words.append(str(error.value))
         with float8_on_cpus(), pytest.raises(ModelError) as error:
-            prepare(load_model(config=narrow, dtype="float32", seed=0), world, float8="rows")
+            prepare(load_model(config=narrow, dtype="float32", seed=0), world, float8="rowwise")
     return f"{words[0]} {error.value}", words[1]
 
 
 def test_what_cannot_be_in_float8_is_refused_on_every_rank() -> None:
     for words, of_tensor in run_ranks(refusals, 2):
         for part in (
-            'float8 is "rows" for Qwen3ForCausalLM, and needs a GPU of compute capability 8.9 or more, and this rank',
+            'float8 is "rowwise" for Qwen3ForCausalLM, and needs a GPU of compute capability 8.9 or more, and this rank',
             "computes on a CPU; its other arithmetic must be in bfloat16, and is in float64",
             "that 16 divides: those of model.layers.0.mlp.gate_proj",
             " on each of 2 tensor-parallel ranks are (136, 192), ",

@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model import load_model, prepare, save_model, without_adapter
+from longspan.model import disable_adapter, load_model, prepare, save_model
 from longspan.model.adapters import find_adapter, unwrap_peft_model
 from longspan.model.exactness.check_model import check_adapter
 from longspan.model.lora import NewAdapter, adapter_lines, add_lora
@@ -111,7 +111,7 @@ def test_names_that_peft_takes_for_experts_have_no_adapter(family: str) -> None:
     with pytest.warns(UserWarning, match="the adapter leaves out down_proj, gate_proj, up_proj, which peft refuses"):
         config = add_lora(moe_model(family, torch.float32), NewAdapter(rank=2)).peft_config["default"]
     assert not config.target_parameters and "o_proj" in config.target_modules
-    with pytest.raises(ModelError, match=r"lora\.targets has down_proj, which peft .* or takes for its experts"):
+    with pytest.raises(ModelError, match=r"lora\.target_modules has down_proj, which peft .* or takes for its experts"):
         add_lora(moe_model(family, torch.float32), NewAdapter(rank=2, targets=("o_proj", "down_proj")))
 
 
@@ -137,9 +137,7 @@ def test_weights_without_an_adapter_are_named_with_their_share() -> None:
 def test_an_adapter_of_a_tied_head_is_told_that_it_is_not_merged() -> None:
     for family, told in (("qwen3", True), ("llama", False)):
         lines = adapter_lines(add_lora(tiny(family), NewAdapter(rank=2, targets=("lm_head",))).get_base_model())
-        words = (
-            "caution: lora.targets has the head, which shares its weight with the embedding (tie_word_embeddings): lo"
-        )
+        words = "caution: lora.target_modules has the head, which shares its weight with the embedding (tie_word_embeddings): lo"
         assert any(line.startswith(words) for line in lines) == told, family
 
 
@@ -186,7 +184,7 @@ def _prepared(rank: int, folder: Path) -> tuple[dict[str, float], list[str], lis
         saving = [said_by(lambda: save_model(peft_model, folder / "too early", world))]
         model, plan = prepare_untried(peft_model, world), plan_fixed([8, 9], CP, cp=2)
         save_model(peft_model, folder / "cp", world)
-        with without_adapter(model):
+        with disable_adapter(model):
             refused.append(said_by(lambda: run_step(model, plan, texts((8, 9)), world)))
         refused += [said_by(lambda: peft_model.save_pretrained("x")), said_by(peft_model.merge_and_unload)]
     with World(PP, backend=backend(), timeout=60) as world:

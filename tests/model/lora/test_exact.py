@@ -14,7 +14,7 @@ from torch import Tensor
 from longspan.comm import World
 from longspan.doctor.stock import compute_in_float64
 from longspan.layout import Layout
-from longspan.model import prepare, without_adapter
+from longspan.model import disable_adapter, prepare
 from longspan.model.adapters import peft_modules
 from longspan.model.seams.mixers import find_mixers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
@@ -66,7 +66,7 @@ def errors_of(
     assert not mixers or any(key.startswith(mixers) for key in gradients)
     model = (prepare if trial else prepare_untried)(peft_model, world, **home.options)
     if base:
-        with without_adapter(model):
+        with disable_adapter(model):
             reference = -token_log_probs(model, plan, documents, world).sums.sum() / plan.targets
         errors["left out"] = float(abs(reference / base_loss - 1))
     result = run_step(model, plan, documents, world, loss_chunk_rows=7)

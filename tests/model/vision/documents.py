@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan import Document, ItemDocuments
+from longspan import Document, MediaDocuments
 from longspan.data.item_documents import items_at_placeholders
 from longspan.doctor.stock import compute_in_float64
 from longspan.model.seams.call_rules import has_bidirectional_prefix
@@ -111,7 +111,7 @@ def _image(tokens: ImageTokens, grid: Grid, draw: np.random.Generator) -> ImageI
     return ImageInput(torch.from_numpy(draw.normal(size=(int(np.prod(grid)), 24))), grid)
 
 
-def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
+def documents_of(tokens: ImageTokens, name: str = "mixed") -> MediaDocuments:
     documents = raw(tokens, name)
     ids = [document.ids for document in documents]
     rows = [[tokens.rows(image.grid) for image in document.images] for document in documents]
@@ -132,8 +132,8 @@ def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
         )
 
     if tokens.config is not None and has_bidirectional_prefix(tokens.config):
-        return ItemDocuments([Document(d.ids, labels=d.labels(True)) for d in documents], items, inputs, positions)
-    return ItemDocuments(ids, items, inputs, positions)
+        return MediaDocuments([Document(d.ids, labels=d.labels(True)) for d in documents], items, inputs, positions)
+    return MediaDocuments(ids, items, inputs, positions)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import peft
 import pytest
 from torch import nn
 
-from longspan import Layout, World, prepare, run_step, without_adapter
+from longspan import Layout, World, disable_adapter, prepare, run_step
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.layers import is_in_projector, towers_beside_text_model
@@ -145,7 +145,7 @@ def test_an_encoders_adapter_is_left_out_too() -> None:
         model, bare = (prepare(x, world, encoder=Layout(1)) for x in (peft_model, tiny("qwen2.5-vl")))
         plan = Case("qwen2.5-vl", Layout(1), Layout(1), 1).plan(documents.lengths, documents.targets)
         expected = run_step(bare, plan, documents, world, backward=False).loss
-        for left_out in (peft_model.disable_adapter(), without_adapter(model)):
+        for left_out in (peft_model.disable_adapter(), disable_adapter(model)):
             with left_out:
                 loss = run_step(model, plan, documents, world, backward=False).loss
                 with pytest.raises(ModelError, match="the model's adapter is left out"):

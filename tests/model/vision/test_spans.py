@@ -10,7 +10,7 @@ from longspan.comm import SequenceShard
 from longspan.errors import DataError, ModelError
 from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
-from longspan.plan.items import Item, ItemTable
+from longspan.plan.items import ItemTable, MediaItem
 from longspan.testing import backend
 from longspan.train.read_rows import bind_spans, count_prefix_rows
 from tests.model.vision.models import tiny
@@ -36,7 +36,7 @@ LONG, SHORT = Document(range(8), labels=[-100] * 6 + [6, 7]), list(range(8))
 
 
 def test_a_prefix_is_what_stands_before_the_first_target() -> None:
-    items = ItemTable([8, 8], [Item(1, ((0, 3),))])
+    items = ItemTable([8, 8], [MediaItem(1, ((0, 3),))])
     assert (
         count_prefix_rows(LONG, 0, 8) == 6 and count_prefix_rows(SHORT, 0, 8) == 1 and count_prefix_rows([5], 0, 1) == 1
     )

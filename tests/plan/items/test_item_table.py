@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from longspan.errors import DataError, PlanError
 from longspan.layout import Layout, Partition
 from longspan.plan import MicroBatch, plan_dynamic
-from longspan.plan.items import EncoderPlanning, Item, ItemTable, NeededBy, plan_items
+from longspan.plan.items import EncoderPlanning, ItemTable, MediaItem, NeededBy, plan_items
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> ItemTable:
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
-    items: list[Item] = []
+    items: list[MediaItem] = []
     for document, length in enumerate(lengths):
         cuts = sorted(draw(st.sets(st.integers(0, length), max_size=8)))
         spans = list(zip(cuts[::2], cuts[1::2], strict=False))
         while spans:
             size = draw(st.integers(1, len(spans)))
-            items.append(Item(document, tuple(spans[:size]), draw(st.sampled_from(["image", "audio"]))))
+            items.append(MediaItem(document, tuple(spans[:size]), draw(st.sampled_from(["image", "audio"]))))
             spans = spans[size:]
     return ItemTable(lengths, draw(st.permutations(items)))
 
@@ -111,18 +111,24 @@ def test_every_row_is_encoded_once_and_needed_where_its_position_is(
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([Item(2, ((0, 1),))], r"item 0 \(image\) is of document 2; there are 2 documents"),
-        ([Item(0, ((3, 7),))], r"item 0 \(image of document 0\) has the spans .* positions 0 to 5"),
-        ([Item(0, ((3, 3),))], "not empty"),
-        ([Item(0, ((3, 4), (2, 3)))], "ascending"),
-        ([Item(0, ())], "takes no position"),
+        ([MediaItem(2, ((0, 1),))], r"item 0 \(image\) is of document 2; there are 2 documents"),
+        ([MediaItem(0, ((3, 7),))], r"item 0 \(image of document 0\) has the spans .* positions 0 to 5"),
+        ([MediaItem(0, ((3, 3),))], "not empty"),
+        ([MediaItem(0, ((3, 4), (2, 3)))], "ascending"),
+        ([MediaItem(0, ())], "takes no position"),
         (
-            [Item(0, ((3, 5),)), Item(1, ((0, 1),)), Item(0, ((4, 6),), "audio")],
+            [MediaItem(0, ((3, 5),)), MediaItem(1, ((0, 1),)), MediaItem(0, ((4, 6),), "audio")],
             r"item 0 \(image of document 0\) and item 2 \(audio of document 0\) both take position 4",
         ),
         *(
             ([item], r"item 0 is .*; (give Item\(document|its document is an integer and its spans pairs)")
-            for item in ((0, ((1, 4),)), Item(0, (1, 4)), Item(0, ((1.0, 4),)), Item(True, ((1, 4),)), Item(0, 3))
+            for item in (
+                (0, ((1, 4),)),
+                MediaItem(0, (1, 4)),
+                MediaItem(0, ((1.0, 4),)),
+                MediaItem(True, ((1, 4),)),
+                MediaItem(0, 3),
+            )
         ),
     ],
 )
@@ -132,7 +138,7 @@ def test_what_does_not_fit_is_refused(items: list[Any], words: str) -> None:
 
 
 def test_items_that_no_encoder_takes_are_refused() -> None:
-    table, home = ItemTable([6], [Item(0, ((0, 4),), "audio")]), Layout(1)
+    table, home = ItemTable([6], [MediaItem(0, ((0, 4),), "audio")]), Layout(1)
     needed_by = NeededBy(micro_batches=(MicroBatch(),), home=home)
     with pytest.raises(PlanError, match=r"1 of 1 items are of modality 'audio', for which .* encoders for 'image'"):
         plan_items(table, needed_by, {"image": EncoderPlanning(home=home)})

@@ -84,12 +84,12 @@ def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> No
 @pytest.mark.parametrize(("family", "word"), [("qwen3", "full"), ("qwen3-moe", "selective")])
 def test_tiles_keep_what_is_planned(world: World, family: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernel_norms(monkeypatch)
-    settings = MemorySettings(parameter_bytes=2, shard_parameters=False, mlp_tile_rows=64, gpu=family == "qwen3")
+    settings = MemorySettings(parameter_bytes=2, shard_parameters=False, mlp_tile_tokens=64, gpu=family == "qwen3")
     rows = 2 * ROWS  # of which the gradients of weights are not the most
-    needs, counted = _compare(world, family, word, settings=settings, rows=rows, mlp_tile_rows=64)
+    needs, counted = _compare(world, family, word, settings=settings, rows=rows, mlp_tile_tokens=64)
     _check_kept(needs, counted, word, once=_ONCE * (family in EXPERTS))
     assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
-    plan, settings = plan_fixed([rows], world.home, cp=1), replace(settings, mlp_tile_rows=0)
+    plan, settings = plan_fixed([rows], world.home, cp=1), replace(settings, mlp_tile_tokens=0)
     whole = MemoryNeeds.of(config_of(family).to_dict(), world.home, plan, settings)
     assert family in EXPERTS or counted.most < 0.9 * _peak(whole, word)
 
@@ -145,9 +145,9 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
                 kept[name] = _kept(needs, word, 2), float(sum(counted.kept))
         monkeypatch.setattr(all_to_all, "SLICE_BYTES", 0)  # tensors are taken for large
         monkeypatch.setattr(layer_table, "count_exchange_slices", partial(count_exchange_slices, slice_bytes=0))
-        settings = replace(settings, mlp_tile_rows=128)
+        settings = replace(settings, mlp_tile_tokens=128)
         plan, word = plan_fixed([4 * ROWS], world.home, cp=2, cp_comm_type="a2a"), "full"
-        how, config.num_key_value_heads = {"activation_checkpointing": word, "mlp_tile_rows": 128}, 8
+        how, config.num_key_value_heads = {"activation_checkpointing": word, "mlp_tile_tokens": 128}, 8
         model = prepared_model(config, plan, world, None, 0, how)
         for order in ("at once", "one by one"):
             monkeypatch.setattr(head_split, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)

@@ -9,7 +9,7 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import (
-    MEASURES,
+    CHECKPOINT_POLICIES,
     Bytes,
     FixedMemory,
     Group,
@@ -55,13 +55,13 @@ def test_shards_of_float32_masters() -> None:
     device = planned().device
     assert device.weights == pytest.approx(8.19e9 * 4 / 4, rel=1e-3) and planned(state_numbers=0).device.states == 0
     assert planned(gpu=False).device.communicators == 0 < device.communicators  # no context
-    there = planned(offload_states=True)
+    there = planned(offload_optimizer_states=True)
     assert there.host.states == device.states and there.device.states == 0
-    assert there.offload_states and "states on the host" in there.summary_line()
+    assert there.offload_optimizer_states and "states on the host" in there.summary_line()
 
 
 def test_measures_keep_less_in_their_order() -> None:
-    plans = {word: planned(word, rows=65536) for word in MEASURES}
+    plans = {word: planned(word, rows=65536) for word in CHECKPOINT_POLICIES}
     totals = [plans[word].device.total for word in ("none", "exchanged", "selective", "full", "full+host")]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 5
     assert plans["full+host"].host.kept == 36 * 65536 * 4096 * 2
@@ -142,7 +142,9 @@ def test_an_update_has_two_buckets_of_the_states() -> None:
     for config, states in ((QWEN3_8B, 512 << 20), (small, None)):
         home = Layout(1)
         plan = plan_fixed([8], home, cp=1)
-        needs = MemoryNeeds.of(config, home, plan, MemorySettings(offload_states=True, shard_parameters=False))
+        needs = MemoryNeeds.of(
+            config, home, plan, MemorySettings(offload_optimizer_states=True, shard_parameters=False)
+        )
         (place,) = needs.places
         update = next(place.bytes_at_moments(needs.loads, needs.under("none").measures))
         assert update.gradients == update.weights
@@ -183,7 +185,7 @@ def test_segments_under_a2a_are_planned_as_measured() -> None:
     The input of the segment before, 2.75 GiB, was on the device then, and is fetched later since.
     """
     rows, home = 360448, Layout(2)
-    changes = {"gathered_once": True, "offload_states": True, "mlp_tile_rows": 16384, "segment_layers": 4}
+    changes = {"gathered_once": True, "offload_optimizer_states": True, "mlp_tile_tokens": 16384, "segment_layers": 4}
     device = planned(("full+host",) * 36, rows=rows, home=home, **changes).device
     assert device.total - device.communicators == pytest.approx((73.98 - 2.75) * GIB, rel=0.01)
     assert device.kept == pytest.approx(3 * 8192 * rows)  # inputs of a segment's layers behind the first
@@ -267,7 +269,7 @@ ROOM, TIGHT, HOST = (4096, 129, 128), (20480, 75, 0), (65536, 60, 64)  # rows, G
         ({"gathered_once": False}, TIGHT),
         ({"offload": False}, HOST),
         ({"measure": "full"}, HOST),
-        ({"mlp_tile_rows": 16384}, TIGHT),
+        ({"mlp_tile_tokens": 16384}, TIGHT),
         ({"segment_layers": 4}, TIGHT),
     ],
 )
@@ -294,12 +296,12 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
 
 def test_keys_given_by_hand_win() -> None:
     memory = chosen(4096)
-    assert set(memory.measures) == {"none"} and memory.gathered_once and not memory.offload_states
+    assert set(memory.measures) == {"none"} and memory.gathered_once and not memory.offload_optimizer_states
     assert set(chosen(4096, measure="full").measures) <= {"full", "full+host"}
     assert set(chosen(4096, measure="selective", offload=False).measures) <= {"selective", "exchanged"}
     assert all("+host" in word for word in chosen(4096, measure="full", offload=True).measures)
     assert not chosen(4096, gathered_once=False).gathered_once
-    assert chosen(4096, offload_states=True).offload_states
+    assert chosen(4096, offload_optimizer_states=True).offload_optimizer_states
 
 
 def test_refusals_have_the_bytes() -> None:
@@ -336,6 +338,6 @@ def test_what_a_cost_leaves_out() -> None:
     for fast, slow in (("exchanged", "selective"), ("selective", "full"), ("exchanged", "full")):
         assert left_out(*[slow] * 20, *[fast] * 16) < 0 < left_out(*[fast] * 20, *[slow] * 16)
     assert left_out(*["selective+host"] * 36) > 0 < left_out(*["full+host"] * 36)
-    moved = replace(needs.under("selective"), offload_states=True, host=Bytes(states=102 * 10**9))
+    moved = replace(needs.under("selective"), offload_optimizer_states=True, host=Bytes(states=102 * 10**9))
     state_seconds = seconds_beyond_settings(QWEN3_8B, moved, needs, machine)[1]
     assert state_seconds == pytest.approx(2.0)  # 102 GB/s both ways together

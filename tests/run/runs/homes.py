@@ -20,9 +20,9 @@ from tests.train.small import train_rank
 
 ALONE: dict[str, Any] = {  # on one slot, that holds a step or an evaluation in one micro-batch
     "context__context_parallel_size": 1,
-    "context__eval_context_parallel_size": 1,
+    "evaluation__context_parallel_size": 1,
     "context__max_tokens_per_slot": 256,
-    "context__eval_max_tokens_per_slot": 256,
+    "evaluation__max_tokens_per_slot": 256,
 }
 
 

@@ -34,7 +34,7 @@ from tests.model.stock import SIZES
 from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, lines_of, losses_of_run, train_rows
 from tests.train.small import small_config, write_texts
 
-LORA = {"lora__rank": 4, "train__steps": 3, "train__save_every": 2, "train__eval_every": 3, "train__lr": 0.05}
+LORA = {"lora__rank": 4, "train__steps": 3, "checkpoint__every": 2, "evaluation__every": 3, "optimizer__lr": 0.05}
 Trained = tuple[RunConfig, list[float]]
 IDS = torch.arange(40)[None] * 5 % 257
 HOMES = {"tp 2": ParallelConfig(tp=2), "pp 2": ParallelConfig(pp=2)}
@@ -130,10 +130,10 @@ def test_one_export_takes_the_place_of_another(trained: Trained, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
 def test_the_adapter_of_a_tied_head_is_not_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    changes: dict[str, Any] = {"lora__rank": 2, "lora__targets": ["q_proj", "lm_head"], "train__steps": 1}
-    changes["data__eval_documents"] = 0
-    config = small_config(tmp_path, **changes, train__eval_every=0, train__save_every=1, **ALONE)
-    assert "caution: lora.targets has the head, which shares its weight" in lines_of(0, config, 1)
+    changes: dict[str, Any] = {"lora__rank": 2, "lora__target_modules": ["q_proj", "lm_head"], "train__steps": 1}
+    changes["evaluation__documents"] = 0
+    config = small_config(tmp_path, **changes, evaluation__every=0, checkpoint__every=1, **ALONE)
+    assert "caution: lora.target_modules has the head, which shares its weight" in lines_of(0, config, 1)
     assert cli_main(["export", config.run.dir, str(tmp_path / "out"), "--merge"]) == 2
     assert "lm_head has an adapter, and shares its weight with the other end" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -156,7 +156,7 @@ def test_evaluation_with_and_without_the_adapter(trained: Trained, capsys: pytes
     config, losses = trained
 
     def record(*words: str) -> dict[str, Any]:
-        flags = ["--context.eval_context_parallel_size", "1", "--model.dtype", "float64", "--json"]
+        flags = ["--evaluation.context_parallel_size", "1", "--model.dtype", "float64", "--json"]
         assert eval_main([config.run.dir, *words, "--world", "1", *flags]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -187,7 +187,7 @@ def test_what_has_no_adapter_is_not_compared_with_its_base(
 
 def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
     """One step of a run over a base model, in this process."""
-    changes = {**ALONE, **LORA, "train__steps": 1, "train__eval_every": 0, "train__save_every": 1, **keys}
+    changes = {**ALONE, **LORA, "train__steps": 1, "evaluation__every": 0, "checkpoint__every": 1, **keys}
     config = small_config(folder, model__path=base, model__dtype="float64", **changes)
     train_rows(config, 1)
     return config
@@ -221,7 +221,7 @@ def test_a_base_is_known_by_its_weights(
     other.save_pretrained(tmp_path / "there" / "base")
     monkeypatch.chdir(base.parent)
     write_texts(Path("texts"))
-    _run_over("base", tmp_path, data__path="texts", run__checkpoints="saved")
+    _run_over("base", tmp_path, data__path="texts", checkpoint__dir="saved")
     monkeypatch.chdir(tmp_path / "there")  # with a base of its own, without texts and checkpoints
     loss = _eval_loss(run, capfd)
     assert cli_main(["export", run, str(out), "--merge"]) == 0
@@ -345,5 +345,5 @@ def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_learning_rate_of_adapters_has_a_default() -> None:
-    assert load_config(None, {"lora.rank": 8, "model.path": "x"}).train.lr == 2e-4
+    assert load_config(None, {"lora.rank": 8, "model.path": "x"}).optimizer.lr == 2e-4
     assert "rank = 8" in to_toml(load_config(None, {"lora.rank": 8}))

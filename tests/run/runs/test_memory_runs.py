@@ -23,11 +23,11 @@ from tests.train.small import small_config, train_rank
 SETTINGS: dict[str, object] = {
     "model__dtype": "float64",
     "train__steps": 2,
-    "train__eval_every": 0,
+    "evaluation__every": 0,
     "context__max_tokens_per_slot": 32,
-    "data__eval_documents": 0,
+    "evaluation__documents": 0,
 }
-ADAPTERS = {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "train__lr": 1e-3}
+ADAPTERS = {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "optimizer__lr": 1e-3}
 HYBRID = {"model__preset": "bamba-tiny", "context__partition": "zigzag", "context__planner": "dynamic"}
 ROOM = 1 << 40
 
@@ -38,7 +38,7 @@ class Trained(NamedTuple):
 
 
 def _train(rank: int, config: RunConfig, size: int) -> Trained:
-    train, run = replace(config.train, memory_bytes=size), replace(config.run, dir=f"{config.run.dir}-{size}")
+    train, run = replace(config.train, device_memory_limit=size), replace(config.run, dir=f"{config.run.dir}-{size}")
     with pytest.MonkeyPatch.context() as patch:
         asked = dict[str, Any]()
 
@@ -81,7 +81,7 @@ def _train_with_less(rank: int, config: RunConfig, resumed: bool) -> tuple[str, 
 @pytest.mark.parametrize(
     ("changes", "resumed"),
     [
-        (ADAPTERS | {"train__save_every": 1}, True),
+        (ADAPTERS | {"checkpoint__every": 1}, True),
         pytest.param(HYBRID, False, marks=pytest.mark.whole),
     ],
     ids=["adapters", "hybrid"],

@@ -22,8 +22,8 @@ from longspan.run.loggers import read_metrics
 from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, train_rows
 from tests.train.small import small_config
 
-KEYS = {"mtp__depths": 2, "mtp__loss_weight": 0.5, "model__dtype": "float64"}
-STEPS = {"train__steps": 3, "train__save_every": 2, "train__eval_every": 3}
+KEYS = {"mtp__num_layers": 2, "mtp__loss_scaling_factor": 0.5, "model__dtype": "float64"}
+STEPS = {"train__steps": 3, "checkpoint__every": 2, "evaluation__every": 3}
 COLUMNS = ("loss", "mtp_loss_1", "mtp_loss_2", "grad_norm", "eval_loss")
 
 Losses = dict[str, list[float]]
@@ -81,8 +81,8 @@ def test_a_run_goes_on_at_another_home(trained: Trained, home: str, tmp_path: Pa
 
 def test_depths_are_fixed_where_a_run_goes_on(trained: Trained) -> None:
     config, _ = trained
-    other = replace(config, mtp=replace(config.mtp, depths=1), train=replace(config.train, steps=4))
-    with pytest.raises(ConfigError, match=r"mtp.depths was 2 when .* and is 1 now"):
+    other = replace(config, mtp=replace(config.mtp, num_layers=1), train=replace(config.train, steps=4))
+    with pytest.raises(ConfigError, match=r"mtp.num_layers was 2 when .* and is 1 now"):
         run(alone(other, Path(config.run.dir)), 1)
 
 
@@ -103,7 +103,7 @@ def test_exports_have_the_depths(trained: Trained, tmp_path: Path, capsys: pytes
 
 def test_a_saved_run_is_evaluated_without_its_depths(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     config, losses = trained
-    flags = ["--world", "1", "--context.eval_context_parallel_size", "1", "--model.dtype", "float64", "--json"]
+    flags = ["--world", "1", "--evaluation.context_parallel_size", "1", "--model.dtype", "float64", "--json"]
     assert eval_main([config.run.dir, *flags]) == 0
     assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(losses["eval_loss"][-1], rel=1e-12)
 
@@ -111,9 +111,11 @@ def test_a_saved_run_is_evaluated_without_its_depths(trained: Trained, capsys: p
 @pytest.mark.filterwarnings("ignore:.*are no part of the")  # the depths, which are added then
 def test_depths_of_a_folder_are_trained_on(trained: Trained, tmp_path: Path) -> None:
     config, _ = trained
-    keys: dict[str, Any] = {**KEYS, "model__path": config.run.dir + "/model", "train__lr": 1e-3, "train__steps": 1}
+    keys: dict[str, Any] = {**KEYS, "model__path": config.run.dir + "/model", "optimizer__lr": 1e-3, "train__steps": 1}
     read = run(alone(small_config(tmp_path, **keys), tmp_path / "read"), 1)
     drawn = run(alone(small_config(tmp_path, **keys, mtp__weights="random"), tmp_path / "drawn"), 1)
     assert drawn["loss"] == read["loss"] and all(drawn[key][0] > read[key][0] + 0.1 for key in COLUMNS[1:3])
-    with pytest.raises(ModelError, match=r"mtp.depths is 3, .* weights of 2 depths .*mtp.depths = 2, or mtp.weights"):
-        run(alone(small_config(tmp_path, **{**keys, "mtp__depths": 3}), tmp_path / "more"), 1)
+    with pytest.raises(
+        ModelError, match=r"mtp.num_layers is 3, .* weights of 2 depths .*mtp.num_layers = 2, or mtp.weights"
+    ):
+        run(alone(small_config(tmp_path, **{**keys, "mtp__num_layers": 3}), tmp_path / "more"), 1)

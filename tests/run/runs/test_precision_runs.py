@@ -28,7 +28,7 @@ def _dtypes(config: RunConfig) -> set[torch.dtype]:
 
 
 def test_pure_bfloat16_says_what_it_loses_and_rounds_by_chance_on_request(tmp_path: Path) -> None:
-    keys = {"train__save_every": 2, "train__steps": 3, "train__eval_every": 0, "data__eval_documents": 0, **ALONE}
+    keys = {"checkpoint__every": 2, "train__steps": 3, "evaluation__every": 0, "evaluation__documents": 0, **ALONE}
     config = small_config(tmp_path, model__dtype="bfloat16", **keys)
     assert lines_of(0, config, 1).count("updates below 1/512 of a weight are rounded away") == 1
     by_chance = replace(config, run=replace(config.run, dir=str(tmp_path / "by chance")))

@@ -18,7 +18,7 @@ from tests.model.deep import deep_config
 from tests.run.runs.homes import ALONE, refusals, train_rows
 from tests.train.small import small_config
 
-LONG = {"data__max_document_tokens": 0, "context__max_tokens_per_slot": 0, "context__eval_max_tokens_per_slot": 0}
+LONG = {"data__max_document_tokens": 0, "context__max_tokens_per_slot": 0, "evaluation__max_tokens_per_slot": 0}
 
 
 def _architecture(folder: Path) -> Path:
@@ -31,7 +31,7 @@ def _architecture(folder: Path) -> Path:
 
 def test_a_configuration_is_drawn_scaled_trained_and_saved(tmp_path: Path) -> None:
     model = {"model__config": str(_architecture(tmp_path / "model")), "model__rope_scaling": "yarn"}
-    keys = {**model, **LONG, "train__steps": 2, "train__eval_every": 0, "data__eval_documents": 0}
+    keys = {**model, **LONG, "train__steps": 2, "evaluation__every": 0, "evaluation__documents": 0}
     alone = small_config(tmp_path / "alone", **ALONE | keys)
     wanted = [row["loss"] for row in train_rows(alone, 1)]
     home = small_config(tmp_path / "home", **keys, parallel__ep=2)
@@ -65,19 +65,19 @@ def _cross_attention(folder: Path) -> Path:
     return folder
 
 
-LORA = {"lora__rank": 4, "train__lr": 1e-3}
+LORA = {"lora__rank": 4, "optimizer__lr": 1e-3}
 WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
     (
-        LORA | {"lora__targets": ["q_prj"]},
+        LORA | {"lora__target_modules": ["q_prj"]},
         ModelError,
         "'q_prj', which is no linear of Qwen3For.*; did you mean 'q_proj'",
     ),
     (
-        LORA | {"model__path": _folder, "lora__targets": ["embed_tokens"]},
+        LORA | {"model__path": _folder, "lora__target_modules": ["embed_tokens"]},
         ModelError,
         "'embed_tokens', which is no linear",
     ),
-    ({"mtp__depths": 1, "mtp__weights": _folder}, ModelError, "has weights of 0 depths of multi-token"),
+    ({"mtp__num_layers": 1, "mtp__weights": _folder}, ModelError, "has weights of 0 depths of multi-token"),
     ({"model__path": _quantized}, ModelError, r"is quantized \(gptq"),
     ({"model__path": _scores, "model__num_labels": 3}, ModelError, "of 2 scores, and model.num_labels is 3"),
     ({"model__config": _cross_attention}, ModelError, "add_cross_attention is set"),
@@ -93,7 +93,7 @@ def test_what_the_model_alone_decides_is_refused_before_data_are_read(
     made = {key: str(value(tmp_path / "model")) if callable(value) else value for key, value in keys.items()}
     monkeypatch.setattr(set_up, "open_data", lambda *_: pytest.fail("data were read"))
     with pytest.raises(kind, match=message):
-        train_rows(small_config(tmp_path, **ALONE | {"train__lr": 1e-3} | made), 1)
+        train_rows(small_config(tmp_path, **ALONE | {"optimizer__lr": 1e-3} | made), 1)
 
 
 def test_models_and_data_that_do_not_fit_are_refused_before_texts_are_read(
@@ -117,7 +117,7 @@ def test_models_and_data_that_do_not_fit_are_refused_before_texts_are_read(
         ),
         ({"model__path": str(small)}, DataError, r"tokenizer .*/small has ids up to 26\d, .* has 250 rows"),
         ({"model__path": str(more)}, ModelError, r"hold 1 tensor that a Qwen3ForCausalLM .* take: .*weight_scale"),
-        ({"lora__rank": 4, "lora__targets": ["q_prj"]}, ModelError, target),
+        ({"lora__rank": 4, "lora__target_modules": ["q_prj"]}, ModelError, target),
         ({"model__config": str(_architecture(tmp_path / "model"))}, ConfigError, positions),
     ]
     configs = [small_config(tmp_path / str(number), **keys) for number, (keys, *_) in enumerate(cases)]

@@ -55,9 +55,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat_config(folder: Path, base: Path, path: Path, **changes: Any) -> RunConfig:
-    keys = {"train__steps": 2, "train__eval_every": 2, "train__save_every": 0, "train__warmup_steps": 1}
-    keys |= {"data__cache": str(folder / "tokens")}
-    keys |= {"context__eval_context_parallel_size": 1, **changes, "model__path": str(base), "model__dtype": "float64"}
+    keys = {"train__steps": 2, "evaluation__every": 2, "checkpoint__every": 0, "optimizer__warmup_steps": 1}
+    keys |= {"data__cache_dir": str(folder / "tokens")}
+    keys |= {"evaluation__context_parallel_size": 1, **changes, "model__path": str(base), "model__dtype": "float64"}
     return small_config(folder, data__path=str(path), **keys)
 
 
@@ -83,9 +83,14 @@ def test_a_file_is_evaluated_as_the_run_reads_it(
     long = {"messages": [{"role": "user", "content": "q" * 3000}, *rows[1]["messages"][1:]]}
     path = rows_as("jsonl", tmp_path / "rows", [*rows[:4], {"messages": [{"role": "nobody"}]}, long])
     train = rows_as("jsonl", tmp_path / "train", rows[4:])
-    keys: dict[str, Any] = {"data__turns": "split", "data__on_bad": "skip", "data__max_text_bytes": 2000, **ALONE}
-    keys |= {"eval": [{"name": "test", "path": str(path)}], "data__eval_documents": 0}
-    config = chat_config(tmp_path, folder, train, **keys, train__save_every=1)
+    keys: dict[str, Any] = {
+        "data__split_turns": "split",
+        "data__on_bad_row": "skip",
+        "data__max_text_bytes": 2000,
+        **ALONE,
+    }
+    keys |= {"evaluation.sets": [{"name": "test", "path": str(path)}], "evaluation__documents": 0}
+    config = chat_config(tmp_path, folder, train, **keys, checkpoint__every=1)
     lines_of(0, config, 1)
     (of_run,) = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if row.get("eval_name") == "test"]
     words = ["--data", f"test={path}", "--world", "1", "--device", "cpu", "--json"]
@@ -117,7 +122,7 @@ def test_a_run_on_chats_counts_what_the_assistant_says(tmp_path: Path, base: Pat
 
     with path.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "no answer"}]}))
-    skipping = chat_config(tmp_path / "skipping", base, path, data__on_bad="skip", train__steps=1, **ALONE)
+    skipping = chat_config(tmp_path / "skipping", base, path, data__on_bad_row="skip", train__steps=1, **ALONE)
     (row,) = train_rows(skipping, 1)
     assert row["loss"] == pytest.approx(steps[0]["loss"], rel=1e-9)
     left_out = Corpus(Path(skipping.run.dir) / "corpus").manifest
@@ -150,7 +155,9 @@ def test_a_saved_model_stops_at_the_end_that_its_chats_teach(tmp_path: Path, lor
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yo"}]
     path = rows_as("jsonl", tmp_path / "rows", [{"messages": turns}] * 12)
     keys = {"lora__rank": 8} if lora else {}
-    config = chat_config(tmp_path, base, path, train__steps=25, train__lr=2e-2, **keys, **ALONE, train__eval_every=0)
+    config = chat_config(
+        tmp_path, base, path, train__steps=25, optimizer__lr=2e-2, **keys, **ALONE, evaluation__every=0
+    )
     printed, run = lines_of(0, config, 1), Path(config.run.dir)
     assert printed.count(f"answers end with <|im_end|>, at which {base} does not stop: saved and merged") == 1
     assert "get eos_token_id [256, 257] in generation_config.json; with an adapter alone" in printed
@@ -188,7 +195,7 @@ def test_ends_are_added_to_what_a_folder_says(tmp_path: Path, stops: Any, eos: A
 
 
 def epoch_config(folder: Path, tokens: int, epochs: float, **keys: Any) -> RunConfig:
-    keys = {"train__save_every": 0, "train__eval_every": 0, "train__warmup_steps": 0, **keys}
+    keys = {"checkpoint__every": 0, "evaluation__every": 0, "optimizer__warmup_steps": 0, **keys}
     keys = {"data__max_document_tokens": 32, **keys}
     return small_config(folder, train__tokens_per_step=tokens, train__epochs=epochs, **keys)
 
@@ -220,7 +227,7 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(
     read = (
         f"{len(training)} documents{texts} to train on, of {epoch:,} tokens, which {len(rows)} steps? read {epochs:g}"
     )
-    assert re.search(rf"{read} times; 3 texts (of \d+ documents )?held out \(data.eval_documents\)", out)
+    assert re.search(rf"{read} times; 3 texts (of \d+ documents )?held out \(evaluation.documents\)", out)
     assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
     assert re.search(rf"\nsteps +{len(rows)}, each of up to {min(tokens, epoch):,} tokens\n", out)
     with open_run_documents(config, lambda line: None, estimate=False) as planned:
@@ -231,21 +238,21 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(
 
 def test_a_model_of_ones_own_reads_each_chat_once_unless_steps_are_given(tmp_path: Path, base: Path) -> None:
     path = rows_as("jsonl", tmp_path / "rows", [row for row, _ in chats()])
-    keys = {"train__warmup_steps": NOT_GIVEN, "train__tokens_per_step": 40, "train__save_every": 2, **ALONE}
+    keys = {"optimizer__warmup_steps": NOT_GIVEN, "train__tokens_per_step": 40, "checkpoint__every": 2, **ALONE}
     config = chat_config(tmp_path, base, path, train__steps=NOT_GIVEN, **keys)
     rows, corpus = train_rows(config, 1), Corpus(Path(config.run.dir) / "corpus")
     training = np.setdiff1d(np.arange(len(corpus)), make_step_order(config, corpus).evaluation)
     assert sum(row["tokens"] for row in rows) == corpus.lengths[training].sum() and len(rows) > 3
-    assert rows[-1]["lr"] == pytest.approx(0.1 * config.train.lr)  # the schedule has as many steps
+    assert rows[-1]["lr"] == pytest.approx(0.1 * config.optimizer.lr)  # the schedule has as many steps
     written = load_config(Path(config.run.dir) / "config.toml")
     train = written.train
-    assert (train.epochs, train.steps, train.warmup_steps) == (1, len(rows), len(rows) // 20)
+    assert (train.epochs, train.steps, written.optimizer.warmup_steps) == (1, len(rows), len(rows) // 20)
     resumed = train_rows(gone_on_from_the_first_checkpoint(written, tmp_path / "begun"), 1)
     assert [*map(without_times, resumed)] == [*map(without_times, rows)]
 
 
 def test_a_run_of_epochs_goes_on_in_the_middle_of_one_and_with_one_more(tmp_path: Path) -> None:
-    config = epoch_config(tmp_path, 250, 2, train__save_every=2, train__schedule="constant", **ALONE)
+    config = epoch_config(tmp_path, 250, 2, checkpoint__every=2, optimizer__lr_schedule="constant", **ALONE)
     rows = train_rows(config, 1)
     resumed = train_rows(gone_on_from_the_first_checkpoint(config, tmp_path / "begun"), 1)
     assert [*map(without_times, resumed)] == [*map(without_times, rows)]
@@ -259,7 +266,7 @@ def test_a_run_of_epochs_goes_on_in_the_middle_of_one_and_with_one_more(tmp_path
 
 
 def test_tokens_of_sources_stand_by_their_weights(tmp_path: Path) -> None:
-    keys = {"train__steps": 8, "train__eval_every": 0, "data__eval_documents": 2, **ALONE}
+    keys = {"train__steps": 8, "evaluation__every": 0, "evaluation__documents": 2, **ALONE}
     config = small_config(tmp_path, **keys)
     paths = [write_texts(tmp_path / name, count) for name, count in (("first", 4), ("second", 9))]
     sources = tuple(SourceConfig(str(path), weight) for path, weight in zip(paths, (3.0, 1.0), strict=True))
@@ -284,7 +291,9 @@ FEW = [  # tokens a step -> what is logged, where two epochs have 3,800 tokens i
 
 @pytest.mark.parametrize(("tokens_per_step", "words"), FEW)
 def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_per_step: int, words: str) -> None:
-    config = small_config(tmp_path, train__epochs=2.0, train__tokens_per_step=tokens_per_step, train__warmup_steps=0)
+    config = small_config(
+        tmp_path, train__epochs=2.0, train__tokens_per_step=tokens_per_step, optimizer__warmup_steps=0
+    )
     config, lines = replace(config, data=replace(config.data, eval_documents=2)), list[str]()
     set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lines.append)
     assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
@@ -308,7 +317,9 @@ OFTEN = [  # steps, weights of two sources with 450 and 900 tokens (none: one so
 def test_a_run_that_reads_documents_often_is_cautioned(
     tmp_path: Path, keys: dict[str, Any], weights: tuple[float, ...], cautions: list[str]
 ) -> None:
-    config = small_config(tmp_path, train__tokens_per_step=1000, train__warmup_steps=0, data__eval_documents=0, **keys)
+    config = small_config(
+        tmp_path, train__tokens_per_step=1000, optimizer__warmup_steps=0, evaluation__documents=0, **keys
+    )
     mixture, lengths = None, np.full(30, 50)
     if weights:
         sources = tuple(SourceConfig(path, weight) for path, weight in zip(("chats", "pdfs"), weights, strict=True))
@@ -323,7 +334,7 @@ def test_a_run_that_reads_documents_often_is_cautioned(
 
 
 def test_epochs_without_a_document_are_an_error(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__epochs=1e-9, data__eval_documents=0)
+    config = small_config(tmp_path, train__epochs=1e-9, evaluation__documents=0)
     with pytest.raises(
         ConfigError, match=r"train.epochs is 1e-09, by which not one of 40 documents .* at least 0.03, or"
     ):

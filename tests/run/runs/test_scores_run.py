@@ -46,8 +46,13 @@ PAIRS: list[Row] = [
 ]
 LABELS: list[Row] = [{"text": words(2 + 13 * i % 60), "label": i % 3} for i in range(14)]
 NUMBERS: list[Row] = [{"prompt": words(3), "completion": words(2 + 5 * i), "label": i / 7} for i in range(8)]
-KEYS: dict[str, Any] = {"model__dtype": "float64", "train__steps": 3, "train__warmup_steps": 0, "train__lr": 0.02}
-KEYS |= {"train__weight_decay": 0.0, "train__save_every": 2, "train__eval_every": 0, "train__tokens_per_step": 160}
+KEYS: dict[str, Any] = {
+    "model__dtype": "float64",
+    "train__steps": 3,
+    "optimizer__warmup_steps": 0,
+    "optimizer__lr": 0.02,
+}
+KEYS |= {"optimizer__weight_decay": 0.0, "checkpoint__every": 2, "evaluation__every": 0, "train__tokens_per_step": 160}
 PLANS: dict[str, Any] = {"context__planner": "dynamic", "context__context_parallel_size": 0}
 
 
@@ -59,7 +64,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(folder: Path, base: Path, rows: Sequence[Row], **changes: Any) -> RunConfig:
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    keys = {"data__path": str(folder / "rows.jsonl"), "data__cache": str(folder / "tokens"), "model__path": str(base)}
+    keys = {
+        "data__path": str(folder / "rows.jsonl"),
+        "data__cache_dir": str(folder / "tokens"),
+        "model__path": str(base),
+    }
     return small_config(folder, **keys | KEYS | changes)
 
 
@@ -102,7 +111,7 @@ def dense_loss(model: Any, rows: Sequence[Row], coefficient: float) -> tuple[Ten
 def dense_run(config: RunConfig, rows: Sequence[Row], model: Any) -> list[tuple[float, float]]:
     """The losses and gradient norms of a loop in one process over the rows of the run's steps, which it trains on."""
     order, results = make_step_order(config, Corpus(Path(config.run.dir) / "corpus")), list[tuple[float, float]]()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=config.train.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=config.optimizer.betas, weight_decay=0.0)
     unit = len(texts_of(rows[:1]))
     for step in range(config.train.steps):
         documents = order.documents_of_step(step)
@@ -112,7 +121,7 @@ def dense_run(config: RunConfig, rows: Sequence[Row], model: Any) -> list[tuple[
         loss, _ = dense_loss(model, of_step, config.train.center_rewards_coefficient)
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
         optimizer.step()
         results.append((loss.item(), norm.item()))
     return results
@@ -184,13 +193,13 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
 def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_path: Path) -> None:
     """At degree 2, dynamic, and where a pair's documents are in several micro-batches; then one goes on alone. In the
     same start are those that every rank refuses before its first step."""
-    few = {"context__max_tokens_per_slot": 40, "context__eval_context_parallel_size": 1}
-    few |= {"context__eval_max_tokens_per_slot": 64, "data__eval_documents": 4, "model__num_labels": 1}
+    few = {"context__max_tokens_per_slot": 40, "evaluation__context_parallel_size": 1}
+    few |= {"evaluation__max_tokens_per_slot": 64, "evaluation__documents": 4, "model__num_labels": 1}
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     few["eval"] = [{"name": "other", "path": str(tmp_path / "other.jsonl"), "documents": 3}]
     pairs = config_of(tmp_path / "pairs", base, PAIRS, train__center_rewards_coefficient=0.1, **few)
     classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
-    numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, data__eval_documents=2)
+    numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, evaluation__documents=2)
     refused = [*refused_runs(base, tmp_path)]
     errors = refusals([pairs, classes, numbers, *(config for config, _ in refused)])
     assert errors[:3] == [None] * 3
@@ -232,7 +241,7 @@ def test_an_adapter_trains_the_head_and_stock_peft_reads_both(base: Path, tmp_pa
 
 def test_a_pair_with_a_long_document_is_left_out_whole(base: Path, tmp_path: Path) -> None:
     rows = [{**PAIRS[1], "chosen": words(80)}, *PAIRS[2:6], {**PAIRS[6], "rejected": "a" * 90}]
-    keys = ALONE | {"model__num_labels": 1, "data__on_bad": "skip", "train__steps": 1}
+    keys = ALONE | {"model__num_labels": 1, "data__on_bad_row": "skip", "train__steps": 1}
     skipping = config_of(tmp_path / "skip", base, rows, **keys)
     train_rows(skipping, 1)
     manifest = Corpus(Path(skipping.run.dir) / "corpus").manifest

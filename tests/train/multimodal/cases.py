@@ -9,7 +9,7 @@ import torch
 
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed
-from longspan.train.plans import PlanChoice
+from longspan.train.plans import PlannerConfig
 from tests.pairs import every_pair
 from tests.train.multimodal.documents import documents_of
 
@@ -120,11 +120,11 @@ class Case:
     def plan(self) -> Plan:
         return _plan(self)
 
-    def evaluation(self) -> PlanChoice:
+    def evaluation(self) -> PlannerConfig:
         """Another degree than that of training: the next smaller one, or all slots."""
         slots, cp = self.home.slots, HOMES[self.homes].cp
         degree = cp // 2 if cp > 1 else slots
-        return PlanChoice.fixed(degree, max_tokens_per_slot=-(-32 // degree), row_multiple=self.row_multiple)
+        return PlannerConfig.fixed(degree, max_tokens_per_slot=-(-32 // degree), row_multiple=self.row_multiple)
 
 
 @cache

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from longspan import Document
-from longspan.multimodal import Item, ItemDocuments
+from longspan.multimodal import MediaDocuments, MediaItem
 from tests.train.multimodal.encoders import PATCH
 
 VOCABULARY = 66  # tp 2 and 3 divide it
@@ -40,7 +40,7 @@ SETS: dict[str, tuple[Described, ...]] = {
 }
 
 
-def documents_of(name: str, seed: int = 0) -> ItemDocuments:
+def documents_of(name: str, seed: int = 0) -> MediaDocuments:
     """One of the sets with random tokens and inputs; its items are not in the order of their documents."""
     draw = np.random.default_rng(seed)
     tokens: list[Any] = [draw.integers(0, VOCABULARY, size=length) for length, _ in SETS[name]]
@@ -48,12 +48,12 @@ def documents_of(name: str, seed: int = 0) -> ItemDocuments:
         tokens[0] = Document(tokens[0], loss_mask=np.arange(len(tokens[0])) % 2)
         tokens[1] = Document(tokens[1], labels=np.where(draw.random(len(tokens[1])) < 0.5, tokens[1][::-1], -100))
         tokens[2] = Document(tokens[2], loss_mask=np.zeros(len(tokens[2])))
-    items = [Item(d, spans, kind) for d, (_, described) in enumerate(SETS[name]) for kind, spans in described]
+    items = [MediaItem(d, spans, kind) for d, (_, described) in enumerate(SETS[name]) for kind, spans in described]
     items = [items[i] for i in draw.permutation(len(items))]
-    return ItemDocuments(tokens, items, [torch.from_numpy(draw.normal(size=(item.rows, PATCH))) for item in items])
+    return MediaDocuments(tokens, items, [torch.from_numpy(draw.normal(size=(item.rows, PATCH))) for item in items])
 
 
-def placeholders(length: int, items: Sequence[Item]) -> np.ndarray:
+def placeholders(length: int, items: Sequence[MediaItem]) -> np.ndarray:
     """Which positions of a document take rows of these items (its own)."""
     covered = np.zeros(length, dtype=bool)
     for item in items:

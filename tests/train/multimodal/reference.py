@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Document
 from longspan.model.experts.moe import router_modules
-from longspan.multimodal import ItemDocuments
+from longspan.multimodal import MediaDocuments
 from tests.model.deep import deep_config
 from tests.model.experts.moe_models import router_losses
 from tests.model.stock import _norms_in_float64, gradients_of, random_model
@@ -57,11 +57,11 @@ class Dense(nn.Module):
             freeze(self.encoders[name], "encoder", frozen)
         freeze(self.language_model, "language model", frozen)
 
-    def losses(self, documents: ItemDocuments) -> list[Tensor]:
+    def losses(self, documents: MediaDocuments) -> list[Tensor]:
         predictions = [self.predictions(documents, d) for d in range(len(documents.lengths))]
         return [F.cross_entropy(*of, reduction="none").sum(dtype=torch.float64) for of in predictions]
 
-    def predictions(self, documents: ItemDocuments, d: int) -> tuple[Tensor, Tensor]:
+    def predictions(self, documents: MediaDocuments, d: int) -> tuple[Tensor, Tensor]:
         """The logits of a document's rows but the last, and the labels that they predict: in no place of an item."""
         length, device = documents.lengths[d], self.language_model.device
         tokens, positions = documents[d], np.arange(length)
@@ -99,7 +99,7 @@ class Answer:
     losses_after: Sequence[float]
 
 
-def answer(family: str, dtype: torch.dtype, frozen: str, documents: ItemDocuments, device: str = "cpu") -> Answer:
+def answer(family: str, dtype: torch.dtype, frozen: str, documents: MediaDocuments, device: str = "cpu") -> Answer:
     model = Dense(family, dtype, frozen).to(device)
     routed = list[list[Tensor]]()
     routers = router_modules(model.language_model)

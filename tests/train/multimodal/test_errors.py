@@ -16,7 +16,7 @@ from longspan import Layout, World, evaluate, run_step, save_model
 from longspan.errors import CommError, DataError, LongspanError, ModelError, NonFiniteError, PlanError
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.vision.image_tokens import ImageInput
-from longspan.multimodal import Item, ItemDocuments
+from longspan.multimodal import MediaDocuments, MediaItem
 from longspan.testing import backend, run_ranks
 from longspan.train import clip_grad_norm, grad_norm
 from longspan.train.terms.encoders import find_tensors
@@ -38,7 +38,7 @@ class AnyDocuments(SimpleNamespace):
         return len(DOCUMENTS)
 
 
-def documents(items: list[Item] | None = None, read: Callable[[int], Any] = DOCUMENTS.read) -> Any:
+def documents(items: list[MediaItem] | None = None, read: Callable[[int], Any] = DOCUMENTS.read) -> Any:
     chosen = DOCUMENTS.items if items is None else tuple(items)
     return AnyDocuments(items=chosen, read=read, lengths=DOCUMENTS.lengths)
 
@@ -89,7 +89,7 @@ def mistakes(rank: int) -> list[Mistake]:
     def step(model: MultimodalModel, world: World, **changes: Any) -> Any:
         return run_step(model, **({"plan": plan, "documents": DOCUMENTS, "world": world} | changes))
 
-    twice, outside = [*items, Item(12, ((4, 6),))], [*items, Item(1, ((5, 9),))]
+    twice, outside = [*items, MediaItem(12, ((4, 6),))], [*items, MediaItem(1, ((5, 9),))]
     sounds, others = [items[0]._replace(modality="audio"), *items[1:]], items if rank else items[::-1]
     elsewhere, choice = Encoder(module=nn.Linear(1, 1), world=World(Layout(ranks=(0, 1)))), CASE.evaluation()
     return [
@@ -107,7 +107,7 @@ def mistakes(rank: int) -> list[Mistake]:
          lambda m, w: MultimodalModel({"image": elsewhere}, m.language_model, w)),
         (ModelError, r"the documents have 13 items, \w*Qwen3ForCausalLM has no encoder; run a Multimodal",
          lambda m, w: run_step(m.language_model, plan, DOCUMENTS, w)),
-        (DataError, r"the documents \(list\) have no items; a MultimodalModel takes ItemDocuments",
+        (DataError, r"the documents \(list\) have no items; a MultimodalModel takes MediaDocuments",
          lambda m, w: step(m, w, documents=list(DOCUMENTS.tokens))),
         (DataError, r"rank 2 could not read its rows: OSError: no such image; reading item \d+ \(\w+ of document \d+\)",
          lambda m, w: step(m, w, documents=documents(read=_fails_on_rank_2(rank)))),
@@ -163,7 +163,7 @@ def test_every_mistake_is_an_error_on_every_rank() -> None:
 
 def test_documents_are_checked_where_they_are_made() -> None:
     with pytest.raises(DataError, match=r"item 1 .* both take position 3"):
-        ItemDocuments([[1] * 9], [Item(0, ((1, 4),)), Item(0, ((3, 5),))], [None, None])
+        MediaDocuments([[1] * 9], [MediaItem(0, ((1, 4),)), MediaItem(0, ((3, 5),))], [None, None])
 
 
 def test_what_is_looked_through_for_numbers_that_are_not_finite() -> None:

@@ -30,8 +30,8 @@ BESIDE = {"projector": 5}  # tensors of tower and projector that are trained who
 
 
 def config_of(folder: Path, name: str, trained: str, **degrees: Any) -> RunConfig:
-    keys: dict[str, Any] = {"lora__rank": 4, "train__lr": 0.02, "encoder__lr": 2e-3}
-    keys["encoder__train"] = trained
+    keys: dict[str, Any] = {"lora__rank": 4, "optimizer__lr": 0.02, "encoder__lr": 2e-3}
+    keys["encoder__trainable"] = trained
     return settings(folder / name, folder / "rows" / "rows.jsonl", folder / "model", **keys, **degrees)
 
 
@@ -81,7 +81,12 @@ def _image() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
-DEPTHS = {"mtp__depths": 1, "mtp__loss_weight": 0.5, "mtp__train_whole": True, "encoder__train": "projector"}
+DEPTHS = {
+    "mtp__num_layers": 1,
+    "mtp__loss_scaling_factor": 0.5,
+    "mtp__train_whole": True,
+    "encoder__trainable": "projector",
+}
 
 
 @pytest.mark.whole
@@ -90,7 +95,7 @@ def test_whole_depths_beside_images_and_an_adapter(folder: Path) -> None:
     def losses(config: RunConfig, ranks: int) -> list[float]:
         return [float(row[key]) for row in train_rows(config, ranks) for key in ("loss", "mtp_loss_1", "grad_norm")]
 
-    keys: dict[str, Any] = {"lora__rank": 4, "train__lr": 0.02, **DEPTHS}
+    keys: dict[str, Any] = {"lora__rank": 4, "optimizer__lr": 0.02, **DEPTHS}
     rows, model = folder / "rows" / "rows.jsonl", folder / "model"
     two, alone = (settings(folder / f"mtp-{n}", rows, model, **keys, **more) for n, more in ((2, TWO), (1, ONE)))
     wanted = losses(alone, 1)
@@ -122,10 +127,10 @@ def test_keys_that_do_not_fit() -> None:
 
 def test_towers_are_frozen_beside_adapters_by_default_and_a_run_keeps_what_it_trains() -> None:
     config = load_config(None, MODEL)
-    assert config.encoder.train == "none" and load_config(None, {"model.path": "x"}).encoder.train == "all"
-    before = replace(config, encoder=replace(config.encoder, train="projector"))
+    assert config.encoder.trainable == "none" and load_config(None, {"model.path": "x"}).encoder.trainable == "all"
+    before = replace(config, encoder=replace(config.encoder, trainable="projector"))
     state = {"order": ORDER, "config": json.loads(json.dumps(before.tables()))}
-    with pytest.raises(ConfigError, match=r"encoder\.train was 'projector' when .* and is 'none' now"):
+    with pytest.raises(ConfigError, match=r"encoder\.trainable was 'projector' when .* and is 'none' now"):
         _check_same_run(config, state, Path("step-000004"))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longspan import ItemDocuments, Plan, World, plan_dynamic, run_step
+from longspan import MediaDocuments, Plan, World, plan_dynamic, run_step
 from longspan.testing import run_ranks
 from longspan.train.terms.encoders import plan_waves_ahead
 from tests.train.multimodal.cases import Case, few_pairs, pairs
@@ -63,7 +63,7 @@ def test_fan_in_fan_out_and_equal_replicas_in_float32(ranks: int) -> None:
 
 def ahead(case: Case, world: World, encoder_world: World) -> None:
     model, docs = model_of(case, world, encoder_world), documents_of(case.documents)
-    both = docs, ItemDocuments(docs.tokens, docs.items[:2], docs.read)
+    both = docs, MediaDocuments(docs.tokens, docs.items[:2], docs.read)
     plans = [plan_dynamic(d.lengths, world.home, targets=d.targets, max_tokens_per_slot=90) for d in both]
     at_once = [run_step(model, plan, d, world).loss_sum for plan, d in zip(plans, both, strict=True)]
     for plan, d in zip(plans, both, strict=True):

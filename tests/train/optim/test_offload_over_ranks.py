@@ -24,7 +24,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.run import set_up
 from longspan.run.loggers import read_metrics
 from longspan.testing import backend, run_ranks
-from longspan.train import offload_states
+from longspan.train import offload_optimizer_states
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.training import make_optimizer
 from tests.model.stock import prepare_untried
@@ -48,9 +48,9 @@ class Case:
     resumed: tuple[str, ...] = ()
 
 
-BY_CHANCE = {"train.stochastic_rounding": True}
-MOMENTUM = {"train.optimizer": "sgd", "train.optimizer_arguments": ("momentum=0.9", "nesterov=true")}
-NADAM = {"train.optimizer": "torch.optim.NAdam"}
+BY_CHANCE = {"optimizer.stochastic_rounding": True}
+MOMENTUM = {"optimizer.class": "sgd", "optimizer.arguments": ("momentum=0.9", "nesterov=true")}
+NADAM = {"optimizer.class": "torch.optim.NAdam"}
 CASES = {
     "replicas, by chance": Case(Layout(2, dp_replicate=2), keys=BY_CHANCE, dtype="bfloat16", resumed=("device",)),
     "tp": Case(Layout(2, tp=2), keys=NADAM),
@@ -65,8 +65,8 @@ def _open(case: Case, world: World, *, on_host: bool) -> tuple[Any, Any]:
     model: Any = load_model(None, case.preset, dtype=case.dtype, vocab_size=64, seed=1)
     model = prepare_untried(add_lora(model, NewAdapter(rank=case.lora)) if case.lora else model, world)
     world.seed = 7
-    optimizer = make_optimizer(load_config(None, {"train.lr": 1e-2} | case.keys), world, model)
-    return model, offload_states(optimizer, world, bucket_bytes=BUCKET) if on_host else optimizer
+    optimizer = make_optimizer(load_config(None, {"optimizer.lr": 1e-2} | case.keys), world, model)
+    return model, offload_optimizer_states(optimizer, world, bucket_bytes=BUCKET) if on_host else optimizer
 
 
 def _step(model: Any, optimizer: Any, world: World, step: int) -> None:
@@ -133,7 +133,7 @@ def test_weights_moments_and_checkpoints_are_the_same_under_every_home(tmp_path:
 
 
 def _train(config: RunConfig, steps: int, *, on_host: bool) -> list[dict[str, object]]:
-    train = replace(config.train, steps=steps, offload_states=on_host)
+    train = replace(config.train, steps=steps, offload_optimizer_states=on_host)
     built = list[Any]()
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
@@ -148,8 +148,8 @@ def _train(config: RunConfig, steps: int, *, on_host: bool) -> list[dict[str, ob
 
 
 def test_a_run_goes_on_with_the_key_switched_on_or_off(tmp_path: Path) -> None:
-    keys = {"train__eval_every": 0, "context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
-    keys |= {"train__schedule": "constant"}
+    keys = {"evaluation__every": 0, "context__context_parallel_size": 1, "evaluation__context_parallel_size": 1}
+    keys |= {"optimizer__lr_schedule": "constant"}
     straight = _train(small_config(tmp_path / "straight", **keys), 3, on_host=False)
     switched = small_config(tmp_path / "switched", **keys)
     for steps, on_host in ((1, True), (2, False), (3, True)):

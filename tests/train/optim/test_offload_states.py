@@ -16,7 +16,7 @@ from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
 from longspan.model.activations import host_offload
 from longspan.testing import backend, run_ranks
-from longspan.train.optim.offload_states import OffloadedStates, offload_states, total_state_bytes
+from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states, total_state_bytes
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
 from longspan.train.optim.optimizer import OptimizerChoice
 
@@ -162,16 +162,16 @@ def _refusals(rank: int) -> None:
         ):
             optimizer = kind([*Model(torch.float32).to(world.device).parameters()], lr=0.1)
             with pytest.raises(ConfigError, match=text):
-                offload_states(optimizer, world)
+                offload_optimizer_states(optimizer, world)
         adamw = optim.AdamW(Model(torch.float32).to(world.device).parameters())
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
             patched.setattr(host_offload, "free_host_bytes", lambda: 200_000 if rank else None)
-            offload_states(adamw, world)
+            offload_optimizer_states(adamw, world)
         each, said = total_state_bytes(adamw), str(caught.value)
         assert f"{2 * each:,} bytes" in said and f"{each:,} for one, and 200,000 are free" in said
-        offloaded = offload_states(adamw, world)
+        offloaded = offload_optimizer_states(adamw, world)
         with pytest.raises(ConfigError, match="wait on the host already"):
-            offload_states(offloaded, world)
+            offload_optimizer_states(offloaded, world)
 
 
 def test_what_cannot_wait_on_the_host_is_refused_on_every_rank() -> None:

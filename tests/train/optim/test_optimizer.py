@@ -132,7 +132,7 @@ WSD: dict[str, Any] = {"schedule": "wsd", "steps": 20}
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"schedule": "cosine", "decay_steps": 5}, 'decay_steps is 5 and train.schedule is "cosine"'),
+        ({"schedule": "cosine", "decay_steps": 5}, 'decay_steps is 5 and optimizer.lr_schedule is "cosine"'),
         (WSD | {"warmup_steps": 15, "decay_steps": 6}, "15 and 6 steps of decay .* than the 20"),
         (WSD | {"warmup_steps": 19}, "19 and 2 steps of decay"),
     ],
@@ -145,7 +145,7 @@ def test_decays_that_have_no_place(keys: dict[str, Any], message: str) -> None:
 # ---- names and arguments
 
 NAMES = [
-    ("adam", r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name of a class, such as torch.optim"),
+    ("adam", r"optimizer.class is 'adam'; use adamw or sgd, or the dotted name of a class, such as torch.optim"),
     ("torch.optim.Lion", r"'torch.optim.Lion' cannot be imported: .*install its package, or correct the name"),
     ("lion.Lion", r"'lion.Lion' cannot be imported: ModuleNotFoundError: No module named 'lion'"),
     ("..torch.optim.Adam", r"'..torch.optim.Adam' cannot be imported: TypeError"),
@@ -156,8 +156,8 @@ NAMES = [
 ARGUMENTS = [
     ("sgd", "momentum", r"has 'momentum'; write name=value"),
     ("sgd", "momentom=0.9", r"'sgd' has no argument 'momentom'; known: momentum, dampening, nesterov, "),
-    ("sgd", "lr=1", r"has lr, which is train.lr"),
-    ("adamw", "betas=[0.8, 0.9]", r"has betas, which is train.betas"),
+    ("sgd", "lr=1", r"has lr, which is optimizer.lr"),
+    ("adamw", "betas=[0.8, 0.9]", r"has betas, which is optimizer.betas"),
     ("adamw", "amsgrad=maybe", r"'adamw' is given amsgrad='maybe', which is true or false"),
     ("adamw", "foreach=1", r"'adamw' is given foreach=1, which is true or false"),
     ("sgd", "params=1", r"'sgd' has no argument 'params'; known: momentum"),
@@ -183,7 +183,7 @@ def test_arguments_are_read_as_json_and_reach_the_class() -> None:
     assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 0.1)
     with pytest.raises(ConfigError, match=r"'sgd' refuses its parameters or arguments .*Nesterov momentum requires"):
         OptimizerChoice("sgd", 0.1, 0.0, (("nesterov", True),)).build(model.parameters())
-    with pytest.raises(ConfigError, match=r"knows no weight decay; set train.weight_decay to 0"):
+    with pytest.raises(ConfigError, match=r"knows no weight decay; set optimizer.weight_decay to 0"):
         parameter_groups(model, "torch.optim.Rprop", 0.1)
 
 

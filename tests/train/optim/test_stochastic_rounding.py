@@ -109,7 +109,7 @@ def test_an_encoder_has_its_own_learning_rate() -> None:
         language_model = prepare(language_model_of("qwen3", torch.bfloat16), world)
         encoder = Encoder(module=prepare_encoder(encoder_of("image", HIDDEN, torch.bfloat16), world), world=world)
         model = MultimodalModel({"image": encoder}, language_model, world)
-        keys = {"train.lr": 2.0**-6, "encoder.lr": 2.0**-9, "train.optimizer": "sgd", "train.weight_decay": 0.0}
+        keys = {"optimizer.lr": 2.0**-6, "encoder.lr": 2.0**-9, "optimizer.class": "sgd", "optimizer.weight_decay": 0.0}
         optimizer = make_optimizer(load_config(None, keys), world, model)
         assert {group["initial_lr"] for group in optimizer.param_groups} == {2.0**-9, 2.0**-6}
         for parameter in model.parameters():

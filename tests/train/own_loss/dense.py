@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.train import Document, LossRows, MicroBatchTokens
+from longspan.train import Document, LossTokens, MicroBatchTokens
 from tests.model.stock import gradients_of, texts
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
@@ -38,7 +38,7 @@ def targets_of(documents: Sequence[Document]) -> int:
     return sum(document.targets for document in documents)
 
 
-def policy_loss(log_probs: Tensor, at: LossRows) -> Tensor:
+def policy_loss(log_probs: Tensor, at: LossTokens) -> Tensor:
     """A clipped ratio that depends on everything that a loss is told, unlike in every place."""
     ratio = (log_probs - at["old"]).exp()
     clipped = torch.minimum(ratio * at["advantage"], ratio.clamp(0.8, 1.2) * at["advantage"])
@@ -66,7 +66,7 @@ def micro_batch_loss(tokens: MicroBatchTokens) -> Tensor:
 
 class Rows(NamedTuple):
     log_probs: Tensor
-    at: LossRows
+    at: LossTokens
 
 
 def rows_of(model: nn.Module, documents: Sequence[Document], temperature: float = 1.0) -> list[Rows]:
@@ -83,7 +83,7 @@ def _rows(model: nn.Module, document: Document, number: int, temperature: float)
     values = {"weights": np.ones(len(document)), **document.token_values(positions)}
     values = {n: torch.from_numpy(x).to(device)[predicting + 1] for n, x in values.items()}
     of_rows: Any = Statistics(logits[predicting], targets)
-    at = LossRows(torch.full_like(targets, number), predicting, targets, values, of_rows)
+    at = LossTokens(torch.full_like(targets, number), predicting, targets, values, of_rows)
     return Rows(out[predicting].gather(1, targets[:, None]).squeeze(1), at)
 
 

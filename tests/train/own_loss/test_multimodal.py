@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan import Document, DocumentLoss, ItemDocuments, World, plan_dynamic, run_step, token_log_probs
+from longspan import Document, DocumentLoss, MediaDocuments, World, plan_dynamic, run_step, token_log_probs
 from longspan.testing import run_ranks
-from longspan.train import LossRows
+from longspan.train import LossTokens
 from tests.model.stock import gradients_of
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
@@ -21,16 +21,16 @@ from tests.train.own_loss.dense import Rows, pair_loss
 SETS = ((0, 5), (2, 7), (3, 4))
 
 
-def with_values() -> ItemDocuments:
+def with_values() -> MediaDocuments:
     plain, random = documents_of("mixed"), np.random.default_rng(7)
     tokens = [
         Document(ids, loss_mask=random.random(n) < 0.7, weights=random.random(n), advantage=random.normal())
         for ids, n in zip(plain.tokens, plain.lengths, strict=True)
     ]
-    return ItemDocuments(tokens, plain.items, plain.read)
+    return MediaDocuments(tokens, plain.items, plain.read)
 
 
-def own(log_probs: Tensor, at: LossRows) -> Tensor:
+def own(log_probs: Tensor, at: LossTokens) -> Tensor:
     return at["weights"] * (log_probs.exp() * at["advantage"] - 0.01 * at.position * log_probs)
 
 
@@ -46,13 +46,13 @@ def dense(kind: str) -> tuple[float, dict[str, Tensor], list[float]]:
     return loss.item(), gradients_of(model), sums.tolist()
 
 
-def _rows(docs: ItemDocuments, number: int, model: Dense) -> Rows:
+def _rows(docs: MediaDocuments, number: int, model: Dense) -> Rows:
     document: Any = docs[number]
     logits, labels = model.predictions(docs, number)
     predicting = torch.nonzero(labels != -100).squeeze(1)
     values = document.token_values(np.arange(len(document)))
     values = {name: torch.from_numpy(x)[predicting + 1] for name, x in values.items()}
-    at = LossRows(torch.full_like(predicting, number), predicting, labels[predicting], values)
+    at = LossTokens(torch.full_like(predicting, number), predicting, labels[predicting], values)
     return Rows(logits.log_softmax(-1)[predicting].gather(1, at.target[:, None]).squeeze(1), at)
 
 

@@ -20,7 +20,15 @@ from longspan.layout.partition import NO_TARGET
 from longspan.model import add_score_head, load_model, score_class
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
-from longspan.train import DocumentLoss, PlanChoice, ScoredDocument, pair_loss, scores, token_log_probs, token_scores
+from longspan.train import (
+    DocumentLoss,
+    PlannerConfig,
+    ScoredDocument,
+    reward_loss,
+    scores,
+    token_log_probs,
+    token_scores,
+)
 from longspan.train.training import load_run_model
 from tests.model.stock import SIZES, VOCABULARY, config_of, error, gradients_of, prepare_untried, random_model
 
@@ -107,7 +115,7 @@ TASKS = {
     "regression": Task(1, lambda: documents(label=NUMBERS), NUMBERS),
     "one of three": Task(3, lambda: documents(label=CLASSES), CLASSES),
     "several of three": Task(3, lambda: documents(label=SEVERAL), SEVERAL),
-    "pairs": Task(1, documents, None, by_pairs, pair_loss(PAIRS, margins=MARGINS, center_rewards_coefficient=0.05)),
+    "pairs": Task(1, documents, None, by_pairs, reward_loss(PAIRS, margins=MARGINS, center_rewards_coefficient=0.05)),
     "sets of two columns": Task(2, documents, None, by_columns, DocumentLoss(of_columns, PAIRS)),
     "words": Task(
         3, lambda: [ScoredDocument(x, labels=w) for x, w in zip(IDS, WORDS, strict=True)], None, by_words, tokens=True
@@ -272,7 +280,7 @@ def check_folders(rank: int, home: Layout, folder: str) -> list[Any]:
         here = gradients_of(adapted)
         errors = [abs(result.loss - out.loss.item()), *(error(here[n], stock[n]) for n in here)]
         save_model(adapted, f"{folder}/adapter", world)
-        evaluation = evaluate(adapted, given, PlanChoice.fixed(world.home.slots), world)
+        evaluation = evaluate(adapted, given, PlannerConfig.fixed(world.home.slots), world)
         errors += [abs(evaluation.loss - out.loss.item())]
         right = (out.logits.argmax(-1) == labels).double().mean().item()
         errors += [abs(evaluation.metrics["accuracy"].value - right)]
@@ -331,7 +339,7 @@ def check_refusals(rank: int) -> None:
             ([ScoredDocument(x, label=[0.5, 1.0]) for x in IDS], {}, "'label_2'"),
             (documents(), {}, "'label_0'"),
             (documents(label=CLASSES), {"temperature": 0.5}, "temperature"),
-            (documents(), {"loss": pair_loss(PAIRS)}, "one score"),
+            (documents(), {"loss": reward_loss(PAIRS)}, "one score"),
             (IDS, {}, "ScoredDocument"),
         ):
             with pytest.raises((LossError, DataError), match=words):

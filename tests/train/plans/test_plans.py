@@ -24,7 +24,7 @@ from longspan.plan.ways import compare_degrees
 from longspan.run.checks import check_config
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
+from longspan.train.plans import PlannerConfig, StepPlanner, find_run_cost, plan_steps
 from longspan.train.plans.resolve import _planner_reason, choose_degree, choose_planner, set_world_machine
 from longspan.train.plans.run_cost import plan_by_custom_planner
 from tests.train.plans.own_things import Slow, slow
@@ -53,8 +53,12 @@ def _write(path: Path, machine: Machine) -> str:
 
 def test_plans_made_ahead_are_those_made_inline() -> None:
     fixed = config_of(context__max_tokens_per_slot=256, context__context_parallel_size=2)
-    own = PlanChoice.training(config_of(**DYNAMIC | {"context__planner": f"{OWN}one_by_one"}), cost=slow)
-    for choice, count in ((PlanChoice.training(config_of(**DYNAMIC)), 2), (PlanChoice.training(fixed), 0), (own, 2)):
+    own = PlannerConfig.training(config_of(**DYNAMIC | {"context__planner": f"{OWN}one_by_one"}), cost=slow)
+    for choice, count in (
+        (PlannerConfig.training(config_of(**DYNAMIC)), 2),
+        (PlannerConfig.training(fixed), 0),
+        (own, 2),
+    ):
         with (
             plan_steps(choice, order(), HOME, ahead=2) as ahead,
             plan_steps(choice, order(), HOME, ahead=0) as inline,
@@ -76,13 +80,13 @@ def test_plans_made_ahead_are_those_made_inline() -> None:
 
 def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
     path, config = tmp_path / "machine.json", config_of(**DYNAMIC)
-    measured = config_of(**DYNAMIC, run__machine=str(path), context__eval_context_parallel_size=2)
+    measured = config_of(**DYNAMIC, run__machine=str(path), evaluation__context_parallel_size=2)
     _write(path, Machine(micro_batch_seconds=5.0, inside=Link.of(0.0, 1e6)))
-    plan = StepPlanner(PlanChoice.training(measured), order(), HOME)(0)
-    assert plan != StepPlanner(PlanChoice.training(config), order(), HOME)(0)
+    plan = StepPlanner(PlannerConfig.training(measured), order(), HOME)(0)
+    assert plan != StepPlanner(PlannerConfig.training(config), order(), HOME)(0)
     assert plan.predicted_seconds >= 5.0 * len(plan.micro_batches)
     path.unlink()  # a run keeps its cost
-    assert PlanChoice.evaluation(measured).plan((9, 9), HOME).predicted_seconds >= 5.0 / 3
+    assert PlannerConfig.evaluation(measured).plan((9, 9), HOME).predicted_seconds >= 5.0 / 3
 
 
 def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -> None:
@@ -93,8 +97,8 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
     assert find_run_cost(measured, MODEL, said.append, gpu=True).micro_batch_seconds == 5.0
     found = find_run_cost(config, MODEL, said.append, gpu=True)
     assert found == Machine.known("H200").cost(MODEL) != Cost() and not said
-    assert PlanChoice.training(config, cost=found).options.cost == found
-    assert PlanChoice.evaluation(config, cost=found).options.cost == found.forward_only()
+    assert PlannerConfig.training(config, cost=found).options.cost == found
+    assert PlannerConfig.evaluation(config, cost=found).options.cost == found.forward_only()
     full = config_of(**DYNAMIC, train__activation_checkpointing="full")
     assert found.attention_seconds < find_run_cost(full, MODEL, said.append, gpu=True).attention_seconds
     assert find_run_cost(config, MODEL | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
@@ -103,14 +107,14 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
 
 def test_what_a_run_does_changes_the_cost_of_its_model_on_a_machine(tmp_path: Path) -> None:
     file = _write(tmp_path / "machine.json", MEASURED)
-    keys = {"run__machine": file, "model__preset": "qwen3-tiny", "model__dtype": "float32", "train__lr": 1e-3}
+    keys = {"run__machine": file, "model__preset": "qwen3-tiny", "model__dtype": "float32", "optimizer__lr": 1e-3}
     full = {"train__activation_checkpointing": "full"}
     for changes, settings in (
         ({}, CostSettings(bytes_per_number=4)),
-        ({"train__float8": "rows"}, CostSettings(bytes_per_number=4, float8=True)),
+        ({"train__float8": "rowwise"}, CostSettings(bytes_per_number=4, float8=True)),
         (full, CostSettings(bytes_per_number=4, recomputation="full")),
         (full | {"lora__rank": 4}, CostSettings(bytes_per_number=4, recomputation="full", frozen=True)),
-        ({"mtp__depths": 1}, CostSettings(bytes_per_number=4, depths=1)),
+        ({"mtp__num_layers": 1}, CostSettings(bytes_per_number=4, depths=1)),
     ):
         cost = find_run_cost(config_of(**keys, **changes), MODEL, print, gpu=False)
         assert cost == replace(MEASURED, source=file).cost(MODEL, settings), changes
@@ -120,10 +124,10 @@ def test_what_a_run_does_changes_the_cost_of_its_model_on_a_machine(tmp_path: Pa
 
 
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
-    config = config_of(**DYNAMIC, context__node_size=4, context__eval_context_parallel_size=2)
+    config = config_of(**DYNAMIC, context__node_size=4, evaluation__context_parallel_size=2)
     for choice, expected in (
-        (PlanChoice.training(config), Cost().shared_by(2)),
-        (PlanChoice.evaluation(config), Cost().shared_by(2).forward_only()),
+        (PlannerConfig.training(config), Cost().shared_by(2)),
+        (PlannerConfig.evaluation(config), Cost().shared_by(2).forward_only()),
     ):
         assert choice.plan((300, 200, 9), Layout(8, tp=2)).cost == expected
 
@@ -153,7 +157,7 @@ def test_a_world_has_the_machine_of_the_run_and_all_ranks_refuse_one_of_others(t
 def test_evaluation_deals_out_rows_as_training_does(planner: Any) -> None:
     context = ContextConfig(planner=planner, partition="contiguous", max_tokens_per_slot=256)
     config = resolve_defaults(RunConfig(context=context.set_evaluation(planner=planner)))
-    training, evaluation = PlanChoice.training(config), PlanChoice.evaluation(config)
+    training, evaluation = PlannerConfig.training(config), PlannerConfig.evaluation(config)
     for choice in (replace(training, degree=4), replace(evaluation, degree=4)):
         batches = choice.plan((1000, 30), Layout(4)).micro_batches
         assert {group.partition for batch in batches for group in batch.groups if group.degree > 1} == {"contiguous"}
@@ -161,16 +165,16 @@ def test_evaluation_deals_out_rows_as_training_does(planner: Any) -> None:
     assert group.shares.rows(1).tolist() == list(range(501, 1001))
     for split, multiple in ((False, 1), (True, 2)):
         config = config_of(parallel__tp=2, parallel__sequence_parallel=split)
-        assert PlanChoice.evaluation(config, cost=Cost(), heads=8).options.row_multiple == multiple
+        assert PlannerConfig.evaluation(config, cost=Cost(), heads=8).options.row_multiple == multiple
 
 
-DEGREE, ROWS = "context__eval_context_parallel_size", "context__eval_max_tokens_per_slot"
+DEGREE, ROWS = "evaluation__context_parallel_size", "evaluation__max_tokens_per_slot"
 
 
 def test_the_choice_is_that_of_which_degree() -> None:
     home, lengths = Layout(16, tp=2), [30000, 900, 800, 700, 20]
     config = config_of(**{DEGREE: "auto", ROWS: 8192, "parallel__tp": 2})
-    choice = PlanChoice.evaluation(config, cost=Cost(), heads=16)
+    choice = PlannerConfig.evaluation(config, cost=Cost(), heads=16)
     assert (choice.degree, choice.options.cp_comm_type) == (0, "auto")
     comparison = compare_degrees(lengths, home, options=choice.home_options(home))
     found, reason = choose_degree(choice, lengths, home)
@@ -186,12 +190,12 @@ def test_the_choice_is_that_of_which_degree() -> None:
 
 def test_a_choice_of_plans_is_said_in_plain_words() -> None:
     cost = replace(Cost(), source="")
-    dynamic = PlanChoice.dynamic(cost=cost)
-    fixed = {degree: PlanChoice.fixed(degree, cost=cost) for degree in (1, 2, 4)}
+    dynamic = PlannerConfig.dynamic(cost=cost)
+    fixed = {degree: PlannerConfig.fixed(degree, cost=cost) for degree in (1, 2, 4)}
     ways = [(1.0, fixed[2]), (0.998, dynamic), (1.02, fixed[1]), (1.8, fixed[4])]
     words = "as fast as dynamic, 2 % faster than degree 1, 1.8 times as fast as degree 4"
     assert _planner_reason(ways) == f"fixed, degree 2 (predicted {words})"
-    priced = PlanChoice.dynamic(cost=replace(Cost(), source="H200"))
+    priced = PlannerConfig.dynamic(cost=replace(Cost(), source="H200"))
     words = "0.5 s a step, 5 % faster than degree 2"
     assert _planner_reason([(0.5, priced), (0.525, fixed[2])]) == f"dynamic (predicted {words})"
 
@@ -213,7 +217,7 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
         given = load_config(None, own | limit | keys)
         prices: Any = {"longest": max(map(max, steps)), "cost": cost, "heads": 32}
         config, reason = choose_planner(given, steps, home, **prices)
-        context, evaluation = config.context, config.context.evaluation
+        context, evaluation = config.context, config.evaluation
         assert (context.planner, evaluation.planner) == (planner, planner), keys
         is_given = "context.context_parallel_size" in keys or (planner == "dynamic" and keys)
         assert bool(reason) != bool(is_given) and (config == given) == bool(is_given), (keys, reason)
@@ -221,7 +225,7 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
             continue
         seconds = dict[int, float]()
         for degree in (1, 2, 4, 8):
-            one = replace(PlanChoice.training(config, cost=cost, heads=32), degree=degree)
+            one = replace(PlannerConfig.training(config, cost=cost, heads=32), degree=degree)
             with suppress(PlanError):
                 seconds[degree] = sum(one.plan(step, home).predicted_seconds for step in steps)
         assert seconds[context.context_parallel_size] == min(seconds.values())
@@ -241,24 +245,24 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
 def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     config = config_of(**{DEGREE: "auto", ROWS: 100})
     levels = config.context.set_evaluation(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2))
-    choice, home = PlanChoice.evaluation(replace(config, context=levels)), Layout(8)
+    choice, home = PlannerConfig.evaluation(replace(config, context=levels)), Layout(8)
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))
-    with pytest.raises(ConfigError, match=r"eval_context_parallel_size auto and context.eval_max_tokens_per_slot 100"):
+    with pytest.raises(ConfigError, match=r"eval_context_parallel_size auto and evaluation.max_tokens_per_slot 100"):
         choice.check_longest_document(801, home, "a document")
 
 
 def test_what_auto_makes_of_the_other_keys() -> None:
     assert config_of(**{DEGREE: "auto"}).context.evaluation.cp_comm_type == "auto"
-    given = {"model__config": "somewhere", DEGREE: "auto", "context__eval_cp_comm_type": "p2p"}
+    given = {"model__config": "somewhere", DEGREE: "auto", "evaluation__cp_comm_type": "p2p"}
     evaluation = config_of(**given).context.evaluation
     assert (evaluation.context_parallel_size, evaluation.cp_comm_type) == ("auto", "p2p")
-    name, planner = DEGREE.replace("__", "."), "context__eval_planner"
+    name, planner = DEGREE.replace("__", "."), "evaluation__planner"
     for more, message in (
         ({DEGREE: "most"}, f"{name} is 'most'; give a number, or \"auto\""),
-        ({planner: "dynamic"}, 'eval_planner is "dynamic"; use context.eval_planner = "f'),
-        ({planner: "padded"}, 'context.eval_planner is "padded"'),
-        ({ROWS: 9}, f"{name} auto and context.eval_max_tokens_per_slot 9"),
+        ({planner: "dynamic"}, 'eval_planner is "dynamic"; use evaluation.planner = "f'),
+        ({planner: "padded"}, 'evaluation.planner is "padded"'),
+        ({ROWS: 9}, f"{name} auto and evaluation.max_tokens_per_slot 9"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_config(config_of(**{DEGREE: "auto"} | more), 4)
@@ -272,16 +276,16 @@ FEW = (90, 7, 40, 12)
 
 def test_a_planner_decides_groups_and_the_options_the_rest() -> None:
     config = config_of(context__planner=f"{OWN}one_by_one", context__cp_comm_type="all_gather", parallel__pp=2)
-    plan = PlanChoice.training(config, heads=4).plan(FEW, Layout(8, pp=2), targets=77)
+    plan = PlannerConfig.training(config, heads=4).plan(FEW, Layout(8, pp=2), targets=77)
     assert [group.slots for batch in plan.micro_batches for group in batch.groups] == [(0, 1, 2, 3)] * 4
     named = (plan.planner, plan.targets, plan.max_tokens_per_slot, len(plan.micro_batches))
     assert named == (f"{OWN}one_by_one", 77, 1024, 4)
     assert plan.predicted_seconds >= plan.lower_bound_seconds > 0 and plan.check() == plan
-    three = PlanChoice.training(config).plan(FEW[:3], Layout(8, pp=2))
+    three = PlannerConfig.training(config).plan(FEW[:3], Layout(8, pp=2))
     assert len(three.micro_batches) == 4 and not three.micro_batches[3].groups  # a multiple of the stages
-    empty = PlanChoice.training(config).plan((), Layout(8, pp=2))
+    empty = PlannerConfig.training(config).plan((), Layout(8, pp=2))
     assert not empty.lengths and len(empty.micro_batches) == 2
-    choice = PlanChoice.training(config_of(context__planner=f"{OWN}one_degree"))  # a function with an argument set
+    choice = PlannerConfig.training(config_of(context__planner=f"{OWN}one_degree"))  # a function with an argument set
     fixed = plan_fixed(FEW, Layout(4), 2, options=choice.options)
     assert choice.plan(FEW, Layout(4)).micro_batches == fixed.micro_batches
 
@@ -306,13 +310,13 @@ def test_a_planner_decides_groups_and_the_options_the_rest() -> None:
 def test_a_planner_that_does_not_fit_is_refused_before_a_process_group(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(config_of(context__planner=name), 4)
-    of_evaluation = message.replace(r"context\.planner", r"context\.eval_planner")
+    of_evaluation = message.replace(r"context\.planner", r"evaluation\.planner")
     with pytest.raises(ConfigError, match=of_evaluation):
-        check_config(config_of(**{"context__eval_planner": name, ROWS: 1024}), 4)
+        check_config(config_of(**{"evaluation__planner": name, ROWS: 1024}), 4)
 
 
 def test_a_plan_of_a_step_is_checked() -> None:
-    options = PlanChoice.training(config_of(), heads=2).options
+    options = PlannerConfig.training(config_of(), heads=2).options
     with pytest.raises(PlanError, match=r"must return .* of the 4 documents that it received, in their order"):
         plan_by_custom_planner(f"{OWN}sorted_lengths", "context.planner", FEW, Layout(4), options=options)
 
@@ -320,21 +324,25 @@ def test_a_plan_of_a_step_is_checked() -> None:
 def test_evaluation_takes_the_planner_of_training_unless_it_has_its_own() -> None:
     sets: list[dict[str, Any]] = [{"name": "a", "path": "x"}, {"name": "b", "path": "x", "context_parallel_size": 4}]
     sets += [{"name": "c", "path": "x", "planner": f"{OWN}one_by_one"}]
-    config = config_of(context__planner=f"{OWN}one_degree", context__eval_planner="", eval=sets)
-    own = config_of(model__path="folder", context__planner=f"{OWN}one_degree", train__lr=1.0, eval=sets)
-    assert [entry.planner for entry in config.eval] == ["fixed", "fixed", f"{OWN}one_by_one"]  # the demo's is fixed
+    config = config_of(context__planner=f"{OWN}one_degree", evaluation__planner="", eval=sets)
+    own = config_of(model__path="folder", context__planner=f"{OWN}one_degree", optimizer__lr=1.0, eval=sets)
+    assert [entry.planner for entry in config.evaluation.sets] == [
+        "fixed",
+        "fixed",
+        f"{OWN}one_by_one",
+    ]  # the demo's is fixed
     assert [entry.planner for entry in own.evaluations] == [*[f"{OWN}one_degree"] * 2, "fixed", f"{OWN}one_by_one"]
-    plan = PlanChoice.evaluation(own, own.eval[2]).plan(FEW, Layout(4))
+    plan = PlannerConfig.evaluation(own, own.evaluation.sets[2]).plan(FEW, Layout(4))
     assert plan.cost.passes == "forward" and len(plan.micro_batches) == 4
 
 
 def test_a_cost_of_ones_own_prices_plans() -> None:
     config = config_of(context__planner="dynamic")
-    plan = PlanChoice.training(config, cost=slow).plan((1000, 900, 800, 700), Layout(4))
+    plan = PlannerConfig.training(config, cost=slow).plan((1000, 900, 800, 700), Layout(4))
     assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {1}
-    shared = PlanChoice.training(config, cost=slow).plan((2000,), Layout(4))
+    shared = PlannerConfig.training(config, cost=slow).plan((2000,), Layout(4))
     assert shared.predicted_seconds > 5.0 and shared.cost.source == "a slow network"
-    forward = PlanChoice.evaluation(config, cost=slow).plan((3000,), Layout(4))
+    forward = PlannerConfig.evaluation(config, cost=slow).plan((3000,), Layout(4))
     assert isinstance(forward.cost, Slow) and forward.predicted_seconds > 5.0  # its own seconds for both passes
 
 
@@ -346,8 +354,8 @@ def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: 
     sets += [{"name": "books", "planner": "fixed", "context_parallel_size": "auto"}]
     for of_set in sets:
         of_set["path"] = str(write_texts(tmp_path / of_set["name"], count=5))
-    keys = {"context__planner": f"{OWN}one_by_one", DEGREE: "auto", "context__eval_planner": "fixed", "eval": sets}
-    config = small_config(tmp_path, **keys, train__steps=2, train__eval_every=1)
+    keys = {"context__planner": f"{OWN}one_by_one", DEGREE: "auto", "evaluation__planner": "fixed", "eval": sets}
+    config = small_config(tmp_path, **keys, train__steps=2, evaluation__every=1)
     run_ranks(train_rank, 2, config, 2)
     folder = Path(config.run.dir)
     plans, rows = list(read_plans(folder / "plans.jsonl")), read_metrics(folder / "metrics.jsonl")

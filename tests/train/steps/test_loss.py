@@ -26,7 +26,7 @@ from longspan.model import prepare
 from longspan.model.seams.row_loss import OutputHead
 from longspan.plan import Group, MicroBatch, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import PlanChoice, evaluate, run_step
+from longspan.train import PlannerConfig, evaluate, run_step
 from longspan.train.loss import chunked_cross_entropy, rows_per_chunk, summed_cross_entropy, uses_softmax_kernels
 from longspan.train.read_rows import read_inputs_and_labels
 from tests.model.stock import VOCABULARY, error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
@@ -310,7 +310,7 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
             assert result.targets == count
             errors[name] = abs(result.loss / loss - 1), worst(gradients_of(model), gradients)
             model.zero_grad()
-        for choice in (PlanChoice.fixed(4), PlanChoice.dynamic(max_tokens_per_slot=16)):
+        for choice in (PlannerConfig.fixed(4), PlannerConfig.dynamic(max_tokens_per_slot=16)):
             result = evaluate(model, documents, choice, world)
             assert result.targets == count == result.metrics["token_accuracy"].count
             assert [int(mean.count) for mean in result.document_losses] == [count_targets(d) for d in documents]

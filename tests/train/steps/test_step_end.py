@@ -15,7 +15,7 @@ from longspan.errors import NonFiniteError, PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import offload_states, run_step, step, step_end
+from longspan.train import offload_optimizer_states, run_step, step, step_end
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import build_optimizer
 from tests.model.stock import prepare_untried, texts, tiny, weights_of
@@ -87,7 +87,7 @@ def _uncounted(function: Any, counting: list[bool]) -> Any:
 def _opened(world: World, *, on_host: bool = False) -> tuple[nn.Module, Any]:
     model = prepare_untried(tiny("qwen3", torch.float32), world)
     optimizer = build_optimizer(model, lr=1e-2, weight_decay=0.1)
-    return model, offload_states(optimizer, world, bucket_bytes=1 << 12) if on_host else optimizer
+    return model, offload_optimizer_states(optimizer, world, bucket_bytes=1 << 12) if on_host else optimizer
 
 
 def _contents(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -106,8 +106,8 @@ def _same_results(home: Layout) -> None:
             with _on_device(chosen=chosen) as reads, pytest.MonkeyPatch.context() as patched:
                 patched.setattr(step_end.HostCopy, "wait", _noting(events, "wait", step_end.HostCopy.wait))
                 patched.setattr(OnePassAdamW, "step", _noting(events, "update", OnePassAdamW.step))
-                meanwhile = partial(events.append, "meanwhile")
-                named = {"optimizer": optimizer, "meanwhile": meanwhile}
+                host_work = partial(events.append, "meanwhile")
+                named = {"optimizer": optimizer, "meanwhile": host_work}
                 steps = [
                     run_step(model, plan, texts(LENGTHS, seed=i), world, max_grad_norm=norm, step=i + 1, **named)
                     for i, norm in enumerate((0.5, None, 1e6))

@@ -18,7 +18,7 @@ from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.shape.model_shape import peak_tflops, read_experts
 from longspan.run.checks import check_config
-from longspan.train.plans import PlanChoice, find_run_cost, home_of, query_heads
+from longspan.train.plans import PlannerConfig, find_run_cost, home_of, query_heads
 from longspan.train.plans.choice import plan_row_multiple
 from longspan.train.plans.resolve import choose_partition
 
@@ -165,7 +165,7 @@ class StepSettings:
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
     def plan(self, planner: str) -> Plan:
-        choice = PlanChoice.training(
+        choice = PlannerConfig.training(
             replace(self.config, context=replace(self.config.context, planner=planner)),
             cost=self.cost,
             heads=query_heads(self.configuration),
@@ -296,7 +296,7 @@ def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Se
     that it gives or else 1, as a run must have one.
     """
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
-    train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
+    train = replace(config.train, lr=config.optimizer.lr if config.optimizer.lr != NOT_GIVEN else 1.0)
     config = replace(config, data=data, train=train)
     for planner in planners:
         check_config(replace(config, context=replace(config.context, planner=planner)), ranks)

@@ -127,8 +127,13 @@ PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of
 GATHERS = "parallel.reshard_after_forward"
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
 HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
-OF_MEMORY = ("train.memory", "train.memory_bytes", "train.activation_checkpointing", "train.offload_activations")
-OF_MEMORY += ("train.offload_states", "train.mlp_tile_rows", GATHERS)  # keys by which less may fit
+OF_MEMORY = (
+    "train.plan_memory",
+    "train.device_memory_limit",
+    "train.activation_checkpointing",
+    "train.offload_activations",
+)
+OF_MEMORY += ("train.offload_optimizer_states", "train.mlp_tile_tokens", GATHERS)  # keys by which less may fit
 SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
 OF_MODELS = ("model.dtype", "model.compute_dtype")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
@@ -189,7 +194,7 @@ class Answer:
 
 def _largest_parts(way: Fit) -> dict[str, int]:
     memory, needs = way.memory, way.run.memory_needs(way.plans)
-    names = ("gathered_once", "summed_once", "offload_states", "mlp_tile_rows", "segment_layers")
+    names = ("gathered_once", "summed_once", "offload_optimizer_states", "mlp_tile_tokens", "segment_layers")
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names})
     places = (replace(place, settings=settings) for place in needs.places)
     moments = [m for place in places for m in place.bytes_at_moments(needs.loads, memory.measures)]
@@ -231,7 +236,7 @@ def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 def _run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
-    # Models and data are named elsewhere; train.memory decides GATHERS, unless it is given.
+    # Models and data are named elsewhere; train.plan_memory decides GATHERS, unless it is given.
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     for section, kind in section_kinds().items():
@@ -239,7 +244,7 @@ def _run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
             values, defaults = vars(getattr(config, section)), vars(kind())
             names |= {f"{section}.{key}" for key in values if values[key] != defaults[key]}
     names -= {GATHERS} - given_keys
-    names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
+    names |= {"train.plan_memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.mode"} if config.context.mode != AUTO else set()
     names |= {"context.context_parallel_size"} if one_degree else {LOWEST_DEGREE, HIGHEST_DEGREE}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
@@ -417,7 +422,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
-        f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_bytes), the host up to "
+        f"a GPU may be filled up to {gib_text(budget.device)} (train.device_memory_limit), the host up to "
         f"{gib_text(budget.host)} for each GPU"
     )
     yield from ("", "the keys, as a file of longspan train (longspan plan --write FILE writes it):")
@@ -473,7 +478,7 @@ def _key_lines(answer: Answer) -> Iterator[str]:
     config = answer.ways[0].run.config
     named = {name for name in answer.given_keys if name.partition(".")[0] in ("model", "data", "run")}
     named |= {f"model.{key}" for key in ("path", "preset", "config", "num_labels") if getattr(config.model, key)}
-    named |= {"train.lr"} if config.train.lr != NOT_GIVEN else set()
+    named |= {"optimizer.lr"} if config.optimizer.lr != NOT_GIVEN else set()
     values = {name: _read_key(config, name) for name in named} | _run_keys(answer.ways[0].run, answer.given_keys)
     last_section = ""
     for name in sorted(values):

@@ -42,7 +42,7 @@ from longspan.run.checks import (
     check_plans,
     check_precision,
 )
-from longspan.train.plans import PlanChoice, degrees_to_compare, home_of
+from longspan.train.plans import PlannerConfig, degrees_to_compare, home_of
 from longspan.train.plans.run_cost import can_be_free, fixed_memory_keys, run_cost_settings, run_memory_settings
 
 
@@ -61,7 +61,7 @@ class RunOnGpus:
 
     @classmethod
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
-        check_model_keys(config, training=False)  # train.lr may be left out, as nothing is trained here
+        check_model_keys(config, training=False)  # optimizer.lr may be left out, as nothing is trained here
         check_number_bounds(config, training=False)
         home = home_of(config.parallel, gpus.count)
         for check in (check_precision, check_keys_needed_by_keys, check_lora, check_mtp_section):
@@ -69,7 +69,7 @@ class RunOnGpus:
         check_memory_keys(config.train, gpu=True)
         check_parallel(config, home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
-        # data.eval_documents is 0), but not those of named evaluation sets.
+        # evaluation.documents is 0), but not those of named evaluation sets.
         check_plans(replace(config, eval=()), home, training=True)
         model: Any = config.model.source
         if name := find_published_preset(model) if model else config.model.preset_name:
@@ -89,7 +89,7 @@ class RunOnGpus:
     def budget(self) -> MemoryBudget:
         """What a GPU and its share of the host may be filled with."""
         train = self.config.train
-        device = train.memory_bytes or int(GPU_SHARE * self.gpus.bytes)
+        device = train.device_memory_limit or int(GPU_SHARE * self.gpus.bytes)
         return MemoryBudget(device=device, host=self.gpus.host_bytes)
 
     @cached_property
@@ -99,14 +99,14 @@ class RunOnGpus:
 
     @cached_property
     def memory_settings(self) -> MemorySettings:
-        """What memory is planned for. A slot encodes its share of a step's image rows, encoder.max_rows at once."""
-        rows, most_rows = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
+        """What memory is planned for. A slot encodes its share of a step's image rows, encoder.max_tokens at once."""
+        rows, most_rows = int(self.image_rows / self.home.slots), self.config.encoder.max_tokens
         rows = min(rows, most_rows) if most_rows else rows
         return run_memory_settings(self.config, encoder_rows=rows)
 
     @cached_property
     def shape(self) -> ModelShape:
-        return ModelShape.of(self.model, depths=self.config.mtp.depths)
+        return ModelShape.of(self.model, depths=self.config.mtp.num_layers)
 
     def cost(self, memory: MemoryPlan | None = None) -> Cost:
         """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
@@ -114,13 +114,13 @@ class RunOnGpus:
         return self.gpus.machine.cost(self.model, settings)
 
     @cached_property
-    def choice(self) -> PlanChoice:
+    def choice(self) -> PlannerConfig:
         """How the run's steps are planned; where the keys leave the host's size open, it is the machine's."""
         config = self.config
         if config.context.node_size == AUTO:
             node_size = max(1, self.gpus.machine.node_size // self.home.tp)
             config = replace(config, context=replace(config.context, node_size=node_size))
-        return PlanChoice.training(config, cost=self.cost(), heads=read_query_heads(self.model))
+        return PlannerConfig.training(config, cost=self.cost(), heads=read_query_heads(self.model))
 
     @property
     def fixed_memory(self) -> FixedMemory:
@@ -130,18 +130,18 @@ class RunOnGpus:
         return self.choice.plan(lengths, self.home, targets=targets)
 
     def plan_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
-        """Plan the memory of these plans: the fastest way, or that of the keys where train.memory chooses nothing.
+        """Plan the memory of these plans: the fastest way, or that of the keys where train.plan_memory chooses nothing.
         Raises PlanError, with the bytes, where it does not fit.
         """
         budget = self.budget
-        if self.config.train.memory == AUTO:
+        if self.config.train.plan_memory == AUTO:
             arguments: dict[str, Any] = {"machine": self.gpus.machine, "fixed": self.fixed_memory}
             return choose_memory(self.model, self.home, list(plans), self.memory_settings, budget, **arguments)
         memory = self.leanest_memory(plans)
         if not memory.fits(budget):
             device, host = memory.device.total, memory.host.total
             raise PlanError(
-                f"the run does not fit with its keys of memory (train.memory is {self.config.train.memory!r}): a rank "
+                f"the run does not fit with its keys of memory (train.plan_memory is {self.config.train.plan_memory!r}): a rank "
                 f"needs {device:,} bytes of a GPU that may fill {budget.device:,}, and {host:,} of its host's "
                 f"{budget.host:,}"
             )
@@ -267,7 +267,7 @@ def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> t
 
 
 def fit_rank(fit: Fit) -> tuple[bool, float]:
-    """Rank ways as training chooses them (`PlanChoice.least_gain`): the fastest first, fixed plans before dynamic ones
+    """Rank ways as training chooses them (`PlannerConfig.least_gain`): the fastest first, fixed plans before dynamic ones
     that are as fast; behind all that fit the others, by the bytes of the leanest.
     """
     if fit.seconds is None:

@@ -131,13 +131,15 @@ class ChatEncoding:
         ends, added = self.template.ends, engine.get_added_tokens_decoder()
         if (token := engine.token_to_id(end)) is None:
             advice = f"generation stops at {' or '.join(sorted(ends)) or 'no token that its folder names'}"
-            raise RowError(f"data.end_of_chat is {end!r}, which is no token of the tokenizer; {advice}")
+            raise RowError(f"data.end_of_chat_token is {end!r}, which is no token of the tokenizer; {advice}")
         stop = int(np.flatnonzero(sample.labels != NO_TARGET)[-1]) + 1  # blanks of the template may follow
         last, behind = int(sample.ids[stop - 1]), engine.decode(sample.ids[stop:].tolist(), skip_special_tokens=False)
         is_end = engine.id_to_token(last) in ends or (last in added and added[last].special)
         if behind.strip() or is_end:
             written = behind.strip() or engine.id_to_token(last)
-            raise RowError(f"data.end_of_chat is {end!r}, and the chat template writes {written!r} there; leave it out")
+            raise RowError(
+                f"data.end_of_chat_token is {end!r}, and the chat template writes {written!r} there; leave it out"
+            )
         ids, labels = (np.append(values[:stop], token) for values in (sample.ids, sample.labels))
         return sample._replace(ids=ids, labels=labels)
 

@@ -204,7 +204,7 @@ def convert_to_messages(values: Mapping[str, Any], kind: Kind) -> Mapping[str, A
 def _read_turn(turn: Any, name: str) -> dict[str, Any]:
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES:
         roles = ", ".join(_ROLES)
-        hint = ' (data.columns = ["messages=conversations"] reads role and content)' * ("role" in str(turn))
+        hint = ' (data.rename_columns = ["messages=conversations"] reads role and content)' * ("role" in str(turn))
         raise RowError(f"{name} needs an object with from, one of {roles}, and value; found {short_repr(turn)}{hint}")
     present = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
     if unknown := sorted(present.keys() - {*LEARNT}):

@@ -225,7 +225,7 @@ _HINTS = {
 _KEYS_TEXT = (
     "text, messages, prompt and completion, input_ids, conversations, instruction and output, or chosen and rejected"
 )
-_COLUMNS = '; data.columns gives columns other names, as ["prompt=question", "completion=answer"]'
+_COLUMNS = '; data.rename_columns gives columns other names, as ["prompt=question", "completion=answer"]'
 # Keys of a row that may hold tools, and what the JSON of their schemas has, perhaps inside of strings.
 _OF_TOOLS = re.compile(r"(?i).*(tool|func|plugin).*|(.*_)?apis?(_.*)?")
 _SCHEMA = re.compile(r'\\*"(name|function|description|parameters|input_?schema)\\*"\s*:', re.IGNORECASE)
@@ -328,7 +328,7 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
         if _SCHEMA.search(json.dumps(values[key], default=str)):
             raise RowError(
                 f'"{key}" stands beside {_SHOWN[kind]}, and holds tools, which are read as tools: '
-                f'data.columns = ["tools={key}"] renames it, and ["{key}="] leaves it out'
+                f'data.rename_columns = ["tools={key}"] renames it, and ["{key}="] leaves it out'
             )
 
 
@@ -370,7 +370,7 @@ def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
 
 def _several_kinds(kinds: Sequence[Kind]) -> str:
     kind_texts = " and also ".join(_SHOWN[kind] for kind in kinds)
-    return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.columns does"
+    return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.rename_columns does"
 
 
 def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") -> tuple[float, ...]:

@@ -27,7 +27,7 @@ from longspan.host import free_host_bytes
 ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _GIB = 1 << 30
-_LESS = "keep less on the host (offload_activations, measures with +host, offload_states)"
+_LESS = "keep less on the host (offload_activations, measures with +host, offload_optimizer_states)"
 
 
 class HostArena:

@@ -33,7 +33,7 @@ from longspan.model.activations.tiles import (
 )
 from longspan.model.layers import Absent, named_layer_list
 from longspan.model.mtp import MtpBlocks, model_depths
-from longspan.plan.memory.settings import MEASURES, Measure
+from longspan.plan.memory.settings import CHECKPOINT_POLICIES, Measure
 
 Run = Callable[..., Any]
 
@@ -238,8 +238,8 @@ class Recomputation:
     def from_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
         """Make a Recomputation from one word for all layers, or a word for each; ModelError for an unknown word."""
         words = (measures,) if isinstance(measures, str) else tuple(measures)
-        if wrong := [word for word in words if word not in MEASURES]:
-            raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
+        if wrong := [word for word in words if word not in CHECKPOINT_POLICIES]:
+            raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
         if isinstance(measures, str):
             return cls(measure=cast(Measure, measures), host_bytes=host_bytes)
         return cls(measures=cast("tuple[Measure, ...]", words), host_bytes=host_bytes)

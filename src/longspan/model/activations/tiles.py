@@ -71,7 +71,9 @@ def _run_each_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: in
     for tile in _split_rows(rows, count):
         tile_out = run(*tile)
         if tile_out.shape[ROWS] != tile[0].shape[ROWS]:
-            raise ModelError(f"a tile of {tile[0].shape[ROWS]} rows became {tile_out.shape[ROWS]}; use mlp_tile_rows 0")
+            raise ModelError(
+                f"a tile of {tile[0].shape[ROWS]} rows became {tile_out.shape[ROWS]}; use mlp_tile_tokens 0"
+            )
         if out is None:
             out = tile_out.new_empty((*tile_out.shape[:ROWS], rows[0].shape[ROWS], tile_out.shape[-1]))
         out.narrow(ROWS, start, tile_out.shape[ROWS]).copy_(tile_out)
@@ -237,14 +239,14 @@ def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
 def check_mlp_tiles(model: PreTrainedModel, tile_rows: int) -> None:
     """Raise ModelError, naming modules, where the MLPs or experts of a model cannot run in tiles of so many rows."""
     if tile_rows < 0:
-        raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
+        raise ModelError(f"mlp_tile_tokens is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
     has_any = False
     for name, layer in layers_and_depths(model).items():
         experts = expert_modules(layer)
         for inner, module in layer.named_modules():
             if type(module).__name__.endswith("Experts") and inner not in experts:
                 raise ModelError(
-                    f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(module).__name__}) does not use "
+                    f"mlp_tile_tokens is {tile_rows}, and {name}.{inner} ({type(module).__name__}) does not use "
                     "transformers' interface of experts, through which they run in tiles; use 0"
                 )
         for inner, mlp in find_mlps(layer).items():
@@ -252,14 +254,14 @@ def check_mlp_tiles(model: PreTrainedModel, tile_rows: int) -> None:
             positional = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             if len(tensors := [p.name for p in positional if p.default is p.empty]) > 1:
                 raise ModelError(
-                    f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
+                    f"mlp_tile_tokens is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
                     f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
                 )
             has_any = True
         has_any = has_any or bool(experts)
     if not has_any:
         raise ModelError(
-            f"mlp_tile_rows is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module whose "
+            f"mlp_tile_tokens is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module whose "
             "class ends in MLP) or experts of transformers' interface to run in tiles; use 0"
         )
 

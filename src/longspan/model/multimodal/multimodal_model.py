@@ -2,7 +2,7 @@
 
     encoder = Encoder(module=prepare_encoder(tower, encoder_world), world=encoder_world)
     model = MultimodalModel({"image": encoder}, prepare(language_model, world), world)
-    run_step(model, plan, documents, world, optimizer=optimizer)        # documents: ItemDocuments
+    run_step(model, plan, documents, world, optimizer=optimizer)        # documents: MediaDocuments
 
 How a step goes through both is in `longspan.train.terms`. Rows of items reach the language model by a hook on its
 input embedding, those of DeepStack by hooks on the first layers too, so that its own forward is untouched.

@@ -2,13 +2,13 @@
 
 from longspan.plan.items.encoding_plan import (
     EncoderPlanning,
-    Item,
     ItemRows,
     ItemTable,
+    MediaItem,
     ModalityPlan,
     NeededBy,
     Wave,
     plan_items,
 )
 
-__all__ = ["EncoderPlanning", "Item", "ItemRows", "ItemTable", "ModalityPlan", "NeededBy", "Wave", "plan_items"]
+__all__ = ["EncoderPlanning", "MediaItem", "ItemRows", "ItemTable", "ModalityPlan", "NeededBy", "Wave", "plan_items"]

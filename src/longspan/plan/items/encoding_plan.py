@@ -23,12 +23,12 @@ from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
 
 
-class Item(NamedTuple):
+class MediaItem(NamedTuple):
     """One image, clip, … of a document, by the positions that its encoded rows take.
 
     `document` is one of the plan; `spans` are the half-open runs of its positions, ascending and disjoint.
 
-    >>> Item(document=3, spans=((5, 9), (10, 14))).rows
+    >>> MediaItem(document=3, spans=((5, 9), (10, 14))).rows
     8
     """
 
@@ -93,7 +93,7 @@ class ModalityRows:
 class ItemTable:
     """The items of the documents of a plan, checked.
 
-    >>> table = ItemTable([10, 6], [Item(0, ((2, 5),)), Item(1, ((0, 4),), "audio")])
+    >>> table = ItemTable([10, 6], [MediaItem(0, ((2, 5),)), MediaItem(1, ((0, 4),), "audio")])
     >>> table.targets, table.modalities
     ((6, 2), ('image', 'audio'))
 
@@ -102,9 +102,11 @@ class ItemTable:
     `numbers` are the items' indices in a longer list that they are a part of, for error messages.
     """
 
-    def __init__(self, lengths: Iterable[int], items: Iterable[Item], numbers: Iterable[int] | None = None) -> None:
+    def __init__(
+        self, lengths: Iterable[int], items: Iterable[MediaItem], numbers: Iterable[int] | None = None
+    ) -> None:
         self.lengths: tuple[int, ...] = tuple(lengths)
-        self.items: tuple[Item, ...] = tuple(items)
+        self.items: tuple[MediaItem, ...] = tuple(items)
         self.numbers: tuple[int, ...] = tuple(range(len(self.items)) if numbers is None else numbers)
         for index, item in enumerate(self.items):
             _check_item_types(index, item)
@@ -185,7 +187,7 @@ class ItemTable:
         self._check_overlaps(table)
         return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
-    def _check_item(self, index: int, item: Item) -> None:
+    def _check_item(self, index: int, item: MediaItem) -> None:
         if not 0 <= item.document < len(self.lengths):
             raise DataError(
                 f"item {index} ({item.modality}) is of document {item.document}; there are "
@@ -216,8 +218,8 @@ class ItemTable:
 
 
 def _check_item_types(index: int, item: object) -> None:
-    if not isinstance(item, Item):
-        raise DataError(f"item {index} is {item!r}; give Item(document, spans, modality)")
+    if not isinstance(item, MediaItem):
+        raise DataError(f"item {index} is {item!r}; give MediaItem(document, spans, modality)")
     try:
         numbers = [item.document, *(number for start, stop in item.spans for number in (start, stop))]
     except TypeError:
@@ -225,7 +227,7 @@ def _check_item_types(index: int, item: object) -> None:
     if not all(is_integer_type(type(number)) for number in numbers):
         raise DataError(
             f"item {index} is {item!r}; its document is an integer and its spans pairs of them, as in "
-            "Item(0, ((2, 6), (7, 9)))"
+            "MediaItem(0, ((2, 6), (7, 9)))"
         )
 
 

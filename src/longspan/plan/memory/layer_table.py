@@ -277,7 +277,7 @@ class LayerTable:
         """A part that may run on one tile of rows after another: so much is saved, the rest is of one tile. A pass also
         holds its result or its gradient, and sums the gradients of `weights` over tiles, in float32 at least.
         """
-        tile_rows = self.settings.mlp_tile_rows
+        tile_rows = self.settings.mlp_tile_tokens
         if not 0 < tile_rows < self.load.rows:
             return part
         work = (part.saved + part.work) * tile_rows / self.load.rows + self.bytes_of_rows(self.hidden_size)

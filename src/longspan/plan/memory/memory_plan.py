@@ -18,7 +18,15 @@ from longspan.layout import Layout
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
-from longspan.plan.memory.settings import MEASURES, Bytes, FixedMemory, Measure, MemoryBudget, MemorySettings, gib_text
+from longspan.plan.memory.settings import (
+    CHECKPOINT_POLICIES,
+    Bytes,
+    FixedMemory,
+    Measure,
+    MemoryBudget,
+    MemorySettings,
+    gib_text,
+)
 from longspan.plan.memory.stage_bytes import ModelNumbers, StageBytes, make_stages
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import ConfigReader
@@ -53,8 +61,8 @@ class MemoryPlan:
     rows: int
     gathered_once: bool = False
     summed_once: bool = False
-    offload_states: bool = False
-    mlp_tile_rows: int = 0
+    offload_optimizer_states: bool = False
+    mlp_tile_tokens: int = 0
     segment_layers: int = 0
 
     @classmethod
@@ -101,8 +109,8 @@ class MemoryPlan:
         limit = f" of {gib_text(budget.device)}" if budget else ""
         extras = [once_a_step_text(self.gathered_once, self.summed_once)] + [
             ", states on the host"
-        ] * self.offload_states
-        extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
+        ] * self.offload_optimizer_states
+        extras += [f", MLPs in tiles of {self.mlp_tile_tokens:,} rows"] * bool(self.mlp_tile_tokens)
         layers = min(self.segment_layers, len(self.measures))
         extras += [f", segments of {plural(layers, 'layer')}"] * bool(layers)
         used = gib_text(self.device.total).removesuffix(" GiB" * bool(budget)) + limit
@@ -183,10 +191,10 @@ class MemoryNeeds:
         Raises PlanError for a word that is no measure, and for another number of words than layers.
         """
         settings = self.places[0].settings
-        known: dict[str, Measure] = {str(word): word for word in MEASURES}
+        known: dict[str, Measure] = {str(word): word for word in CHECKPOINT_POLICIES}
         layer_words = (measures,) * self.layers if isinstance(measures, str) else tuple(measures)
         if unknown := [word for word in layer_words if word not in known]:
-            raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(MEASURES)}")
+            raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(CHECKPOINT_POLICIES)}")
         if (count := len(layer_words)) != self.layers:
             raise PlanError(f"{count} measures were given for {self.layers} layers, depths included; give one a layer")
         words: tuple[Measure, ...] = tuple(known[word] for word in layer_words)
@@ -199,8 +207,8 @@ class MemoryNeeds:
             rows=max(load.rows for load in self.loads),
             gathered_once=settings.gathered_once,
             summed_once=settings.summed_once,
-            offload_states=settings.offload_states,
-            mlp_tile_rows=settings.mlp_tile_rows,
+            offload_optimizer_states=settings.offload_optimizer_states,
+            mlp_tile_tokens=settings.mlp_tile_tokens,
             segment_layers=settings.segment_layers,
         )
 
@@ -247,8 +255,8 @@ def seconds_beyond_settings(
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     word: Measure = memory.recomputation
     one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
-    layer_seconds = prices.seconds(replace(memory, offload_states=False))
-    priced_seconds = prices.seconds(replace(memory, offload_states=False, measures=one_measure))
+    layer_seconds = prices.seconds(replace(memory, offload_optimizer_states=False))
+    priced_seconds = prices.seconds(replace(memory, offload_optimizer_states=False, measures=one_measure))
     return layer_seconds - priced_seconds, prices.seconds(memory) - layer_seconds
 
 
@@ -263,19 +271,19 @@ class MemoryPrices:
 
     def seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, and of states on the host."""
-        prices = self._layer_seconds[bool(memory.mlp_tile_rows)]
+        prices = self._layer_seconds[bool(memory.mlp_tile_tokens)]
         layers = sum(prices[word] for word in memory.measures)
         if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
             layers_run_again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
             layers += layers_run_again * self._layer_seconds[False]["full"]
-        states = memory.host.states if memory.offload_states else 0
+        states = memory.host.states if memory.offload_optimizer_states else 0
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
         return layers + self._sharding_seconds(memory) + state_copies
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
         settings = needs.places[0].settings
-        prices = self._layer_seconds[bool(settings.mlp_tile_rows)]
+        prices = self._layer_seconds[bool(settings.mlp_tile_tokens)]
         # the terms of `seconds` in the same order, or smaller ones: no plan is below it by rounding either
         layers = sum(min(prices[word] for word in words) for _ in range(needs.layers))
         return layers + self._sharding_seconds(settings)
@@ -315,7 +323,7 @@ class MemoryPrices:
         again["selective"] = selective + number_seconds * (shape.query_width + 2 * shape.key_width)
         again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
         whole, tiled = dict[str, float](), dict[str, float]()
-        for word in MEASURES:
+        for word in CHECKPOINT_POLICIES:
             kind, _, host = word.partition("+")
             size = mean(place.layer_bytes(layer, load, word).host for layer in place.stage.layers) if host else 0.0
             copy = size / self.machine.host_copy_bytes_per_second
@@ -419,17 +427,19 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
     sharding = [tuple(a if b is None else b for a, b in zip(once, by_hand, strict=True)) for once in sharding]
     exchanges = any(load.exchanged_rows for load in needs.loads)
     words: list[Measure] = [word for word in fixed.measures if exchanges or word != "exchanged"]
-    for segments, tile_rows, offload_states, (gathered_once, summed_once) in product(
+    for segments, tile_rows, offload_optimizer_states, (gathered_once, summed_once) in product(
         _segment_sizes_to_try(fixed),
-        [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_rows is None else [fixed.mlp_tile_rows],
-        [False, True][: 1 + can_offload] if fixed.offload_states is None else [fixed.offload_states],
+        [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_tokens is None else [fixed.mlp_tile_tokens],
+        [False, True][: 1 + can_offload]
+        if fixed.offload_optimizer_states is None
+        else [fixed.offload_optimizer_states],
         dict.fromkeys(once for once in sharding if once[0] or not once[1]),  # sums once keep weights too
     ):
         choice = replace(
             settings,
             segment_layers=segments,
-            mlp_tile_rows=tile_rows,
-            offload_states=offload_states,
+            mlp_tile_tokens=tile_rows,
+            offload_optimizer_states=offload_optimizer_states,
             gathered_once=gathered_once,
             summed_once=summed_once,
         )
@@ -444,11 +454,11 @@ def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[Memor
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}  # on the host, or not
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
     choices = list(memory_choices(needs, replace(fixed, **once)))
-    tile_rows = max(choice.places[0].settings.mlp_tile_rows for choice, _, _ in choices)
+    tile_rows = max(choice.places[0].settings.mlp_tile_tokens for choice, _, _ in choices)
     return [
         (choice, slow, fast)
         for choice, slow, fast in choices
-        if {slow, fast} <= leanest and choice.places[0].settings.mlp_tile_rows == tile_rows
+        if {slow, fast} <= leanest and choice.places[0].settings.mlp_tile_tokens == tile_rows
     ]
 
 

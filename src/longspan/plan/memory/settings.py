@@ -56,7 +56,7 @@ def bytes_hint(size: int) -> str:
 Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
 # What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output
 # and log-sum-exp, and what a2a types exchanged; the same without what was exchanged; its input; these on the host.
-MEASURES: tuple[Measure, ...] = get_args(Measure)
+CHECKPOINT_POLICIES: tuple[Measure, ...] = get_args(Measure)
 STATE_BUCKET_BYTES = 256 << 20
 """States in a bucket that an update copies from the host, of which two are on the device: 5 ms of a bus of 55 GB/s, a
 thousand times what it takes to start a copy."""
@@ -90,8 +90,8 @@ class MemorySettings:
     shard_parameters: bool = True
     gathered_once: bool = False
     summed_once: bool = False
-    offload_states: bool = False
-    mlp_tile_rows: int = 0
+    offload_optimizer_states: bool = False
+    mlp_tile_tokens: int = 0
     segment_layers: int = 0
     loss_chunk_rows: int = 0
     fused_norms: bool = True
@@ -109,7 +109,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
             check_count(f"{name} of memory settings", getattr(self, name))
-        for name in ("lora_rank", "depths", "mlp_tile_rows", "segment_layers", "loss_chunk_rows", "encoder_rows"):
+        for name in ("lora_rank", "depths", "mlp_tile_tokens", "segment_layers", "loss_chunk_rows", "encoder_rows"):
             check_count(f"{name} of memory settings", getattr(self, name), least=0)
 
     @property
@@ -146,17 +146,19 @@ class FixedMemory:
     offload: bool | None = None
     gathered_once: bool | None = None
     summed_once: bool | None = None
-    offload_states: bool | None = None
-    mlp_tile_rows: int | None = None
+    offload_optimizer_states: bool | None = None
+    mlp_tile_tokens: int | None = None
     segment_layers: int | None = None
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        """The measures that layers may have, in the order of MEASURES. Raises PlanError where the keys leave none.
+        """The measures that layers may have, in the order of CHECKPOINT_POLICIES. Raises PlanError where the keys leave none.
         "none" and "exchanged" have no form on the host: with `offload` true "none" is a choice only if `measure` is not
         fixed, for the layers that fit without moving. "exchanged" is a form of "selective".
         """
-        measures: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
+        measures: list[Measure] = [
+            w for w in CHECKPOINT_POLICIES if self.measure is None or w.partition("+")[0] == self.measure
+        ]
         if self.offload is not None:
             free = self.measure is None  # then some layers may keep all
             measures = [w for w in measures if ("+" in w) == self.offload or (w == "none" and free)]
@@ -164,9 +166,9 @@ class FixedMemory:
             measures.append("exchanged")
         if not measures:
             raise PlanError(
-                f"no measure keeps {self.measure!r} with offload {self.offload}; use one of {', '.join(MEASURES)}"
+                f"no measure keeps {self.measure!r} with offload {self.offload}; use one of {', '.join(CHECKPOINT_POLICIES)}"
             )
-        return tuple(sorted(measures, key=MEASURES.index))
+        return tuple(sorted(measures, key=CHECKPOINT_POLICIES.index))
 
 
 @dataclass(frozen=True, kw_only=True)

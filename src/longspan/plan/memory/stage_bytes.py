@@ -299,7 +299,7 @@ class StageBytes:
         groups = (home.slots > 1) * 2 + (home.tp > 1) + (home.pp > 1) + (home.ep > 1) + (home.dp_replicate > 1)
         return Bytes(
             weights=int(weights / self.shards),
-            states=0 if settings.offload_states else self.state_bytes,
+            states=0 if settings.offload_optimizer_states else self.state_bytes,
             communicators=(CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)) * settings.gpu,
         )
 
@@ -327,7 +327,7 @@ class StageBytes:
         numbers = self.numbers
         depth_index = layer - numbers.decoder_layers  # among the layers of all depths; negative for a decoder layer
         kind, begins_depth = numbers.kinds[layer], depth_index >= 0 and depth_index % numbers.depth_layers == 0
-        key = kind, load, measure, begins_depth, self.settings.mlp_tile_rows
+        key = kind, load, measure, begins_depth, self.settings.mlp_tile_tokens
         if key not in self.layers_so_far:
             word, _, host = measure.partition("+")
             table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep, lean=word == "selective")
@@ -378,7 +378,9 @@ class StageBytes:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
         base, settings = vars(self.resident_bytes), self.settings
         # An update of states that wait on the host has two buckets of them.
-        states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if settings.offload_states else self.state_bytes
+        states = (
+            min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if settings.offload_optimizer_states else self.state_bytes
+        )
         yield Bytes(**base | {"gradients": int(self.gradient_bytes(self.all_numbers)), "states": states})
         for load in loads:
             query = load.rows * attention_widths(self.read).query // self.home.tp
@@ -464,4 +466,6 @@ class StageBytes:
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
         """Return the bytes that wait on the host: activations of the load that has most there, and states."""
         activations = max(sum(layer.host for layer in self.waiting_bytes(load, measures)) for load in loads)
-        return Bytes(kept=int(activations * self.in_flight), states=self.state_bytes * self.settings.offload_states)
+        return Bytes(
+            kept=int(activations * self.in_flight), states=self.state_bytes * self.settings.offload_optimizer_states
+        )

@@ -41,10 +41,12 @@ STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
 }
 
 
-def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> "OffloadedStates":
+def offload_optimizer_states(
+    optimizer: Optimizer, world: World, *, bucket_bytes: int = STATE_BUCKET_BYTES
+) -> "OffloadedStates":
     """Move the moments of an optimizer to the host's memory; call it once, after `prepare`, on all ranks together.
 
-    >>> optimizer = offload_states(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), world)
+    >>> optimizer = offload_optimizer_states(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), world)
     >>> result = run_step(model, plan, documents, world, optimizer=optimizer)
 
     Use what it returns in place of `optimizer`, in schedulers and checkpoints too. Parameters get the same bits, and
@@ -55,7 +57,7 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
     update parameters together; ModelError where a host lacks the bytes.
     """
     if isinstance(optimizer, OffloadedStates):
-        raise ConfigError("the states of this optimizer wait on the host already; call offload_states once")
+        raise ConfigError("the states of this optimizer wait on the host already; call offload_optimizer_states once")
 
     def measure_bytes() -> int:
         """Return the bytes of this rank's states. Raises ConfigError for another class of optimizer."""
@@ -63,7 +65,7 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
             raise ConfigError(
                 f"{type(optimizer).__name__} is not known to update each number by itself, as states on the host need; "
                 f"use adamw, sgd or another of {', '.join(kind.__name__ for kind in STATES)}, or keep its states on "
-                "the device (train.offload_states = false)"
+                "the device (train.offload_optimizer_states = false)"
             )
         return total_state_bytes(optimizer)
 
@@ -71,9 +73,9 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
     if not world.control.reduce_object(size, max, "bytes of the optimizer's states"):
         raise ConfigError(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
-            "leave out offload_states (train.offload_states = false)"
+            "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
         )
-    check_free_host_memory(size, world, "moments of the optimizer on the host (train.offload_states) take")
+    check_free_host_memory(size, world, "moments of the optimizer on the host (train.offload_optimizer_states) take")
     return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes)
 
 
@@ -167,7 +169,7 @@ def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
 
 
 class OffloadedStates(Optimizer):
-    """An optimizer whose states are in the host's memory, made by `offload_states`.
+    """An optimizer whose states are in the host's memory, made by `offload_optimizer_states`.
 
     `state` holds them as tensors of the host, DTensors for parameters that are DTensors; they are complete when `step`
     returns. Schedulers and hooks belong to this optimizer. `inner`, which updates, has no states of its own.

@@ -376,7 +376,7 @@ class OnePassAdamW(AdamW):
             raise ModelError(
                 f"AdamW in one pass was given a parameter {tuple(parameter.shape)} in {parameter.dtype} with a "
                 f"gradient of layout {parameter.grad.layout}; it takes dense real ones: set sparse=False of the "
-                "embedding, or use another train.optimizer"
+                "embedding, or use another optimizer.class"
             )
         state = self.state[parameter]
         if not state:

@@ -26,9 +26,9 @@ from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 _ONE_PASS = {"betas", "eps", "maximize"}  # arguments that `OnePassAdamW` takes
-# Arguments that have a key of their own, and are refused in train.optimizer_arguments.
-_BY_KEY = {"lr": "train.lr", "weight_decay": "train.weight_decay"}
-_BY_KEY_OF_ADAMW = {"betas": "train.betas"}
+# Arguments that have a key of their own, and are refused in optimizer.arguments.
+_BY_KEY = {"lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay"}
+_BY_KEY_OF_ADAMW = {"betas": "optimizer.betas"}
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times in a step, which a run does once",
     "SparseAdam": "it updates sparse gradients, and those of a run are dense",
@@ -76,8 +76,8 @@ class OptimizerChoice:
             return optimizer_class(self.name)(parameters, **settings)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"train.optimizer {self.name!r} refuses its parameters or arguments {settings}: {error}; correct "
-                "train.optimizer_arguments, or use adamw"
+                f"optimizer.class {self.name!r} refuses its parameters or arguments {settings}: {error}; correct "
+                "optimizer.arguments, or use adamw"
             ) from error
 
 
@@ -120,7 +120,7 @@ def parameter_groups(
     """
     knows_decay = _accepts_argument(optimizer_class(name), "weight_decay")
     if weight_decay and not knows_decay:
-        raise ConfigError(f"train.optimizer {name!r} knows no weight decay; set train.weight_decay to 0")
+        raise ConfigError(f"optimizer.class {name!r} knows no weight decay; set optimizer.weight_decay to 0")
     if rates is not None:
         _check_rates(model, rates)
     groups = defaultdict[tuple[bool, bool, float], list[nn.Parameter]](list)
@@ -181,20 +181,20 @@ def optimizer_class(name: str) -> type[Optimizer]:
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ConfigError(
-            f"train.optimizer is {name!r}; use {' or '.join(OPTIMIZERS)}, or the dotted name of a class, such as "
+            f"optimizer.class is {name!r}; use {' or '.join(OPTIMIZERS)}, or the dotted name of a class, such as "
             "torch.optim.NAdam"
         )
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever the name, or the module when it is imported, raises
         raise ConfigError(
-            f"train.optimizer {name!r} cannot be imported: {type(error).__name__}: {error}; install its package, or "
+            f"optimizer.class {name!r} cannot be imported: {type(error).__name__}: {error}; install its package, or "
             "correct the name"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise ConfigError(f"train.optimizer {name!r} is {kind!r}, no class of torch.optim.Optimizer")
+        raise ConfigError(f"optimizer.class {name!r} is {kind!r}, no class of torch.optim.Optimizer")
     if reason := _REFUSED.get(kind.__name__) or _class_fault_text(kind):
-        raise ConfigError(f"train.optimizer {name!r} cannot train here: {reason}; use adamw")
+        raise ConfigError(f"optimizer.class {name!r} cannot train here: {reason}; use adamw")
     return kind
 
 
@@ -217,14 +217,14 @@ def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
-            raise ConfigError(f'train.optimizer_arguments has {text!r}; write name=value, as in "momentum=0.9"')
+            raise ConfigError(f'optimizer.arguments has {text!r}; write name=value, as in "momentum=0.9"')
         try:
             arguments[key] = json.loads(value)
         except ValueError:
             arguments[key] = value
     config_keys = _BY_KEY | (_BY_KEY_OF_ADAMW if name == "adamw" else {})
     for key in config_keys.keys() & arguments.keys():
-        raise ConfigError(f"train.optimizer_arguments has {key}, which is {config_keys[key]}")
+        raise ConfigError(f"optimizer.arguments has {key}, which is {config_keys[key]}")
     check_optimizer_arguments(name, arguments)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
@@ -238,7 +238,7 @@ def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     parameters = inspect.signature(kind).parameters
     if unknown := [key for key in arguments if key == "params" or not _accepts_argument(kind, key)]:
         names = [key for key in parameters if key not in ("params", *_BY_KEY)]
-        raise ConfigError(f"train.optimizer {name!r} has no argument {unknown[0]!r}; known: {', '.join(names)}")
+        raise ConfigError(f"optimizer.class {name!r} has no argument {unknown[0]!r}; known: {', '.join(names)}")
     for key, value in arguments.items():
         if key not in parameters or isinstance(value, bool | None):
             continue
@@ -250,7 +250,7 @@ def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:
             "None",
         }
         if isinstance(parameters[key].default, bool) or kinds == {"bool"}:
-            raise ConfigError(f"train.optimizer {name!r} is given {key}={value!r}, which is true or false")
+            raise ConfigError(f"optimizer.class {name!r} is given {key}={value!r}, which is true or false")
 
 
 def _accepts_argument(kind: type[Optimizer], argument: str) -> bool:
@@ -311,9 +311,9 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
             raise ConfigError(refusal)
         if reason:
             raise ConfigError(
-                f"train.optimizer {choice.name!r} does not work on sharded parameters (DTensor), as a trial on small "
+                f"optimizer.class {choice.name!r} does not work on sharded parameters (DTensor), as a trial on small "
                 f"ones showed on rank {rank}: {reason}; use adamw, sgd, or another class, or try "
-                'train.optimizer_arguments = ["foreach=false"] where it has that'
+                'optimizer.arguments = ["foreach=false"] where it has that'
             )
 
 

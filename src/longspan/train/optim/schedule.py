@@ -44,13 +44,13 @@ class Schedule:
         )
         if train.decay_steps and train.schedule != "wsd":
             raise ConfigError(
-                f'train.decay_steps is {train.decay_steps} and train.schedule is "{train.schedule}", which falls from '
-                'the warm-up to the end; use train.schedule = "wsd", or 0'
+                f'optimizer.decay_steps is {train.decay_steps} and optimizer.lr_schedule is "{train.schedule}", which falls from '
+                'the warm-up to the end; use optimizer.lr_schedule = "wsd", or 0'
             )
         if train.schedule == "wsd" and train.warmup_steps + schedule.decay_steps > train.steps:
             raise ConfigError(
-                f"train.warmup_steps {train.warmup_steps} and {schedule.decay_steps} steps of decay "
-                f"(train.decay_steps) are more than the {train.steps} steps of the run; shorten them, or train longer"
+                f"optimizer.warmup_steps {train.warmup_steps} and {schedule.decay_steps} steps of decay "
+                f"(optimizer.decay_steps) are more than the {train.steps} steps of the run; shorten them, or train longer"
             )
         return schedule
 

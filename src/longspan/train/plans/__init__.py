@@ -4,7 +4,7 @@ Planning itself is `longspan.plan`'s business.
 """
 
 from longspan.train.plans.choice import (
-    PlanChoice,
+    PlannerConfig,
     StepPlanner,
     degrees_to_compare,
     home_of,
@@ -15,7 +15,7 @@ from longspan.train.plans.choice import (
 from longspan.train.plans.run_cost import cost_without_model, find_run_cost
 
 __all__ = [
-    "PlanChoice",
+    "PlannerConfig",
     "StepPlanner",
     "cost_without_model",
     "degrees_to_compare",

@@ -1,4 +1,4 @@
-"""The plans of steps and evaluations from the configuration: planner, degree and options (`PlanChoice`).
+"""The plans of steps and evaluations from the configuration: planner, degree and options (`PlannerConfig`).
 
 Planning itself is in `longspan.plan`, what plans are priced by in `run_cost.py`, and which documents a step takes in
 `order.py`. No torch and no process group.
@@ -15,7 +15,7 @@ from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_fixed, plan_padded
+from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, heads_allow_degree, replace_argument_names
 from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords
@@ -48,10 +48,10 @@ def query_heads(model_config: Any) -> int | None:
 
 
 @dataclass(frozen=True)
-class PlanChoice:
+class PlannerConfig:
     """Which planner, at which degree, with which options: for training or for an evaluation.
 
-    >>> training, evaluation = PlanChoice.training(config), PlanChoice.evaluation(config)
+    >>> training, evaluation = PlannerConfig.training(config), PlannerConfig.evaluation(config)
     >>> plan = evaluation.plan(lengths, home)
     """
 
@@ -63,21 +63,21 @@ class PlanChoice:
     prefix: str  # of its keys, for messages
 
     @classmethod
-    def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlanChoice":
+    def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
         """Choose plans of one degree; `options` are those of `plan_fixed`.
 
-        >>> PlanChoice.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
+        >>> PlannerConfig.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
         """
         return cls("fixed", degree, min_degree=1, max_degree=0, options=_hashable_options(options), prefix="")
 
     @classmethod
-    def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
+    def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
         """Choose plans of a degree a document, up to `max_degree` (0: no limit); `options` of `plan_dynamic`."""
         return cls("dynamic", 1, min_degree, max_degree, _hashable_options(options), prefix="")
 
     @classmethod
-    def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlanChoice":
+    def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlannerConfig":
         """Choose how training steps are planned."""
         options = _section_options(config.context, config, cost or cost_without_model(config), heads)
         options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
@@ -86,7 +86,7 @@ class PlanChoice:
     @classmethod
     def evaluation(
         cls, config: RunConfig, entry: EvalConfig | None = None, *, cost: Cost | None = None, heads: int | None = None
-    ) -> "PlanChoice":
+    ) -> "PlannerConfig":
         """Choose how evaluations are planned, of a named set or held-out documents, priced for forward passes only."""
         entry = entry or held_out_set(config)
         cost = (cost or cost_without_model(config)).forward_only()
@@ -95,7 +95,7 @@ class PlanChoice:
         return cls._from_section(entry, options, entry.prefix)
 
     @classmethod
-    def _from_section(cls, section: PlanSection, options: PlanOptions, prefix: str) -> "PlanChoice":
+    def _from_section(cls, section: PlanSection, options: PlanOptions, prefix: str) -> "PlannerConfig":
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -144,7 +144,7 @@ class PlanChoice:
         """Return whether a2a, where a layer uses it, can deal the query heads evenly to groups of this degree."""
         return heads_allow_degree(degree, self.options.heads, self.comm_types, home.tp)
 
-    def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
+    def at_degree(self, degree: int, *, longest: int) -> "PlannerConfig":
         """Return this choice at a fixed degree, with a cap raised to hold a document of `longest` tokens."""
         cap = self.options.max_tokens_per_slot
         if cap is not None:
@@ -197,7 +197,7 @@ class PlanChoice:
             raise ConfigError(replace_argument_names(str(error), keys)) from error
 
 
-def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
+def degrees_to_compare(home: Layout, choice: PlannerConfig | None = None) -> tuple[int, ...]:
     """List the degrees 1, 2, 4, … and all slots, as far as they divide the slots and suit a choice's heads."""
     powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
     divisors = sorted(degree for degree in powers if home.slots % degree == 0)
@@ -228,7 +228,7 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
 class StepPlanner:
     """The plan of any training step, from its number. It can be pickled, so that another process may plan."""
 
-    choice: PlanChoice
+    choice: PlannerConfig
     order: StepOrder
     home: Layout
 
@@ -237,10 +237,10 @@ class StepPlanner:
         return self.choice.plan(lengths, self.home, targets=targets)
 
 
-def plan_steps(choice: PlanChoice, order: StepOrder, home: Layout, *, ahead: int = 2) -> PlanAhead:
+def plan_steps(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:
     """Plan the training steps of a run; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.
     """
-    return PlanAhead(StepPlanner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
+    return AsyncPlanner(StepPlanner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)

@@ -37,7 +37,7 @@ def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunCon
         config = set_steps(config, steps)
         Schedule.of(config.train)  # raises where the schedule does not fit
         counted = f" of {train.epochs_of}" if train.epochs_of else ""
-        warm_up = plural(config.train.warmup_steps, "step") if config.train.warmup_steps else "none"
+        warm_up = plural(config.optimizer.warmup_steps, "step") if config.optimizer.warmup_steps else "none"
         log(f"train.epochs {train.epochs:g}{counted}: {plural(steps, 'step')}; warm-up: {warm_up}")
         if steps < FEW_STEPS:
             log(_too_few_steps_text(config, order))
@@ -123,7 +123,7 @@ def order_lengths(
         lengths,
         tokens_per_step=config.train.tokens_per_step,
         seed=config.train.seed,
-        eval_documents=count_held_out(config.data.eval_documents, count_texts(lengths, texts), most=most),
+        eval_documents=count_held_out(config.evaluation.documents, count_texts(lengths, texts), most=most),
         targets=targets,
         mixture=mixture,
         texts=texts,
@@ -144,7 +144,7 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     line += f"{plural(steps, 'step')} read {times} times"
     line += f"; {plural(order.held_out_texts, 'text')}"
     line += f" of {plural(held_out, 'document')}" * (held_out != order.held_out_texts)
-    line += " held out (data.eval_documents)"
+    line += " held out (evaluation.documents)"
     if not _has_exact_epochs(config, order) and train.tokens_per_step > stream.tokens:
         line += (
             f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads some documents more than once"

@@ -25,7 +25,7 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
 from longspan.plan.ways import PartitionChoice, compare_degrees, compare_partitions, options_at_degree
-from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.plans import PlannerConfig, degrees_to_compare
 from longspan.train.plans.run_cost import KEY, leaves_plans_open, read_run_machine
 
 STEPS = 4  # whose documents are planned for
@@ -49,7 +49,7 @@ def choose_partition(
     """Choose for steps of documents of these lengths; a cost without `states` takes the usual partition."""
     if config.context.partition != AUTO or cost.states is None:
         return set_default_partition(config), ""
-    choice = PlanChoice.training(config, cost=cost, heads=heads)
+    choice = PlannerConfig.training(config, cost=cost, heads=heads)
     fastest = _choose_fastest_partition(choice, lengths, home)
     context, options = config.context, fastest.options
     if context.cp_comm_type == AUTO:
@@ -64,7 +64,7 @@ def set_default_partition(config: RunConfig) -> RunConfig:
     return config
 
 
-def _choose_fastest_partition(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
+def _choose_fastest_partition(choice: PlannerConfig, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
     widest = choice.widest_degree(home)
 
     def predict_seconds(options: PlanOptions) -> float:
@@ -78,10 +78,10 @@ def _choose_fastest_partition(choice: PlanChoice, lengths: Sequence[Sequence[int
 
 def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
     """An evaluation of type "auto" takes training's, unless its degree is chosen later, or is not one alone."""
-    trained = PlanChoice.training(config, heads=heads)
+    trained = PlannerConfig.training(config, heads=heads)
 
     def set_type(entry: EvalConfig) -> EvalConfig:
-        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        choice = PlannerConfig.evaluation(config, entry, heads=heads)
         if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
             return entry
         allowed = trained.allows(choice.degree, home)
@@ -119,12 +119,12 @@ def choose_planner(
     if not leaves_plans_open(config):
         return config, ""
     context, is_open = config.context, config.context.planner == AUTO
-    dynamic, kind = PlanChoice.training(config, cost=cost, heads=heads), "fixed" if is_open else context.planner
+    dynamic, kind = PlannerConfig.training(config, cost=cost, heads=heads), "fixed" if is_open else context.planner
     choices = [dynamic] * (is_open and home.slots > 1)
     for degree in degrees_to_compare(home, dynamic):
         options = options_at_degree(dynamic.options, degree)
         choices.append(replace(dynamic, planner=kind, degree=degree, options=options))
-    ways, refusal = list[tuple[float, PlanChoice]](), None
+    ways, refusal = list[tuple[float, PlannerConfig]](), None
     for choice in choices:
         try:
             choice.plan((longest,), home)
@@ -150,7 +150,7 @@ def choose_planner(
     return set_evaluations(replace(config, context=context), evaluations), reason
 
 
-def _planner_reason(ways: Sequence[tuple[float, PlanChoice]]) -> str:
+def _planner_reason(ways: Sequence[tuple[float, PlannerConfig]]) -> str:
     (least, best), *others = ways
     words = f"{best.planner}, degree {best.degree}" if best.has_one_degree else best.planner
     if not others:
@@ -160,7 +160,7 @@ def _planner_reason(ways: Sequence[tuple[float, PlanChoice]]) -> str:
     return f"{words} (predicted {seconds}{', '.join(texts)})"
 
 
-def _short_name(choice: PlanChoice) -> str:
+def _short_name(choice: PlannerConfig) -> str:
     return f"degree {choice.degree}" if choice.has_one_degree else choice.planner
 
 
@@ -175,8 +175,8 @@ def _speed_text(times: float) -> str:
 
 
 def choose_degree(
-    choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = ""
-) -> tuple[PlanChoice, str]:
+    choice: PlannerConfig, lengths: Sequence[int], home: Layout, *, name: str = ""
+) -> tuple[PlannerConfig, str]:
     """Choose the fastest degree for these documents, of evaluation set `name`, and say why.
 
     A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason "". Raises
@@ -200,8 +200,8 @@ def choose_degree(
 
 
 def choose_degree_on_ranks(
-    choice: PlanChoice, lengths: Sequence[int], world: World, *, name: str = ""
-) -> tuple[PlanChoice, str]:
+    choice: PlannerConfig, lengths: Sequence[int], world: World, *, name: str = ""
+) -> tuple[PlannerConfig, str]:
     """Choose on the first rank, as hosts may round times differently; returns the choice and why; all ranks call it."""
     if choice.degree or not choice.has_one_degree:
         return choice, ""
@@ -224,7 +224,7 @@ def choose_degrees(
     """
     entries, reasons = list[EvalConfig](), list[str]()
     for entry in config.evaluations:
-        choice = PlanChoice.evaluation(config, entry, cost=cost, heads=heads)
+        choice = PlannerConfig.evaluation(config, entry, cost=cost, heads=heads)
         set_lengths = lengths.get(entry.name, ())
         choice, reason = choose_degree_on_ranks(choice, set_lengths, world, name=entry.name)
         entries.append(_set_chosen_degree(entry, choice) if reason else entry)
@@ -232,7 +232,7 @@ def choose_degrees(
     return set_evaluations(config, entries), tuple(reasons)
 
 
-def _set_chosen_degree(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
+def _set_chosen_degree(entry: EvalConfig, choice: PlannerConfig) -> EvalConfig:
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     return replace(
         entry,

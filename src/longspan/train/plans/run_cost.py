@@ -127,7 +127,7 @@ def run_cost_settings(
     settings = CostSettings(
         recomputation=given_checkpointing(train) or "none",
         frozen=config.lora.rank > 0,
-        depths=config.mtp.depths,
+        depths=config.mtp.num_layers,
         bytes_per_number=DTYPE_BYTES[compute_dtype] if config.run.machine else 2,
         shards=slots // parallel.dp_replicate,
         free=config.context.mode == "free",
@@ -138,7 +138,7 @@ def run_cost_settings(
         summed_once=not parallel.sync_each_batch,
         target_share=target_share,
         float8=bool(train.float8),
-        compiled=train.compiled if gpu else "none",
+        compiled=train.compile if gpu else "none",
     )
     return settings if memory is None else memory.cost_settings(settings)
 
@@ -161,24 +161,24 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
         compute_bytes=DTYPE_BYTES[computed],
         state_numbers=optimizer_state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
-        lora_targets=config.lora.targets,
+        lora_targets=config.lora.target_modules,
         adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
-        depths=config.mtp.depths,
+        depths=config.mtp.num_layers,
         gathered_once=not parallel.reshard_after_forward,
         summed_once=not parallel.sync_each_batch,
-        offload_states=train.offload_states,
-        mlp_tile_rows=train.mlp_tile_rows,
+        offload_optimizer_states=train.offload_optimizer_states,
+        mlp_tile_tokens=train.mlp_tile_tokens,
         fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
         float8=bool(train.float8),
-        compiled=train.compiled,
+        compiled=train.compile,
         vpp=parallel.vpp,
         free=config.context.mode == "free",
         sequence_parallel=parallel.sequence_parallel,
         gpu=gpu,
         scan_kernels=computed == "bfloat16",
         encoder_rows=encoder_rows,
-        encoder_recomputed=config.encoder.recompute,
-        encoder_trained=config.encoder.train or encoder_default(config),
+        encoder_recomputed=config.encoder.activation_checkpointing,
+        encoder_trained=config.encoder.trainable or encoder_default(config),
     )
 
 
@@ -220,7 +220,8 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
         offload=train.offload_activations or off,
         gathered_once=not config.parallel.reshard_after_forward or off,
         summed_once=not config.parallel.sync_each_batch or off,
-        offload_states=train.offload_states or (off if train.optimizer in MOMENTS else False),
+        offload_optimizer_states=train.offload_optimizer_states
+        or (off if config.optimizer.class_ in MOMENTS else False),
         segment_layers=0 if by_hand else None,
-        mlp_tile_rows=train.mlp_tile_rows or (0 if by_hand else None),
+        mlp_tile_tokens=train.mlp_tile_tokens or (0 if by_hand else None),
     )

@@ -55,7 +55,7 @@ class MtpLoss:
 
 def mtp_loss(config: RunConfig) -> MtpLoss | None:
     """Return the argument `mtp` of a run's steps, by [mtp] of its configuration; None without depths."""
-    return MtpLoss(config.mtp.loss_weight) if config.mtp.depths else None
+    return MtpLoss(config.mtp.loss_scaling_factor) if config.mtp.num_layers else None
 
 
 class DepthsTerm(Term):
@@ -135,30 +135,33 @@ def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bo
 
     Raises ModelError for a model that cannot have them, and for a folder without their weights.
     """
-    if not config.mtp.depths:
+    if not config.mtp.num_layers:
         return model
     folder = find_depth_weights(config, model.config) if read else None
-    return add_mtp(model, config.mtp.depths, weights=folder, seed=config.train.seed)
+    return add_mtp(model, config.mtp.num_layers, weights=folder, seed=config.train.seed)
 
 
 def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     """Find the folder that the depths' weights are read from; None if they are drawn.
 
-    With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer than mtp.depths.
+    With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer than mtp.num_layers.
     """
     weights_path = config.mtp.weights
     folder = config.model.path if weights_path == AUTO else "" if weights_path == RANDOM else weights_path
     if not folder:
         return None
-    available, depths = count_depths(Path(folder), configuration.get_text_config().num_hidden_layers), config.mtp.depths
+    available, depths = (
+        count_depths(Path(folder), configuration.get_text_config().num_hidden_layers),
+        config.mtp.num_layers,
+    )
     if available >= depths:
         return Path(folder)
     if weights_path == AUTO and not available:
         return None
     raise ModelError(
-        f"mtp.depths is {depths}, and {folder} has weights of {plural(available, 'depth')} of multi-token prediction; "
+        f"mtp.num_layers is {depths}, and {folder} has weights of {plural(available, 'depth')} of multi-token prediction; "
         "set "
-        + (f"mtp.depths = {available}, or " if available else "")
+        + (f"mtp.num_layers = {available}, or " if available else "")
         + f'mtp.weights = "{RANDOM}" to begin with random ones'
     )
 
@@ -168,4 +171,4 @@ def depths_line(config: RunConfig, configuration: Any) -> str:
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
     adapter_note = ", which stay as they are beside their adapters" if config.lora.rank else ""
     adapter_note = ", trained whole beside the model's adapter" if config.mtp.train_whole else adapter_note
-    return f"multi-token prediction: {plural(config.mtp.depths, 'depth')}, {source}{adapter_note}"
+    return f"multi-token prediction: {plural(config.mtp.num_layers, 'depth')}, {source}{adapter_note}"

@@ -22,7 +22,7 @@ from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import WEIGHTS
 from longspan.train.step_inputs import check_step_arguments
 from longspan.train.terms.document_loss import DocumentLoss
-from longspan.train.terms.token_loss import CollectedLogProbs, LossFunction, LossRows
+from longspan.train.terms.token_loss import CollectedLogProbs, LossFunction, LossTokens
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 _PROBLEMS: tuple[ProblemType, ...] = ("regression", "single_label_classification", "multi_label_classification")
@@ -41,7 +41,7 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
     if problem not in (None, *_PROBLEMS):
         raise LossError(f"the problem of a loss of scores is {problem!r}; use {', '.join(_PROBLEMS)}, or None")
 
-    def losses(scores: Tensor, at: LossRows) -> Tensor:
+    def losses(scores: Tensor, at: LossTokens) -> Tensor:
         count = 1 if scores.ndim == 1 else scores.shape[1]
         one = LABEL in at.values or count == 1
         chosen = problem or usual_problem(count, 1 if one else count)
@@ -92,7 +92,7 @@ def configured_loss(model: nn.Module) -> LossFunction:
     return score_loss(getattr(model.config, "problem_type", None))  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
 
 
-def pair_loss(
+def reward_loss(
     pairs: Sequence[tuple[int, int]],
     *,
     margins: Sequence[float] | None = None,

@@ -127,7 +127,7 @@ class Distributions:
 
 
 @dataclass(frozen=True, eq=False)
-class LossRows:
+class LossTokens:
     """Some rows of one micro-batch that predict a token, n of them, on the model's device.
 
     `document` (n,) is numbered as in the plan; a row at `position` (n,) predicts the token after it, whose id is in
@@ -178,7 +178,9 @@ class LossRows:
 
     def _distribution_value(self, name: str) -> Tensor:
         if self.distributions is None:
-            raise LossError(f"at.{name} is not known, for these LossRows were made without logits; pass distributions=")
+            raise LossError(
+                f"at.{name} is not known, for these LossTokens were made without logits; pass distributions="
+            )
         return self.distributions.value(name)
 
 
@@ -194,10 +196,10 @@ class BatchTargets:
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
 
-    def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossRows:
+    def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossTokens:
         """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
-        return LossRows(
+        return LossTokens(
             to_device(self.documents[part], self._device),
             to_device(self.positions[part], self._device),
             self.targets.ids[part],
@@ -206,7 +208,7 @@ class BatchTargets:
         )
 
 
-LossFunction = Callable[[Tensor, LossRows], Tensor]
+LossFunction = Callable[[Tensor, LossTokens], Tensor]
 
 
 class TokenLoss:
