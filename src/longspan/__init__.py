@@ -76,6 +76,6 @@ _UNLISTED = (
     "video_tokens",
     "disable_adapter",
 )
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __getattr__, __dir__, __all__ = lazy_exports(__name__, unlisted=_UNLISTED)
 __all__ += ["__version__"]

@@ -27,7 +27,7 @@ def test_flags_and_verbs_are_those_that_are_pinned() -> None:
     keys += [f"plan --{field.name}" for field in fields(PlanFlags)]
     assert keys == PINNED.read_text().splitlines()
     assert [f"--{key}" for key in config_keys()] == [flag for flag in flag_types(TrainFlags) if "." in flag]
-    assert list(VERBS) == ["train", "eval", "export", "plan", "bench", "report", "examples", "doctor"]
+    assert list(VERBS) == ["train", "eval", "export", "plan", "bench", "report", "upgrade", "examples", "doctor"]
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -88,7 +88,14 @@ WRONG = [
     ("train --steps=5", "longspan train has no flag --steps: did you mean '--train.steps'?"),
     ("plan --formt json", "longspan plan has no flag --formt: longspan plan --help-all lists those"),
     ("plan x.toml --gpu h100", "longspan plan reads no configuration; longspan train x.toml --dry-run"),
-    ("train --data.pack_to 512", "longspan train has no flag --data.pack_to: it is gone; docs/upgrade.md says"),
+    ("train --train.lr 1e-5", "longspan train has no flag --train.lr: it is --optimizer.lr now"),
+    ("train --train.memory=none", "no flag --train.memory: it is --train.plan_memory false now"),
+    ("train --train.float8 rows", "--train.float8 is 'rows'; it must be one of '', 'rowwise' (rows is rowwise now)"),
+    ("eval x --context.eval-cp-comm-type a2a", "no flag --context.eval_cp_comm_type: it is --evaluation.cp_comm_type now"),
+    (
+        "train --context.eval_max_dynamic_context_parallel_size 4",
+        "leave it out: evaluation has the limits of training (context.max_dynamic_context_parallel_size)",
+    ),
     (
         "train --dynamic-context-parallel --min-dynamic-context-parallel-size 2 --max-seqlen-per-dp-cp-rank=4096",
         "longspan train has no flag --dynamic-context-parallel: here it is --context.planner dynamic; no flag "
@@ -181,7 +188,7 @@ def test_an_error_is_one_line_and_exit_code_2(words: str, message: str, capsys: 
     [(["2", "4"], (2, 4)), (["2,4"], (2, 4)), (["[2,4]"], (2, 4)), (["[2,", "4]"], (2, 4)), (["2"], 2), (["[2]"], 2)],
 )
 def test_sizes_of_levels_in_every_spelling(words: list[str], sizes: object) -> None:
-    for key in (f"--context.{LEVELS}", f"--context.eval-{LEVELS.replace('_', '-')}"):
+    for key in (f"--context.{LEVELS}", f"--evaluation.{LEVELS.replace('_', '-')}"):
         spelled = [[key, *words], [f"{key}={words[0]}", *words[1:]]]
         for flags in spelled if len(words) == 1 or words[0] == "[2," else spelled[:1]:
             config = parse_train([*flags, "--world", "4"])[1]
@@ -231,4 +238,4 @@ def test_without_file_or_flags_there_are_the_defaults_and_eval_takes_the_section
     of_run = replace(RunConfig(), context=ContextConfig(node_size=3))
     given = parse_eval(["runs/x", "--json", "--evaluation.context_parallel_size", "1"], of_run)
     assert (given.target, given.json) == ("runs/x", True)
-    assert given.context == ContextConfig(node_size=3).set_evaluation(context_parallel_size=1)
+    assert given.context == ContextConfig(node_size=3) and given.evaluation.context_parallel_size == 1

@@ -66,7 +66,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     The demo's degrees suit the number of `ranks`. What other keys change comes before the tables (_DEMO, _OWN_MODEL),
     evaluation last, as its keys take training's values.
 
-    >>> resolve_defaults(RunConfig()).train.lr
+    >>> resolve_defaults(RunConfig()).optimizer.lr
     0.006
     """
     if config.evaluation.context_parallel_size == AUTO:
@@ -78,14 +78,10 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
     config = _set_defaults(config, {"context.planner": _planner_of_given_degrees(config.context)})
-    if config.evaluation.has_dynamic_degrees and config.evaluation.context_parallel_size == NOT_GIVEN:
-        config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     config = _set_length(config)
-    context = config.context
-    context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
-    config = replace(config, context=context)
-    return replace(config, eval=tuple(_complete_evaluation_set(entry, config) for entry in config.evaluation.sets))
+    config = replace(config, evaluation=inherit_keys(config.evaluation, config.context, config.context))
+    return config.with_sets(_complete_evaluation_set(entry, config) for entry in config.evaluation.sets)
 
 
 def _set_length(config: RunConfig) -> RunConfig:
@@ -127,13 +123,14 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
         model=replace(model, path=path, config=source),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer),
-        eval=tuple(
-            replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets
-        ),
-    )
+    ).with_sets(replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets)
 
 
-_PATHS = {"model": ("path", "config"), "data": ("path", "tokenizer", "chat_template", "cache"), "mtp": ("weights",)}
+_PATHS = {
+    "model": ("path", "config"),
+    "data": ("path", "tokenizer", "chat_template", "cache_dir"),
+    "mtp": ("weights",),
+}
 
 
 def set_absolute_paths(config: RunConfig) -> RunConfig:
@@ -146,9 +143,12 @@ def set_absolute_paths(config: RunConfig) -> RunConfig:
         tuple(replace(table, path=absolute_paths(table.path)) for table in tables)
         for tables in (config.data.sources, config.evaluation.sets)
     )
-    folders = {key: str(Path(path).absolute()) for key in ("dir", "checkpoints") if (path := getattr(config.run, key))}
-    data, run = replace(config.data, sources=sources), replace(config.run, **folders)  # which the run makes
-    return replace(config, data=data, run=run, eval=sets)
+    config = replace(config, data=replace(config.data, sources=sources)).with_sets(sets)
+    for section in ("run", "checkpoint"):  # folders that the run makes
+        values = getattr(config, section)
+        folder = str(Path(values.dir).absolute()) if values.dir else ""
+        config = replace(config, **{section: replace(values, dir=folder)})
+    return config
 
 
 def absolute_paths(value: Any) -> Any:
@@ -166,8 +166,8 @@ def absolute_paths(value: Any) -> Any:
 def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
     """Documents on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part."""
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
-    degrees = {"context_parallel_size": math.gcd(2, slots), "eval_context_parallel_size": math.gcd(4, slots)}
-    config = _set_defaults(config, {f"context.{key}": degree for key, degree in degrees.items()} | _DEMO)
+    degrees = {"context": math.gcd(2, slots), "evaluation": math.gcd(4, slots)}
+    config = _set_defaults(config, {f"{key}.context_parallel_size": degree for key, degree in degrees.items()} | _DEMO)
     rows = max(1024, 2048 // max(1, config.context.context_parallel_size))
     return _set_defaults(config, {"context.max_tokens_per_slot": rows})
 

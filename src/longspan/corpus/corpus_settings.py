@@ -2,23 +2,24 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longspan.config.defaults import absolute_paths
+from longspan.config.renamed import upgraded_tables
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.builder import Recipe, cache_folder
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_rows, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, Turns, rows_hold, short_repr
+from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, rows_hold, short_repr
 from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
 from longspan.errors import DataError, plural
 
 # Keys of [data] that decide documents, with the paths and RowSettings.
-_DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
+_DECIDING = ("max_document_tokens", "on_bad_row", "max_text_bytes")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class CorpusSettings:
 
         With data.sources, the name of a file in a source's folder begins with the name of that folder.
         """
-        leave_out = (run_dir, cache_folder(self.data.cache))
+        leave_out = (run_dir, cache_folder(self.data.cache_dir))
         files = list[CorpusFile]()
         sources = zip(self.source_paths(), self.data.sources or (self.data,), strict=True)
         for number, ((key, path), source) in enumerate(sources):
@@ -62,7 +63,8 @@ class CorpusSettings:
 
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
-        values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
+        values = {name: getattr(self.data, name) for name in _DECIDING}
+        values |= upgraded_tables({"data": self.row_settings().deciding_values})["data"]
         values |= {"chat_template": absolute_paths(self.data.chat_template)} if self.data.chat_template else {}
         if not self.data.sources:
             return {"path": absolute_paths(self.data.path), "split": self.data.split} | values
@@ -70,8 +72,13 @@ class CorpusSettings:
         return {"sources": sources} | values
 
     def row_settings(self) -> RowSettings:
-        names = (field.name for field in fields(RowSettings) if field.name != "num_labels")
-        return RowSettings(**{name: getattr(self.data, name) for name in names}, num_labels=self.num_labels)
+        return RowSettings(
+            parse_special_tokens=self.data.parse_special_tokens,
+            turns="split" if self.data.split_turns else "together",
+            end_of_chat=self.data.end_of_chat_token,
+            columns=self.data.rename_columns,
+            num_labels=self.num_labels,
+        )
 
 
 def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
@@ -103,7 +110,7 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}"
     if manifest.skipped:
         yield f"left out {plural(len(manifest.skipped), 'file')}, not UTF-8: {', '.join(manifest.skipped[:5])}"
-    if (unseen := unseen_line(left_out, settings.data.turns)) is not None:
+    if (unseen := unseen_line(left_out, split_turns=settings.data.split_turns)) is not None:
         yield unseen
     if left_out.inside_tokens:
         yield (
@@ -220,12 +227,12 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     )
 
 
-def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
+def unseen_line(left_out: LeftOut, *, split_turns: bool) -> str | None:
     """Report what is no target in assistant turns: texts that the chat template leaves out, and blank turns."""
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
     parts = [plural(count, name) for name, count in unseen.items() if count]
     lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
-    if left_out.unseen_thoughts and turns == "together":
+    if left_out.unseen_thoughts and not split_turns:
         lines.append(
             "data.split_turns = true trains each turn as at inference, with its thought if the template has it"
         )

@@ -155,8 +155,8 @@ def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str])
     if values["parallel.tp"] == 1:
         values["parallel.sequence_parallel"] = False
     slots = max(1, ranks // (values["parallel.tp"] * values["parallel.pp"]))
-    least = config.evaluation.min_dynamic_context_parallel_size
-    values |= {"context.eval_min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
+    least = config.context.min_dynamic_context_parallel_size
+    values |= {"context.min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
     values["encoder.tp"] = math.gcd(config.encoder.tp, ranks)
     for name in values.keys() - flag_keys:
         section, _, key = name.partition(".")
@@ -189,8 +189,8 @@ def fit_evaluation_plans(
     rows = -(-longest // degree // multiple) * multiple
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
         values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
-    values = {key: value for key, value in values.items() if cap == AUTO or f"context.eval_{key}" not in flag_keys}
-    return replace(config, context=config.context.set_evaluation(**values))
+    values = {key: value for key, value in values.items() if cap == AUTO or f"evaluation.{key}" not in flag_keys}
+    return replace(config, evaluation=replace(config.evaluation, **values))
 
 
 def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:

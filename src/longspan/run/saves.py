@@ -73,8 +73,8 @@ class Saves:
 
     def is_checkpoint_due(self, *, minutes_over: bool) -> bool:
         """Whether a checkpoint is due after this step; the ranks have agreed on `minutes_over`."""
-        settings = self._run.config.train
-        return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
+        config = self._run.config
+        return minutes_over or is_due(self.done, config.checkpoint.every) or self.done == config.train.steps
 
     def reserve_memory(self) -> None:
         """After a session's first step, begin to take the memory into which saves copy weights.

@@ -360,10 +360,10 @@ _SECTIONS = ("model", "parallel", "context", "lora", "mtp", "encoder")
 _KEYS = {
     "data": ("tokenizer", "vocab_size"),
     "train": (
-        *("optimizer", "optimizer_arguments", "stochastic_rounding"),
-        *("activation_checkpointing", "offload_activations", "memory", "offload_optimizer_states"),
-        *("mlp_tile_tokens", "fused_norms", "float8", "memory_bytes"),
+        *("activation_checkpointing", "offload_activations", "plan_memory", "offload_optimizer_states"),
+        *("mlp_tile_tokens", "fused_norms", "float8", "device_memory_limit"),
     ),
+    "optimizer": ("class_", "arguments", "stochastic_rounding"),
 }
 
 
@@ -453,11 +453,11 @@ def set_eval_rows_of_training(config: RunConfig) -> RunConfig:
 
 def _set_eval_rows(config: RunConfig, rows: int) -> RunConfig:
     if config.evaluation.max_tokens_per_slot == AUTO:
-        config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
+        config = replace(config, evaluation=replace(config.evaluation, max_tokens_per_slot=rows))
     sets = (
         replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.evaluation.sets
     )
-    return replace(config, eval=tuple(sets))
+    return config.with_sets(sets)
 
 
 def keys_that_decide_rows(config: RunConfig) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def make_optimizer(
     Each group gets an `initial_lr`: a step's rate is the schedule's in proportion to it. Raises ConfigError for a class
     that does not update sharded parameters as whole ones, and for states that cannot move to the host.
     """
-    choice = OptimizerChoice.from_section(config.train)
+    choice = OptimizerChoice.from_section(config.optimizer)
     if choice.name not in OPTIMIZERS:
         check_sharded_update(choice, model, world)
     rates = None
@@ -369,12 +369,12 @@ class Training:
     def take_step(
         self, plan: Plan, documents: Any, step: int, host_work: Callable[[], None] | None = None
     ) -> StepResult:
-        """Take the optimizer step `step`, from 0, at its learning rate; `meanwhile` as of `run_step`."""
+        """Take the optimizer step `step`, from 0, at its learning rate; `host_work` as of `run_step`."""
         config = self.config.train
         self.world.prepare(plan)
         if self.config.lora.dropout:  # a step has the same masks after a restart, whatever ran before it
             torch.manual_seed(zlib.crc32(repr((config.seed, step, self.world.rank)).encode()))
-        schedule = Schedule.of(config)
+        schedule = Schedule.of(self.config.optimizer, config.steps)
         rate = schedule.lr_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * (group["initial_lr"] / schedule.lr) if rate else 0.0  # optimizer.lr may be 0

@@ -17,7 +17,7 @@ from longspan.train.plans import PlannerConfig, home_of
 
 BASE = {"evaluation.context_parallel_size": 8, "evaluation.max_tokens_per_slot": 64}
 DEGREE = "evaluation.context_parallel_size"
-LEAST = "context.eval_min_dynamic_context_parallel_size"
+LEAST = "context.min_dynamic_context_parallel_size"
 # parallel of the run, ranks now, what flags gave, parallel that comes out
 HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2}, 8, set(), {"tp": 2, "pp": 2}),
@@ -97,21 +97,21 @@ def test_what_a_flag_gave_stays(tmp_path: Path) -> None:
     entry, line = entry_at(config, 6, "evaluation.context_parallel_size", "evaluation.max_tokens_per_slot")
     assert entry == config.evaluation and not line
     dynamic = load_config(None, BASE | {"evaluation.planner": "dynamic"})
-    flagged = subject_of(tmp_path, dynamic, f"--{DEGREE}", "4").context.evaluation
+    flagged = subject_of(tmp_path, dynamic, f"--{DEGREE}", "4").evaluation
     assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 4)
 
 
 def test_a_degree_of_0_is_that_of_training(tmp_path: Path) -> None:
     config = load_config(None, BASE | {"context.context_parallel_size": 2})
-    assert subject_of(tmp_path, config, f"--{DEGREE}", "0").context.evaluation.context_parallel_size == 2
+    assert subject_of(tmp_path, config, f"--{DEGREE}", "0").evaluation.context_parallel_size == 2
 
 
 def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given(tmp_path: Path) -> None:
     config = load_config(None, BASE | {"evaluation.cp_comm_type": "a2a"})
-    entry = subject_of(tmp_path, config, f"--{DEGREE}", "auto").context.evaluation
+    entry = subject_of(tmp_path, config, f"--{DEGREE}", "auto").evaluation
     assert (entry.context_parallel_size, entry.cp_comm_type) == ("auto", "auto")
     flags = f"--{DEGREE}", "auto", "--evaluation.cp_comm_type", "a2a"
-    assert subject_of(tmp_path, config, *flags).context.evaluation.cp_comm_type == "a2a"
+    assert subject_of(tmp_path, config, *flags).evaluation.cp_comm_type == "a2a"
 
 
 def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
@@ -125,7 +125,7 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
 
 def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_training() -> None:
     sets = [{"name": "long", "path": "x", "max_dynamic_context_parallel_size": 8}, {"name": "other", "path": "x"}]
-    keys = {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 4, "eval": sets}
+    keys = {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 4, "evaluation.sets": sets}
     keys |= {"context.max_dynamic_context_parallel_size": 4, "evaluation.planner": "dynamic"}
     same, own = load_config(None, BASE | keys), load_config(None, BASE | keys | {LEAST: 2})
     for config, ranges in ((same, [(4, 4), (4, 4), (4, 8), (4, 4)]), (own, [(4, 4), (2, 4), (2, 8), (2, 4)])):
@@ -139,7 +139,7 @@ def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_traini
     assert (PlannerConfig.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
     assert changes_line(layout_changes(same, fitted), 2) == f"on 2 ranks: {LEAST} 4 -> 2"
     with pytest.raises(ConfigError, match=r"eval\.long\.max_dynamic_context_parallel_size = 0"):
-        check_longest_of_set(same, same.eval[0], Layout(16), 8 * 2048 + 1, "a file")
+        check_longest_of_set(same, same.evaluation.sets[0], Layout(16), 8 * 2048 + 1, "a file")
 
 
 def test_a_run_that_trains_at_degrees_2_to_4_evaluates_at_8(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_run_that_trains_at_degrees_2_to_4_evaluates_at_8(tmp_path: Path) -> N
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:
     config = load_config(None, BASE | {"evaluation.max_tokens_per_slot": "auto"})
-    config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot="auto"))
+    config = replace(config, evaluation=replace(config.evaluation, max_tokens_per_slot="auto"))
     assert entry_at(config, 1, longest=100)[0].max_tokens_per_slot == 8192
     assert entry_at(config, 1, longest=10000) == (
         replace(config.evaluation, context_parallel_size=1, max_tokens_per_slot=10000),

@@ -156,7 +156,7 @@ def test_a_world_has_the_machine_of_the_run_and_all_ranks_refuse_one_of_others(t
 @pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
 def test_evaluation_deals_out_rows_as_training_does(planner: Any) -> None:
     context = ContextConfig(planner=planner, partition="contiguous", max_tokens_per_slot=256)
-    config = resolve_defaults(RunConfig(context=context.set_evaluation(planner=planner)))
+    config = resolve_defaults(RunConfig(context=context, evaluation=EvaluationSection(planner=planner)))
     training, evaluation = PlannerConfig.training(config), PlannerConfig.evaluation(config)
     for choice in (replace(training, degree=4), replace(evaluation, degree=4)):
         batches = choice.plan((1000, 30), Layout(4)).micro_batches
@@ -244,8 +244,8 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
 
 def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     config = config_of(**{DEGREE: "auto", ROWS: 100})
-    levels = config.context.set_evaluation(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2))
-    choice, home = PlannerConfig.evaluation(replace(config, context=levels)), Layout(8)
+    levels = replace(config.evaluation, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2))
+    choice, home = PlannerConfig.evaluation(replace(config, evaluation=levels)), Layout(8)
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))
     with pytest.raises(ConfigError, match=r"eval_context_parallel_size auto and evaluation.max_tokens_per_slot 100"):
@@ -253,9 +253,9 @@ def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
 
 
 def test_what_auto_makes_of_the_other_keys() -> None:
-    assert config_of(**{DEGREE: "auto"}).context.evaluation.cp_comm_type == "auto"
+    assert config_of(**{DEGREE: "auto"}).evaluation.cp_comm_type == "auto"
     given = {"model__config": "somewhere", DEGREE: "auto", "evaluation__cp_comm_type": "p2p"}
-    evaluation = config_of(**given).context.evaluation
+    evaluation = config_of(**given).evaluation
     assert (evaluation.context_parallel_size, evaluation.cp_comm_type) == ("auto", "p2p")
     name, planner = DEGREE.replace("__", "."), "evaluation__planner"
     for more, message in (
@@ -324,8 +324,8 @@ def test_a_plan_of_a_step_is_checked() -> None:
 def test_evaluation_takes_the_planner_of_training_unless_it_has_its_own() -> None:
     sets: list[dict[str, Any]] = [{"name": "a", "path": "x"}, {"name": "b", "path": "x", "context_parallel_size": 4}]
     sets += [{"name": "c", "path": "x", "planner": f"{OWN}one_by_one"}]
-    config = config_of(context__planner=f"{OWN}one_degree", evaluation__planner="", eval=sets)
-    own = config_of(model__path="folder", context__planner=f"{OWN}one_degree", optimizer__lr=1.0, eval=sets)
+    config = config_of(context__planner=f"{OWN}one_degree", evaluation__planner="", evaluation__sets=sets)
+    own = config_of(model__path="folder", context__planner=f"{OWN}one_degree", optimizer__lr=1.0, evaluation__sets=sets)
     assert [entry.planner for entry in config.evaluation.sets] == [
         "fixed",
         "fixed",
@@ -354,7 +354,7 @@ def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: 
     sets += [{"name": "books", "planner": "fixed", "context_parallel_size": "auto"}]
     for of_set in sets:
         of_set["path"] = str(write_texts(tmp_path / of_set["name"], count=5))
-    keys = {"context__planner": f"{OWN}one_by_one", DEGREE: "auto", "evaluation__planner": "fixed", "eval": sets}
+    keys = {"context__planner": f"{OWN}one_by_one", DEGREE: "auto", "evaluation__planner": "fixed", "evaluation.sets": sets}
     config = small_config(tmp_path, **keys, train__steps=2, evaluation__every=1)
     run_ranks(train_rank, 2, config, 2)
     folder = Path(config.run.dir)

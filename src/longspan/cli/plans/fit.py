@@ -37,7 +37,6 @@ from longspan.run.checks import (
     check_lora,
     check_model_keys,
     check_mtp_section,
-    check_number_bounds,
     check_parallel,
     check_plans,
     check_precision,
@@ -62,7 +61,6 @@ class RunOnGpus:
     @classmethod
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
         check_model_keys(config, training=False)  # optimizer.lr may be left out, as nothing is trained here
-        check_number_bounds(config, training=False)
         home = home_of(config.parallel, gpus.count)
         for check in (check_precision, check_keys_needed_by_keys, check_lora, check_mtp_section):
             check(config)
@@ -70,7 +68,7 @@ class RunOnGpus:
         check_parallel(config, home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
         # evaluation.documents is 0), but not those of named evaluation sets.
-        check_plans(replace(config, eval=()), home, training=True)
+        check_plans(config.with_sets(()), home, training=True)
         model: Any = config.model.source
         if name := find_published_preset(model) if model else config.model.preset_name:
             preset = PRESETS[name]  # with an embedding row for each id of the run's tokenizer if it gives no number
@@ -134,14 +132,14 @@ class RunOnGpus:
         Raises PlanError, with the bytes, where it does not fit.
         """
         budget = self.budget
-        if self.config.train.plan_memory == AUTO:
+        if self.config.train.plan_memory:
             arguments: dict[str, Any] = {"machine": self.gpus.machine, "fixed": self.fixed_memory}
             return choose_memory(self.model, self.home, list(plans), self.memory_settings, budget, **arguments)
         memory = self.leanest_memory(plans)
         if not memory.fits(budget):
             device, host = memory.device.total, memory.host.total
             raise PlanError(
-                f"the run does not fit with its keys of memory (train.plan_memory is {self.config.train.plan_memory!r}): a rank "
+                f"the run does not fit with its keys of memory (train.plan_memory is false): a rank "
                 f"needs {device:,} bytes of a GPU that may fill {budget.device:,}, and {host:,} of its host's "
                 f"{budget.host:,}"
             )

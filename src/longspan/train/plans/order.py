@@ -35,7 +35,7 @@ def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunCon
                 f"on; give at least {1 / documents:.1g}, or train.steps in its place"
             )
         config = set_steps(config, steps)
-        Schedule.of(config.train)  # raises where the schedule does not fit
+        Schedule.of(config.optimizer, steps)  # raises where the schedule does not fit
         counted = f" of {train.epochs_of}" if train.epochs_of else ""
         warm_up = plural(config.optimizer.warmup_steps, "step") if config.optimizer.warmup_steps else "none"
         log(f"train.epochs {train.epochs:g}{counted}: {plural(steps, 'step')}; warm-up: {warm_up}")

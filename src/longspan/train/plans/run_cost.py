@@ -13,7 +13,7 @@ from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_de
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import ONE_DEGREE, PLANNERS
-from longspan.config.sections import RunConfig, TrainConfig, chooses_measures, given_checkpointing
+from longspan.config.sections import OptimizerSection, RunConfig, chooses_measures, given_checkpointing
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemorySettings, Plan, PlanOptions
@@ -159,7 +159,7 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
     return MemorySettings(
         parameter_bytes=DTYPE_BYTES[config.model.dtype],
         compute_bytes=DTYPE_BYTES[computed],
-        state_numbers=optimizer_state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
+        state_numbers=optimizer_state_numbers(config.optimizer, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
         lora_targets=config.lora.target_modules,
         adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
@@ -182,12 +182,12 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
     )
 
 
-def optimizer_state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
+def optimizer_state_numbers(section: OptimizerSection, *, lora: bool = False, dtype: str = "float32") -> float:
     """Return how many numbers of state the optimizer keeps for each weight, counted on a small matrix if need be."""
-    if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
+    if section.class_ == "sgd" and any(argument.startswith("momentum") for argument in section.arguments):
         return 1.0
-    if train.optimizer in MOMENTS:
-        return MOMENTS[train.optimizer]
+    if section.class_ in MOMENTS:
+        return MOMENTS[section.class_]
     import torch
 
     from longspan.model.load import torch_dtype
@@ -195,7 +195,7 @@ def optimizer_state_numbers(train: TrainConfig, *, lora: bool = False, dtype: st
 
     matrix = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch_dtype("float32" if lora else dtype)))
     matrix.grad = torch.zeros_like(matrix)
-    optimizer = OptimizerChoice.from_section(train).build([matrix])
+    optimizer = OptimizerChoice.from_section(section).build([matrix])
     optimizer.step()
     size = sum(x.nbytes for x in optimizer.state[matrix].values() if isinstance(x, torch.Tensor))
     return round(size / matrix.nbytes, 3)  # rounded: the count of steps does not show
