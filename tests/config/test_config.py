@@ -36,6 +36,8 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
+    limits = {f"{limit}_dynamic_context_parallel_size": least for limit, least in (("min", 1), ("max", 0))}
+    given = replace(given, evaluation=replace(given.evaluation, **limits))  # none of the demo's plans is dynamic
     given = replace(given, model=replace(given.model, path="folder"), encoder=replace(given.encoder, trainable="all"))
     all_keys = load_config(EXAMPLES / "first.toml", {"model.path": "folder"})
     assert given == all_keys, "every key of the demo is in the file"
@@ -111,9 +113,15 @@ READ = [
         '[[evaluation.sets]]\nname = "books"\nevery = "often"',
         r"evaluation.sets.books.every is 'often' in .*; it must be an integer",
     ),
-    ('[eval]\nname = "books"', r"evaluation sets are tables of an array: write \[\[eval\]\]"),
-    ("eval = 3", r"eval is 3 in .*write \[\[eval\]\]"),
-    ('[[evals]]\nname = "books"', r"unknown section \[evals\] .*did you mean 'eval'"),
+    ('[evaluation.sets]\nname = "books"', r"evaluation sets are tables of an array: write \[\[evaluation.sets\]\]"),
+    ("[evaluation]\nsets = 3", r"evaluation.sets is 3 in .*write \[\[evaluation.sets\]\]"),
+    (
+        '[[eval]]\nname = "books"',
+        r"\[\[eval\]\] in .*: it is \[\[evaluation.sets\]\] now \(longspan upgrade .*config.toml\)",
+    ),
+    ('[train]\nmemory = "none"', r"train.memory in .*: it is train.plan_memory = false now \(longspan upgrade "),
+    ('[train]\nfloat8 = "rows"', r"train.float8 is 'rows' in .*'rowwise' \(rows is rowwise now\)"),
+    ("[context]\neval_planner = 'fixed'", r"context.eval_planner in .*: it is evaluation.planner now \("),
 ]
 
 
@@ -152,7 +160,7 @@ def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
 ONE = {"evaluation.documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
 DYNAMIC = {"context.planner": "dynamic", "evaluation.context_parallel_size": 1}
 OFFLOADED = {"train.offload_activations": True}
-EVAL_LEAST = "context.eval_min_dynamic_context_parallel_size"
+EVAL_LEAST = "evaluation.min_dynamic_context_parallel_size"
 LEAST, SIZES = "context.min_dynamic_context_parallel_size", "context.hierarchical_context_parallel_sizes"
 
 BOOKS = {"name": "books", "path": "books"}
@@ -209,7 +217,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ),
     ({"train.float8": "rowwise", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
     ({"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
-    ({"optimizer.decay_steps": 5}, r'optimizer.decay_steps is 5 and optimizer.lr_schedule is "cosine"'),
+    ({"optimizer.decay_steps": 5}, r"decay_steps is 5, which needs optimizer.lr_schedule 'wsd'"),
     ({"train.seed": -1}, r"train.seed is -1"),
     ({"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
     ({"data.max_document_tokens": 1}, r"predicts nothing"),
@@ -232,7 +240,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"model.rope_scaling": "yarn", "model.rope_factor": 0.5}, r"model.rope_factor is 0.5; it must be above 1"),
     ({"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
     ({"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
-    ({"evaluation.max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
+    ({"evaluation.max_tokens_per_slot": 500}, r"evaluation.max_tokens_per_slot 500 do not suit .*2000"),
     ({"context.planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
     ({"evaluation.planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
     ({EVAL_LEAST: 5}, rf"^{EVAL_LEAST} 5 is above the 4 slots; use at most 4$"),
@@ -286,9 +294,9 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         {"parallel.sequence_parallel": True},
         r"sequence_parallel is True, which needs parallel.tp at least 2, and .* is 1",
     ),
-    ({"evaluation.sets": [{"path": "a"}]}, r"table 1 of \[\[eval\]\] has name = ''; give one of letters"),
+    ({"evaluation.sets": [{"path": "a"}]}, r"table 1 of \[\[evaluation.sets\]\] has name = ''; give one of letters"),
     ({"evaluation.sets": [{"name": "books"}]}, r"evaluation.sets.books.path is empty"),
-    ({"evaluation.sets": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[eval\]\] have name = 'books'"),
+    ({"evaluation.sets": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[evaluation.sets\]\] have name = 'books'"),
     *(({"evaluation.sets": [BOOKS | table]}, words) for table, words in SETS),
 ]
 ON_OTHER_RANKS = [
@@ -368,7 +376,7 @@ def test_levels_follow_the_degree_that_is_compared() -> None:
 def test_without_sizes_each_group_has_the_best_ones(planner: str) -> None:
     own = {"cp_comm_type": "a2a+p2p", "planner": planner, "max_tokens_per_slot": 1024}
     own |= {"context_parallel_size": 16}
-    given = {f"context.{prefix}{key}": value for key, value in own.items() for prefix in ("", "eval_")}
+    given = {f"{section}.{key}": value for key, value in own.items() for section in ("context", "evaluation")}
     given |= {"context.min_dynamic_context_parallel_size": 16, "model.path": "folder"}
     set_of_degree = {"name": "books", "path": "books", "planner": "fixed", "context_parallel_size": 32}
     config, cost = load_config(None, given | {"evaluation.sets": [set_of_degree]}), Cost(across_bytes_per_second=1e9)

@@ -65,6 +65,7 @@ def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
     assert values(*planners, context__context_parallel_size=2) == ["fixed", "fixed", "auto"]
     assert values(*planners, context__max_dynamic_context_parallel_size=2) == ["dynamic", "dynamic", "auto"]
     assert values(*planners, evaluation__context_parallel_size=2) == ["auto", "fixed", "auto"]
+    assert values(*planners, evaluation__max_dynamic_context_parallel_size=2) == ["auto", "dynamic", "auto"]
 
 
 @pytest.mark.parametrize("keys", [{}, OWN, OWN | {"train.steps": 3}], ids=["demo", "own", "own steps"])
@@ -190,6 +191,7 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
     inherited = entry({}, **changes, data__max_document_tokens=77)
     plan: dict[str, Any] = {"planner": "fixed", "context_parallel_size": 4, "cp_comm_type": "a2a"}
     plan |= {"max_tokens_per_slot": 99, "hierarchical_context_parallel_sizes": 0}
+    plan |= {"min_dynamic_context_parallel_size": 1, "max_dynamic_context_parallel_size": 0}
     assert inherited == EvalConfig(**BOOKS, max_document_tokens=77, every=7, metrics=("a.b",), **plan)
 
 
@@ -200,6 +202,8 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
         ({"context_parallel_size": 0}, {}, ("fixed", 2, (2, 1), 2048)),
         ({"context_parallel_size": 2}, {"evaluation__planner": "dynamic"}, ("fixed", 2, (2, 1), 2048)),
         ({"planner": "dynamic"}, {}, ("dynamic", 4, (2, 2), 2048)),
+        ({"min_dynamic_context_parallel_size": 2}, {}, ("dynamic", 4, (2, 2), 2048)),
+        ({}, {"evaluation__max_dynamic_context_parallel_size": 2}, ("dynamic", 4, (2, 2), 2048)),
         ({"max_tokens_per_slot": "auto"}, {}, ("fixed", 4, (2, 2), 1024)),
         ({"hierarchical_context_parallel_sizes": [4, 2]}, {}, ("fixed", 4, (4, 2), 2048)),
         ({"context_parallel_size": "auto"}, {"evaluation__planner": "dynamic"}, ("fixed", "auto", (2, 2), 2048)),
@@ -276,7 +280,9 @@ def test_a_configuration_is_resolved_by_the_rule(
 ) -> None:
     context, evaluation = training, EvaluationSection(**of_all)
     sets = (EvalConfig(name="books", path="x", **of_set),)
-    config = RunConfig(model=ModelConfig(path="folder-of-no-model"), context=context, evaluation=replace(evaluation, sets=sets))
+    config = RunConfig(
+        model=ModelConfig(path="folder-of-no-model"), context=context, evaluation=replace(evaluation, sets=sets)
+    )
     complete = resolve_defaults(config)
     assert resolve_defaults(complete) == complete
     assert complete.evaluation.plan_keys == inherit_keys(PlanSection(**of_all), context, context).plan_keys

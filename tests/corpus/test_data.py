@@ -472,7 +472,7 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     trained = set(range(len(corpus))) - {*order.evaluation}
     held_out, others = names_of(tmp_path, corpus, order.evaluation), names_of(tmp_path, corpus, trained)
     assert not held_out & others and held_out | others == {*NAMES.upper()}
-    count = data.eval_documents if isinstance(data.eval_documents, int) else 1  # one in ten of twelve
+    count = documents if isinstance(documents, int) else 1  # one in ten of twelve
     count += form == "sources"  # one of each
     assert (len(held_out), len(others)) == (count, 12 - count) == (order.held_out_texts, order.training_texts)
     assert (corpus.texts is None) == (len(corpus) == 12) == (not {"turns", "max_document_tokens"} & {*keys})

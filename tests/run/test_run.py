@@ -213,9 +213,9 @@ def test_a_finished_run_is_shown_again_and_not_trained(straight: Straight, tmp_p
     folder = Path(again.run.dir)
     lost = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] < 4 or "loss" in row]  # killed then
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lost))
-    wide = again.context.set_evaluation(planner="dynamic", max_tokens_per_slot=32)  # no degree of the comparison's
+    wide = replace(again.evaluation, planner="dynamic", max_tokens_per_slot=32)  # no degree of the comparison's
     as_trained = (folder / "config.toml").read_text()
-    for result, summary, rows in run_ranks(run_each, 2, (again, replace(again, context=wide)))[0]:
+    for result, summary, rows in run_ranks(run_each, 2, (again, replace(again, evaluation=wide)))[0]:
         assert result.summary() == outcome.summary() | {"eval_at_degrees": summary["eval_at_degrees"]}
         assert rows == rows_of(config)
     assert (folder / "config.toml").read_text() == as_trained
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
     fresh = partial(small_config, tmp_path)
     resumed = partial(small_config, folder.parent, checkpoint__every=2)
     ended = copy_cut_at(straight[0], tmp_path / "ended", 4)
-    ended = replace(ended, train=replace(ended.train, lr=0.5, weight_decay=0.5))
+    ended = replace(ended, optimizer=replace(ended.optimizer, lr=0.5, weight_decay=0.5))
     (Path(ended.run.dir) / "config.toml").write_text(to_toml(ended))  # what counts is what it was trained with
     model = str(folder / "model")
     bare = Path(shutil.copytree(model, tmp_path / "model"))
@@ -397,7 +397,7 @@ def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path: Path) -> None:
 
 def test_a_corpus_that_changed_is_refused(straight: Straight) -> None:
     config, changed = straight[0], Path(straight[0].data.path) / "file03.py"
-    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    context, evaluation = (replace(section, context_parallel_size=1) for section in (config.context, config.evaluation))
     before = changed.read_text()
     changed.write_text("other text\n")
     try:

@@ -186,17 +186,21 @@ def parse_flags(
         else:
             values[name], further_words = _read_value(name, behind, types[name], joined=joined)
             words += further_words
-    return make_flags(kind, words, values, prog, defaults(words) if callable(defaults) else defaults or {})
+    return make_flags(kind, words, values, prog, defaults or {})
 
 
 def make_flags(
-    kind: type[Flags], words: Sequence[str], values: Mapping[str, Any], prog: str, defaults: Mapping[str, Any]
+    kind: type[Flags],
+    words: Sequence[str],
+    values: Mapping[str, Any],
+    prog: str,
+    defaults: Defaults | Mapping[str, Any],
 ) -> Flags:
     places = word_fields(kind)
     if len(words) > len(places):
         takes = f"it takes {' and '.join(place.metavar for place in places.values())}, and" if places else "its"
         raise ConfigError(f"{prog} does not know what {words[len(places)]!r} is for: {takes} flags begin with --")
-    arguments = {**defaults, **dict(zip(places, words, strict=False))}
+    arguments = {**(defaults(words) if callable(defaults) else defaults), **dict(zip(places, words, strict=False))}
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     if missing := [places[name] for name in required if name not in arguments]:
         example = " ".join([prog, *(place.example for place in places.values() if place.example)])

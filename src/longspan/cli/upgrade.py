@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from longspan.cli.flags import Word, parse_flags
-from longspan.config.renamed import GONE, GONE_OF_SETS, OLD_SETS, RENAMED, SETS, renamed_value, upgraded_tables
+from longspan.config.renamed import OLD_SETS, RENAMED, SETS, renamed_value, upgraded_tables
 from longspan.errors import ConfigError, plural
 from longspan.files import write_atomically
 
@@ -52,7 +52,7 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     >>> upgrade_text('[train]\\nmemory = "none"  # by hand\\n')
     ('[train]\\nplan_memory = false  # by hand\\n', ['train.memory is train.plan_memory = false'])
 
-    Raises ConfigError for keys that no key of now stands for, ValueError for a text that is not TOML.
+    Raises ConfigError for a file whose keys do not stand below [section], ValueError for a text that is not TOML.
     """
     import tomlkit
     from tomlkit.items import Table
@@ -65,9 +65,6 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     moved: dict[str, list[tuple[Any, Any]]] = {}
     for section in [name for name, table in document.items() if isinstance(table, Table)]:
         _rename_keys(document, section, moved)
-    for table in document.get(OLD_SETS, []):
-        for key in GONE_OF_SETS.keys() & table.keys():
-            table.remove(key)
     sets = document.pop(OLD_SETS, None)
     for section, items in moved.items():
         table = document.get(section)
@@ -87,14 +84,6 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
 
 
 def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
-    lasting = [f"{key} = {value}" for key, value in _gone_keys(tables) if value != _limit_of_training(tables, key)]
-    if lasting:
-        limits = " and ".join(key for key, _ in GONE.values())
-        raise ConfigError(
-            f"{', '.join(lasting)}: evaluation has the limits of training, {limits}; take these keys out of the file"
-        )
-    for key, _ in _gone_keys(tables):
-        yield f"{key} is gone: it is as in training"
     for section, table in tables.items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
             old = f"{section}.{key}"
@@ -104,18 +93,6 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{old} is {new}" + (f" = {str(new_value).lower()}" if new_value != value else "")
     if OLD_SETS in tables:
         yield f"[[{OLD_SETS}]] is [[{SETS}]]"
-
-
-def _gone_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    context = tables.get("context", {})
-    yield from ((key, context[name]) for key in GONE if (name := key.partition(".")[2]) in context)
-    for table in tables.get(OLD_SETS, []):
-        yield from ((f"{OLD_SETS}.{key}", table[key]) for key in GONE_OF_SETS if key in table)
-
-
-def _limit_of_training(tables: Mapping[str, Any], key: str) -> Any:
-    limit, default = GONE.get(key) or GONE[GONE_OF_SETS[key.partition(".")[2]]]
-    return tables.get("context", {}).get(limit.partition(".")[2], default)
 
 
 def _rename_keys(document: Any, section: str, moved: dict[str, list[tuple[Any, Any]]]) -> None:
@@ -135,8 +112,7 @@ def _rename_keys(document: Any, section: str, moved: dict[str, list[tuple[Any, A
             place = moved.setdefault(new_section, [])
         entries = [*((None, comment) for comment in comments)]
         comments = []
-        if old not in GONE:
-            entries.append((key and name, _with_new_value(f"{new_section}.{name}", item) if key else item))
+        entries.append((key and name, _with_new_value(f"{new_section}.{name}", item) if key else item))
         for entry in entries:
             if place is not table:
                 place.append(entry)

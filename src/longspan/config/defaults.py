@@ -78,6 +78,8 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
     config = _set_defaults(config, {"context.planner": _planner_of_given_degrees(config.context)})
+    if config.evaluation.has_dynamic_degrees and config.evaluation.context_parallel_size == NOT_GIVEN:
+        config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     config = _set_length(config)
     config = replace(config, evaluation=inherit_keys(config.evaluation, config.context, config.context))

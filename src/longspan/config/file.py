@@ -19,7 +19,6 @@ from longspan.config.renamed import OLD_SETS, SETS, VALUES, renamed_hint, rename
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
 
-UPGRADE = "longspan upgrade FILE rewrites a file of version 0.3"
 TABLES: dict[str, type[Any]] = {"data.sources": SourceConfig, SETS: EvalConfig}  # tables of an array, not a value
 Value = TypeVar("Value")
 
@@ -112,7 +111,7 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
     """A key that is written without its section, as a section, gets the key's full name as a hint."""
     names = [field.name for field in fields(RunConfig)]
     if section == OLD_SETS:
-        raise ConfigError(f"[[{OLD_SETS}]] in {source}: it is [[{SETS}]] now; {UPGRADE}")
+        raise ConfigError(f"[[{OLD_SETS}]] in {source}: it is [[{SETS}]] now{_upgrade_advice(source)}")
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
         hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(section, names)
@@ -128,6 +127,10 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
     calls += [partial(_read_tables, value, f"{section}.{key}", source) for key, value in arrays.items()]
     result, *tables = _collect_values_or_errors(calls)
     return replace(result, **dict(zip(arrays, tables, strict=True)))
+
+
+def _upgrade_advice(source: str) -> str:
+    return f" (longspan upgrade {source})" if source.endswith(".toml") else ""
 
 
 def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
@@ -155,7 +158,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
             return _convert_value(f"{label}.{key}", values[key], types[key], source)
         name = f"{label}.{key}"
         if hint := renamed_hint(name, values[key]):
-            raise ConfigError(f"{name} in {source}: {hint}; {UPGRADE}")
+            raise ConfigError(f"{name} in {source}: {hint}{_upgrade_advice(source)}")
         raise ConfigError(f"unknown key {name} in {source}: {_unknown_key_hint(section, label, key, types)}")
 
     changes = dict(zip(values, _collect_values_or_errors(partial(read, key) for key in values), strict=True))

@@ -33,6 +33,10 @@ class PlanSection(Section):
     context_parallel_size: NumberOrAuto = NOT_GIVEN
     """Slots that share a document in training (fixed and padded); 0: the degree at which the first steps are predicted
     fastest. Default: 0; tiny presets: 2, or 1 of an odd number of slots."""
+    min_dynamic_context_parallel_size: PositiveInt = NOT_GIVEN
+    """Smallest degree that the dynamic planner may choose."""
+    max_dynamic_context_parallel_size: NonNegativeInt = NOT_GIVEN
+    """Largest degree that the dynamic planner may choose; 0: no limit."""
     max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
     """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as its memory holds them (docs/memory.md).
     Default: auto; tiny presets: 1024, at degree 1 2048."""
@@ -48,6 +52,10 @@ class PlanSection(Section):
         """The values of the keys that every plan section has, by key."""
         return {key.name: getattr(self, key.name) for key in fields(PlanSection)}
 
+    @property
+    def has_dynamic_degrees(self) -> bool:
+        return {self.min_dynamic_context_parallel_size, self.max_dynamic_context_parallel_size} != {NOT_GIVEN}
+
 
 @dataclass(frozen=True)
 class ContextConfig(PlanSection):
@@ -56,11 +64,9 @@ class ContextConfig(PlanSection):
     SECTION: ClassVar[str] = "context"
 
     context_parallel_size: NonNegativeInt = NOT_GIVEN
-    hierarchical_context_parallel_sizes: Sizes = 0
     min_dynamic_context_parallel_size: PositiveInt = 1
-    """Smallest degree that the dynamic planner may choose, in evaluation too."""
     max_dynamic_context_parallel_size: NonNegativeInt = 0
-    """Largest degree that the dynamic planner may choose, in evaluation too; 0: no limit."""
+    hierarchical_context_parallel_sizes: Sizes = 0
     partition: Literal["", "auto", "zigzag", "contiguous"] = ""
     """How rows of a document are split, in evaluation too: zigzag (equal causal work), contiguous (one run a slot,
     faster under a2a), or auto: of hybrids what the cost chooses (docs/hybrid.md), otherwise zigzag. Default: auto; tiny
@@ -92,9 +98,14 @@ class EvalConfig(PlanSection):
     SECTION: ClassVar[str] = "evaluation.sets"
 
     planner: str = ""
-    """As evaluation.planner. Default: the same, or fixed where context_parallel_size is given."""
+    """As evaluation.planner. Default: the same, or fixed where context_parallel_size is given, dynamic where a smallest
+    or largest degree is."""
     context_parallel_size: NumberOrAuto = NOT_GIVEN
     """As evaluation.context_parallel_size. Default: the same."""
+    min_dynamic_context_parallel_size: PositiveInt = NOT_GIVEN
+    """As in [evaluation]. Default: the same."""
+    max_dynamic_context_parallel_size: NonNegativeInt = NOT_GIVEN
+    """As in [evaluation]. Default: the same."""
     max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
     """As evaluation.max_tokens_per_slot. Default: the same."""
     cp_comm_type: Types = ""
@@ -132,12 +143,16 @@ class EvaluationPlan(PlanSection):
     SECTION: ClassVar[str] = "evaluation"
 
     planner: str = ""
-    """Planner of evaluation. Default: as in training, or fixed where context_parallel_size is given; tiny presets:
-    fixed."""
+    """Planner of evaluation. Default: as in training, or fixed where context_parallel_size is given, dynamic where a
+    smallest or largest degree is; tiny presets: fixed."""
     context_parallel_size: NumberOrAuto = NOT_GIVEN
     """Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto, or 0 where
     training's is chosen: the degree at which evaluation is fastest by the cost. Default: 0; tiny presets: 4, or 2 or 1
     where the slots are no multiple."""
+    min_dynamic_context_parallel_size: PositiveInt = NOT_GIVEN
+    """Smallest dynamic degree of evaluation. Default: as in training."""
+    max_dynamic_context_parallel_size: NonNegativeInt = NOT_GIVEN
+    """Largest dynamic degree of evaluation. Default: as in training."""
     max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
     """As context.max_tokens_per_slot, in evaluation; auto: what training has. Default: as in training; tiny presets:
     2048."""
@@ -216,9 +231,9 @@ def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[
 
 
 def _default_planner(section: PlanSection, parent: PlanSection) -> str:
-    """The parent's; with a degree fixed, unless the parent pads: "auto" compares packed ones."""
+    """The parent's, dynamic with limits; with a degree fixed, unless the parent pads: "auto" compares packed ones."""
     degree = section.context_parallel_size
     if degree in (NOT_GIVEN, 0):
-        return parent.planner
+        return "dynamic" if section.has_dynamic_degrees else parent.planner
     packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))
     return "fixed" if packs else parent.planner

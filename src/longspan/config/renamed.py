@@ -15,6 +15,8 @@ RENAMED = {
     "data.eval_documents": "evaluation.documents",
     "context.eval_planner": "evaluation.planner",
     "context.eval_context_parallel_size": "evaluation.context_parallel_size",
+    "context.eval_min_dynamic_context_parallel_size": "evaluation.min_dynamic_context_parallel_size",
+    "context.eval_max_dynamic_context_parallel_size": "evaluation.max_dynamic_context_parallel_size",
     "context.eval_max_tokens_per_slot": "evaluation.max_tokens_per_slot",
     "context.eval_cp_comm_type": "evaluation.cp_comm_type",
     "context.eval_hierarchical_context_parallel_sizes": "evaluation.hierarchical_context_parallel_sizes",
@@ -60,12 +62,6 @@ VALUES: dict[str, dict[str, Any]] = {
     "train.plan_memory": {"auto": True, "none": False},
     "train.float8": {"rows": "rowwise"},
 }
-# Keys that are gone, the key of now whose value evaluation takes, and that key's default.
-GONE = {
-    f"context.eval_{limit}_dynamic_context_parallel_size": (f"context.{limit}_dynamic_context_parallel_size", default)
-    for limit, default in (("min", 1), ("max", 0))
-}
-GONE_OF_SETS = {key.removeprefix("context.eval_"): key for key in GONE}
 
 
 def renamed_value(key: str, value: Any) -> Any:
@@ -83,9 +79,6 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
     >>> renamed_hint("train.memory", "none"), renamed_hint("train.memory", "none", flag=True)
     ('it is train.plan_memory = false now', 'it is --train.plan_memory false now')
     """
-    if old in GONE or old.rpartition(".")[2] in GONE_OF_SETS and old.startswith((OLD_SETS + ".", SETS)):
-        gone = GONE.get(old) or GONE[GONE_OF_SETS[old.rpartition(".")[2]]]
-        return f"leave it out: evaluation has the limits of training ({gone[0]})"
     if old not in RENAMED:
         return ""
     new = RENAMED[old]
@@ -106,17 +99,15 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for section, values in tables.items():
         if section == OLD_SETS:
-            sets = [{key: x for key, x in table.items() if key not in GONE_OF_SETS} for table in values]
-            result.setdefault("evaluation", {})["sets"] = sets
+            result.setdefault("evaluation", {})["sets"] = values
         elif not isinstance(values, Mapping):
             result[section] = values
         else:
             result.setdefault(section, {})
             for key, value in values.items():
-                if (old := f"{section}.{key}") not in GONE:
-                    new = RENAMED.get(old, old)
-                    new_section, _, new_key = new.partition(".")
-                    result.setdefault(new_section, {})[new_key] = renamed_value(new, value)
+                new = RENAMED.get(f"{section}.{key}", f"{section}.{key}")
+                new_section, _, new_key = new.partition(".")
+                result.setdefault(new_section, {})[new_key] = renamed_value(new, value)
     return result
 
 
@@ -125,8 +116,7 @@ def flag_lines() -> Iterator[str]:
     width = max(map(len, RENAMED)) + 2
     for old, new in RENAMED.items():
         values = ", ".join(f"{a} is {str(b).lower()}" for a, b in VALUES.get(new, {}).items())
-        yield f"  --{old:<{width}}--{new}" + (f" ({values})" if values else "")
-    yield from (f"  --{old:<{width}}as --{new} of training" for old, (new, _) in GONE.items())
+        yield f"    --{old:<{width}}--{new}" + (f" ({values})" if values else "")
 
 
 def upgrade_table() -> str:
@@ -135,7 +125,6 @@ def upgrade_table() -> str:
     for old, new in RENAMED.items():
         rows.append(f"| `{old}` | `{new}` | {_value_texts(new)} |")
     rows += [f"| `{key}` | `{key}` | {_value_texts(key)} |" for key in VALUES if key not in RENAMED.values()]
-    rows += [f"| `{old}` | gone: evaluation has `{new}` |  |" for old, (new, _) in GONE.items()]
     return "\n".join(["| in 0.3 | in 0.4 | values |", "|---|---|---|", *rows])
 
 

@@ -155,8 +155,8 @@ def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str])
     if values["parallel.tp"] == 1:
         values["parallel.sequence_parallel"] = False
     slots = max(1, ranks // (values["parallel.tp"] * values["parallel.pp"]))
-    least = config.context.min_dynamic_context_parallel_size
-    values |= {"context.min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
+    least = config.evaluation.min_dynamic_context_parallel_size
+    values |= {"evaluation.min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
     values["encoder.tp"] = math.gcd(config.encoder.tp, ranks)
     for name in values.keys() - flag_keys:
         section, _, key = name.partition(".")

@@ -17,7 +17,7 @@ from longspan.train.plans import PlannerConfig, home_of
 
 BASE = {"evaluation.context_parallel_size": 8, "evaluation.max_tokens_per_slot": 64}
 DEGREE = "evaluation.context_parallel_size"
-LEAST = "context.min_dynamic_context_parallel_size"
+LEAST = "evaluation.min_dynamic_context_parallel_size"
 # parallel of the run, ranks now, what flags gave, parallel that comes out
 HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2}, 8, set(), {"tp": 2, "pp": 2}),
@@ -89,7 +89,7 @@ def test_heads_and_levels_follow() -> None:
     levels = {"evaluation.cp_comm_type": "a2a+p2p", "evaluation.hierarchical_context_parallel_sizes": [2, 4]}
     entry, line = entry_at(load_config(None, BASE | levels), 6)
     assert entry.hierarchical_context_parallel_sizes == (2, 3)
-    assert "eval_hierarchical_context_parallel_sizes (2, 4) -> (2, 3)" in line
+    assert "evaluation.hierarchical_context_parallel_sizes (2, 4) -> (2, 3)" in line
 
 
 def test_what_a_flag_gave_stays(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_traini
     entry, _ = entry_at(fitted, 2, longest=1001)
     assert (PlannerConfig.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
     assert changes_line(layout_changes(same, fitted), 2) == f"on 2 ranks: {LEAST} 4 -> 2"
-    with pytest.raises(ConfigError, match=r"eval\.long\.max_dynamic_context_parallel_size = 0"):
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.long\.max_dynamic_context_parallel_size = 0"):
         check_longest_of_set(same, same.evaluation.sets[0], Layout(16), 8 * 2048 + 1, "a file")
 
 

@@ -116,7 +116,7 @@ def dense_run(config: RunConfig, rows: Sequence[Row], model: Any) -> list[tuple[
     for step in range(config.train.steps):
         documents = order.documents_of_step(step)
         assert [d for first in documents[::unit] for d in range(first, first + unit)] == [*documents]
-        optimizer.param_groups[0]["lr"] = Schedule.of(config.train).lr_at(step)
+        optimizer.param_groups[0]["lr"] = Schedule.of(config.optimizer, config.train.steps).lr_at(step)
         of_step = [rows[d // unit] for d in documents[::unit]]
         loss, _ = dense_loss(model, of_step, config.train.center_rewards_coefficient)
         optimizer.zero_grad()
@@ -216,7 +216,8 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     check_run(numbers, NUMBERS, stock(base, 1))
     again = gone_on_from_the_first_checkpoint(pairs, tmp_path / "again")
     context = replace(again.context, context_parallel_size=1, max_tokens_per_slot=256)
-    train_rows(replace(again, context=context.set_evaluation(max_tokens_per_slot=256)), 1)
+    evaluation = replace(again.evaluation, max_tokens_per_slot=256)
+    train_rows(replace(again, context=context, evaluation=evaluation), 1)
     check_run(again, PAIRS, stock(base, 1))
 
 

@@ -14,6 +14,7 @@ import pytest
 from longspan.comm import World
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
+from longspan.config.plan_section import EvaluationSection
 from longspan.config.sections import ContextConfig, RunConfig
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError
@@ -354,7 +355,12 @@ def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: 
     sets += [{"name": "books", "planner": "fixed", "context_parallel_size": "auto"}]
     for of_set in sets:
         of_set["path"] = str(write_texts(tmp_path / of_set["name"], count=5))
-    keys = {"context__planner": f"{OWN}one_by_one", DEGREE: "auto", "evaluation__planner": "fixed", "evaluation.sets": sets}
+    keys = {
+        "context__planner": f"{OWN}one_by_one",
+        DEGREE: "auto",
+        "evaluation__planner": "fixed",
+        "evaluation.sets": sets,
+    }
     config = small_config(tmp_path, **keys, train__steps=2, evaluation__every=1)
     run_ranks(train_rank, 2, config, 2)
     folder = Path(config.run.dir)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import ONE_DEGREE, ContextConfig, EvalConfig, PlanSection
+from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, plural
@@ -81,7 +81,7 @@ class PlannerConfig:
         """Choose how training steps are planned."""
         options = _section_options(config.context, config, cost or cost_without_model(config), heads)
         options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
-        return cls._from_section(config.context, config.context, options)
+        return cls._from_section(config.context, options)
 
     @classmethod
     def evaluation(
@@ -92,13 +92,13 @@ class PlannerConfig:
         cost = (cost or cost_without_model(config)).forward_only()
         options = _section_options(entry, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, config.context, options)
+        return cls._from_section(entry, options)
 
     @classmethod
-    def _from_section(cls, section: PlanSection, context: ContextConfig, options: PlanOptions) -> "PlannerConfig":
+    def _from_section(cls, section: PlanSection, options: PlanOptions) -> "PlannerConfig":
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
-        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
+        degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
         planner = "dynamic" if section.planner == AUTO else section.planner  # until a run chooses
         return cls(planner, degree, *degrees, options, section.prefix)
 
