@@ -404,7 +404,7 @@ def test_a_corpus_that_changed_is_refused(straight: Straight) -> None:
         with pytest.raises(
             DataError, match=r"changed since the run began: file03.py had \d+ bytes and has 11; restore"
         ):
-            lines_of(0, replace(config, context=context), 1)
+            lines_of(0, replace(config, context=context, evaluation=evaluation), 1)
     finally:
         changed.write_text(before)
 

@@ -196,7 +196,7 @@ def fit_evaluation_plans(
 def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
     """List the keys of the layout that have another value now; one that was "auto" is none."""
     old, new = before.tables(), now.tables()
-    names = ((section, key) for section in ("parallel", "context", "encoder") for key in new[section])
+    names = ((section, key) for section in ("parallel", "context", "evaluation", "encoder") for key in new[section])
     changes = (Change(f"{section}.{key}", old[section][key], new[section][key]) for section, key in names)
     return tuple(change for change in changes if change.before not in (change.now, AUTO))
 

@@ -77,7 +77,7 @@ def subject_of(folder: Path, config: RunConfig, *flags: str) -> RunConfig:
 def test_a_degree_is_the_nearest_that_divides_the_slots(slots: int, degree: int, rows: int) -> None:
     entry, line = entry_at(load_config(None, BASE), slots)
     assert (entry.context_parallel_size, entry.max_tokens_per_slot) == (degree, rows)
-    assert ("eval_context_parallel_size 8 -> " in line) == (degree < 8)
+    assert ("evaluation.context_parallel_size 8 -> " in line) == (degree < 8)
     assert ("eval_max_tokens_per_slot 64 -> 100" in line) == (rows > 64)
 
 

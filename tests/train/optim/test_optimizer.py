@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from longspan.checkpoint.checkpoint import setting_names_by_parameter
 from longspan.comm import World
+from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
@@ -125,7 +126,7 @@ def test_the_decay_of_wsd_is_a_tenth_unless_given_and_longer_runs_share_what_com
     assert short.lr_at(39) == pytest.approx(0.2)
 
 
-WSD: dict[str, Any] = {"schedule": "wsd", "steps": 20}
+WSD: dict[str, Any] = {"lr_schedule": "wsd"}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ WSD: dict[str, Any] = {"schedule": "wsd", "steps": 20}
 )
 def test_decays_that_have_no_place(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Schedule.of(OptimizerSection(**keys), steps)
+        Schedule.of(OptimizerSection(**keys), 20)
 
 
 # ---- names and arguments
