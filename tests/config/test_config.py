@@ -132,7 +132,8 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
 
 
 def test_all_that_is_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
-    text = '[train]\nstep = 1\n[optimizer]\nlr = "x"\n[foo]\n[[data.sources]]\npth = "a"\n[[evaluation.sets]]\nnme = "x"\n[[evaluation.sets]]\nduty = 1\n'
+    text = '[train]\nstep = 1\n[optimizer]\nlr = "x"\n[foo]\n[[data.sources]]\npth = "a"\n'
+    text += '[[evaluation.sets]]\nnme = "x"\n[[evaluation.sets]]\nduty = 1\n'
     (tmp_path / "a.toml").write_text(text)
     with pytest.raises(ConfigError) as refused:
         load_config(tmp_path / "a.toml")

@@ -61,7 +61,8 @@ def is_demo(model: ModelConfig) -> bool:
 
 
 def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
-    """Give a value to every key that is not given; only `optimizer.lr` of a model of one's own has no default, and stays.
+    """Give a value to every key that is not given; only `optimizer.lr` of a model of one's own has no default, and
+    stays.
 
     The demo's degrees suit the number of `ranks`. What other keys change comes before the tables (_DEMO, _OWN_MODEL),
     evaluation last, as its keys take training's values.
@@ -224,7 +225,8 @@ def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> N
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if warmup >= steps > 0:
         log(
-            f"caution: optimizer.warmup_steps {warmup} is not below the {plural(steps, 'step')} of the run: the learning "
+            f"caution: optimizer.warmup_steps {warmup} is not below the {plural(steps, 'step')} of the run: the "
+            f"learning "
             f"rate rises to the end, to {steps / warmup:.0%} of optimizer.lr"
         )
     if config.model.dtype == "bfloat16" and not config.optimizer.stochastic_rounding and not config.lora.rank:

@@ -128,7 +128,8 @@ def key_value(section: Any, key: str) -> Any:
 
 
 def check_bound(name: str, value: Any, bound: AtLeast) -> None:
-    """Raise ConfigError for a number, or one of a list, outside the bound of the key `name`; the only word is "auto"."""
+    """Raise ConfigError for a number, or one of a list, outside the bound of the key `name`; the only word is
+    "auto"."""
     if name.endswith("max_document_tokens") and value == 1:
         raise ConfigError(f"{name} is 1; a document of one token predicts nothing: use 2 or more")
     if isinstance(value, str):

@@ -1,4 +1,5 @@
-"""Keys of version 0.3 and what they are now: for errors, `longspan upgrade`, the folders of older runs and their docs."""
+"""Keys of version 0.3 and what they are now: for errors, `longspan upgrade`, the folders of older runs and their
+docs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -2,7 +2,8 @@
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`). What keys mean that are not given is in
 `defaults.py`; `run/checks.py` checks the values against the number of ranks before any process group
-exists. The text under each key is also its `--help`. Keys of plans, in [context] and [[evaluation.sets]], are in `plan_section`.
+exists. The text under each key is also its `--help`. Keys of plans, in [context] and [[evaluation.sets]], are in
+`plan_section`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -341,8 +342,8 @@ class TrainConfig(Section):
     """Of weights, document order and held-out texts."""
     plan_memory: bool = True
     """true: choose what each layer keeps, recomputes or moves to the host, how often parameters are gathered and where
-    the optimizer's states are, the fastest that fits; on GPUs, and on CPUs where device_memory_limit is given. Keys that
-    are given win. false: the keys as they are (docs/memory.md)."""
+    the optimizer's states are, the fastest that fits; on GPUs, and on CPUs where device_memory_limit is given. Keys
+    that are given win. false: the keys as they are (docs/memory.md)."""
     device_memory_limit: NonNegativeInt = 0
     """Bytes that a rank may fill of its device, weights included, where plan_memory or max_tokens_per_slot = "auto"
     decide; 0: 92 % of a GPU's free memory, on a CPU the host's free memory for max_tokens_per_slot = "auto"."""
@@ -355,8 +356,8 @@ class TrainConfig(Section):
     """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time. false:
     as plan_memory chooses."""
     mlp_tile_tokens: NonNegativeInt = 0
-    """Run MLPs and experts over tiles of at most this many tokens, backward too, so that what they make in between is of
-    one tile; some percent slower. 0: whole, or as plan_memory chooses."""
+    """Run MLPs and experts over tiles of at most this many tokens, backward too, so that what they make in between is
+    of one tile; some percent slower. 0: whole, or as plan_memory chooses."""
     compile: Literal["auto", "layers", "none"] = "auto"
     """Compile with torch.compile: layers (true: each in two halves around attention), none (false), or auto: layers on
     GPUs at tp 1, of models whose hidden states have 2048 features or more."""

@@ -58,7 +58,8 @@ def asks_for_recomputation(args: Any) -> bool:
 def choose_trainer_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     """Return the configuration of a trainer's plans, and the plan of memory (None: none is made); entered by all ranks.
 
-    A plan of memory is made on GPUs, and on CPUs if `device_memory_limit` is set; not if `plan_memory` is false, no length of a
+    A plan of memory is made on GPUs, and on CPUs if `device_memory_limit` is set; not if `plan_memory` is false, no
+    length of a
     document is known, or the user asked for recomputation. TRL asks for it by default, so only arguments that differ
     from their class's default count as the user's. Rows of a slot that are "auto" become the plan's, or 0 (no limit).
     """

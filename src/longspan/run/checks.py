@@ -97,7 +97,8 @@ def check_data(config: RunConfig) -> None:
         ours, equals, theirs = column.partition("=")
         if not equals or (theirs and ours not in COLUMNS):
             raise ConfigError(
-                f"data.rename_columns has {column!r}; give OURS=THEIRS, as in prompt=question, or OURS= to leave a column "
+                f"data.rename_columns has {column!r}; give OURS=THEIRS, as in prompt=question, or OURS= to leave a "
+                f"column "
                 f"out; OURS is one of {', '.join(COLUMNS)}"
             )
     for number, source in enumerate(data.sources):
@@ -128,7 +129,8 @@ def check_eval_sets(config: RunConfig) -> None:
     for number, entry in enumerate(config.evaluation.sets, 1):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry.name):
             raise ConfigError(
-                f"table {number} of [[evaluation.sets]] has name = {entry.name!r}; give one of letters, digits, -, _ and dots "
+                f"table {number} of [[evaluation.sets]] has name = {entry.name!r}; give one of letters, digits, -, _ "
+                f"and dots "
                 "that begins with a letter or digit: it names lines of metrics.jsonl and a folder"
             )
         if not entry.path:

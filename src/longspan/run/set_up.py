@@ -170,7 +170,8 @@ _FIXED_KEYS += ("optimizer.class", "optimizer.arguments", "evaluation.documents"
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
     """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks.
 
-    Raises CheckpointError if `checkpoint.resume` does not allow that or nothing good is left, ConfigError for another run's.
+    Raises CheckpointError if `checkpoint.resume` does not allow that or nothing good is left, ConfigError for another
+    run's.
     """
     root = checkpoints_root(Path(config.run.dir), config.checkpoint.dir)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)

@@ -252,8 +252,8 @@ class RunMemory:
     def choose_memory(self, budget: MemoryBudget) -> tuple[RunConfig, MemoryPlan]:
         """Choose the fastest measures that fit, and with them rows of a slot and mode where these are "auto".
 
-        These are compared by the seconds of the heaviest steps, with `PlannerConfig.least_gain`. Returns the configuration
-        with them. Raises PlanError, with the bytes, where nothing fits.
+        These are compared by the seconds of the heaviest steps, with `PlannerConfig.least_gain`. Returns the
+        configuration with them. Raises PlanError, with the bytes, where nothing fits.
         """
         context = self.config.context
         given_rows, mode = context.max_tokens_per_slot, "lockstep" if context.mode == AUTO else context.mode
@@ -301,7 +301,8 @@ class RunMemory:
 def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[RunConfig, MemoryPlan | None]:
     """Plan a run's memory before `prepare`: rows of a slot, mode, and what its layers keep; entered by all ranks.
 
-    Returns the configuration with rows and mode in place of "auto". The plan is None where train.plan_memory and rows leave
+    Returns the configuration with rows and mode in place of "auto". The plan is None where train.plan_memory and rows
+    leave
     nothing to choose, on CPUs without `memory_bytes`, and where the model's bytes cannot be counted: "auto" rows are
     then the most that a step has on GPUs, where the warm-up halves them, and on CPUs the fewest that hold the longest
     document; the mode is lockstep. Raises ConfigError, on every rank, where nothing fits.

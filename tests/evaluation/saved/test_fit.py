@@ -78,7 +78,7 @@ def test_a_degree_is_the_nearest_that_divides_the_slots(slots: int, degree: int,
     entry, line = entry_at(load_config(None, BASE), slots)
     assert (entry.context_parallel_size, entry.max_tokens_per_slot) == (degree, rows)
     assert ("evaluation.context_parallel_size 8 -> " in line) == (degree < 8)
-    assert ("eval_max_tokens_per_slot 64 -> 100" in line) == (rows > 64)
+    assert ("evaluation.max_tokens_per_slot 64 -> 100" in line) == (rows > 64)
 
 
 def test_heads_and_levels_follow() -> None:

@@ -265,8 +265,8 @@ def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> t
 
 
 def fit_rank(fit: Fit) -> tuple[bool, float]:
-    """Rank ways as training chooses them (`PlannerConfig.least_gain`): the fastest first, fixed plans before dynamic ones
-    that are as fast; behind all that fit the others, by the bytes of the leanest.
+    """Rank ways as training chooses them (`PlannerConfig.least_gain`): the fastest first, fixed plans before dynamic
+    ones that are as fast; behind all that fit the others, by the bytes of the leanest.
     """
     if fit.seconds is None:
         return True, float(fit.memory.device.total)

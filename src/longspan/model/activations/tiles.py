@@ -261,7 +261,8 @@ def check_mlp_tiles(model: PreTrainedModel, tile_rows: int) -> None:
         has_any = has_any or bool(experts)
     if not has_any:
         raise ModelError(
-            f"mlp_tile_tokens is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module whose "
+            f"mlp_tile_tokens is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module "
+            f"whose "
             "class ends in MLP) or experts of transformers' interface to run in tiles; use 0"
         )
 
