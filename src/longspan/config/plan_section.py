@@ -131,9 +131,13 @@ class EvalConfig(PlanSection):
     def prefix(self) -> str:
         return f"{self.SECTION}.{self.name}." if self.name else "evaluation."
 
+    @property
+    def metrics_key(self) -> str:
+        return f"{self.prefix}metrics"
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_metric_names(f"{self.prefix}metrics", self.metrics)
+        check_metric_names(self.metrics_key, self.metrics)
 
 
 @dataclass(frozen=True)
