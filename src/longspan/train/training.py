@@ -384,7 +384,7 @@ class Training:
             documents,
             self.world,
             optimizer=self.optimizer,
-            max_grad_norm=config.max_grad_norm or None,
+            max_grad_norm=self.config.optimizer.max_grad_norm or None,
             step=step + 1,  # for errors, which count from 1
             router=self.router,
             mtp=mtp_loss(self.config),
