@@ -324,8 +324,8 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
 
 
 def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:
-    before: dict[str, Any] = {"encoder": {"lr": 0.1}, "train": {"lr": 1.0, "steps": 6}, "evaluation.sets": []}
-    now: dict[str, Any] = {"encoder": {"lr": 0.2}, "train": {"lr": 2.0, "steps": 6}, "evaluation.sets": []}
+    before: dict[str, Any] = {"encoder": {"lr": 0.1}, "optimizer": {"lr": 1.0}, "train": {"steps": 6}, "evaluation": {}}
+    now: dict[str, Any] = {"encoder": {"lr": 0.2}, "optimizer": {"lr": 2.0}, "train": {"steps": 6}, "evaluation": {}}
     with pytest.raises(ConfigError, match=r"encoder.lr was 0.1 and is 0.2 now; optimizer.lr was 1.0 and is 2.0 now"):
         set_up._check_finished_run(before, now, Path("step-000006"), print)
 

@@ -77,8 +77,8 @@ def test_keys_by_hand_are_not_chosen() -> None:
 
 
 def test_numbers_of_state_are_counted_on_the_optimizer_itself() -> None:
-    momentum = OptimizerSection(class_="sgd", arguments=("momentum=0.9",))
-    plain, nadam = replace(momentum, arguments=()), OptimizerSection(class_="torch.optim.NAdam")
+    momentum = OptimizerSection(lr=1e-3, class_="sgd", arguments=("momentum=0.9",))
+    plain, nadam = replace(momentum, arguments=()), OptimizerSection(lr=1e-3, class_="torch.optim.NAdam")
     assert [*map(optimizer_state_numbers, (OptimizerSection(), plain, momentum, nadam))] == [2.0, 0.0, 1.0, 2.0]
 
 

@@ -230,14 +230,6 @@ class DataConfig(Section):
     """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
     slots is an error that names it. Default: 0; tiny presets: 2048."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("path", "split") if self.sources else ():
-            if value := getattr(self, key):
-                raise ConfigError(
-                    f"data.{key} is {value!r} and there are {len(self.sources)} tables [[data.sources]]; give it there"
-                )
-
 
 _ORDERS = "higher", "lower"
 

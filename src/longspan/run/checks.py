@@ -86,6 +86,12 @@ def check_keys_needed_by_keys(config: RunConfig) -> None:
 
 def check_data(config: RunConfig) -> None:
     data, count = config.data, len(config.data.sources)
+    if count and data.split:
+        raise ConfigError(
+            f"data.split is {data.split!r} and there are {count} tables [[data.sources]]; give it in each"
+        )
+    if count and data.path:
+        raise ConfigError(f"data.path is {data.path!r} and there are {count} tables [[data.sources]]; give one of them")
     counted, paths = config.train.epochs_of, [source.path for source in data.sources]
     if config.train.epochs and (count > 1 or counted) and counted not in paths:
         raise ConfigError(

@@ -364,7 +364,7 @@ _KEYS = {
         *("activation_checkpointing", "offload_activations", "plan_memory", "offload_optimizer_states"),
         *("mlp_tile_tokens", "fused_norms", "float8", "device_memory_limit"),
     ),
-    "optimizer": ("class_", "arguments", "stochastic_rounding"),
+    "optimizer": ("class", "arguments", "stochastic_rounding"),
 }
 
 
