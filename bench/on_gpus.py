@@ -197,7 +197,8 @@ RUNS = (
     GpuRun(
         "longest-one-selective",
         150,
-        f"{SMALL} --sequences 139264,146432 {YARN} --train.plan_memory false --train.activation_checkpointing selective",
+        f"{SMALL} --sequences 139264,146432 {YARN} --train.plan_memory false --train.activation_checkpointing "
+        f"selective",
         gpus=1,
     ),
     # what `train.plan_memory = true` chooses within 48 GiB, and six settings by hand that fit there as well

@@ -181,7 +181,7 @@ def main() -> None:
     keys |= {"context.cp_comm_type": "a2a"} if set_gpu and ranks > 1 else {}
     keys |= {name.removeprefix("--"): read_value(word) for name, word in zip(others[::2], others[1::2], strict=True)}
     config = load_config(None, keys)
-    config = replace(config, train=replace(config.train, lr=0.0))
+    config = replace(config, optimizer=replace(config.optimizer, lr=0.0))
     window = {"use_sliding_window": True, "sliding_window": flags.window, "max_window_layers": 0}
     configuration = preset_config(flags.preset, vocab_size=151936 if set_gpu else 512)
     for name, value in window.items():

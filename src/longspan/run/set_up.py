@@ -159,13 +159,14 @@ _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
 _FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
-_FIXED_KEYS += ("optimizer.class", "optimizer.arguments")
+_FIXED_KEYS += ("optimizer.class", "optimizer.arguments", "evaluation.documents")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
     """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks.
 
-    Raises CheckpointError if `checkpoint.resume` does not allow that or nothing good is left, ConfigError for another run's.
+    Raises CheckpointError if `checkpoint.resume` does not allow that or nothing good is left, ConfigError for another
+    run's.
     """
     root = checkpoints_root(Path(config.run.dir), config.checkpoint.dir)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
@@ -241,9 +242,9 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
     """Keys of the folder, of hosts and of evaluation may change, and so may one that is "auto" now."""
     changes = [
         f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
-        for section in sorted(now.keys() & before.keys() - {"run", "eval"})
+        for section in sorted(now.keys() & before.keys() - {"run", "checkpoint", "evaluation"})
         for key, value in sorted(now[section].items())
-        if key in before[section] and key != "node_size" and not key.startswith("eval_")
+        if key in before[section] and key != "node_size"
         if (section, key) != ("model", "path")  # compared before
         if value not in (absolute_path(before[section][key]), AUTO)
     ]
@@ -261,7 +262,9 @@ def open_run_documents(
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; return its configuration, the one to write as config.toml, and the data."""
     if state and config.evaluation.documents == AUTO:
-        config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
+        config = replace(
+            config, evaluation=replace(config.evaluation, documents=state["config"]["evaluation"]["documents"])
+        )
     node_size, config = config.context.node_size, set_node_size(config, world)
     set_world_machine(config, world)
     if checkpoint is not None:
@@ -274,7 +277,7 @@ def open_run_documents(
             log(line)
         run_on_first_rank(world, partial(keep_base, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
-    config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
+    config = replace(config, evaluation=replace(config.evaluation, documents=data.order.held_out_texts))
     config = set_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     # not node_size: a run that goes on may be on other hosts

@@ -64,8 +64,8 @@ def resolve_on_ranks(
 ) -> Resolved:
     """Decide on the first rank what the configuration leaves open, as hosts may round times differently; all enter it.
 
-    The plan of memory is None where train.plan_memory and rows leave nothing to choose, and on CPUs without `memory_bytes`.
-    Raises ConfigError, on every rank, where nothing fits.
+    The plan of memory is None where train.plan_memory and rows leave nothing to choose, and on CPUs without
+    `device_memory_limit`. Raises ConfigError, on every rank, where nothing fits.
     """
 
     def work() -> Resolved:
