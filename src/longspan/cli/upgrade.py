@@ -107,10 +107,10 @@ def _rename_keys(document: Any, section: str, moved: dict[str, list[tuple[Any, A
             continue
         old = f"{section}.{key.key}" if key is not None else ""
         new_section, _, name = RENAMED.get(old, old).partition(".")
-        place = table
+        place: Any = table
         if key is not None and new_section != section:
             place = moved.setdefault(new_section, [])
-        entries = [*((None, comment) for comment in comments)]
+        entries: list[tuple[Any, Any]] = [(None, comment) for comment in comments]
         comments = []
         entries.append((key and name, _with_new_value(f"{new_section}.{name}", item) if key else item))
         for entry in entries:

@@ -200,7 +200,7 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
         hint = f" ({value} is {str(new).lower()} now)"
     else:
         is_choice = get_origin(kind) is Literal and isinstance(value, str)
-        hint = f" ({nearest_hint(value, get_args(kind))})" if is_choice else ""
+        hint = f" ({nearest_hint(str(value), get_args(kind))})" if is_choice else ""
     raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
 
 

@@ -281,9 +281,12 @@ def open_run_documents(
     config = set_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     # not node_size: a run that goes on may be on other hosts
-    folders = {key: str(Path(path).absolute()) for key in ("dir", "checkpoints") if (path := getattr(config.run, key))}
+    run, checkpoint_keys = (
+        replace(section, dir=str(Path(section.dir).absolute()) if section.dir else "")
+        for section in (config.run, config.checkpoint)
+    )
     as_written = replace(
-        config, context=replace(config.context, node_size=node_size), run=replace(config.run, **folders)
+        config, context=replace(config.context, node_size=node_size), run=run, checkpoint=checkpoint_keys
     )
     for line in source_lines(config, data.order):
         log(line)
@@ -370,7 +373,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         file, text = (
             Path(config.run.dir) / "config.toml",
-            to_toml(as_written, chosen=replace(config, run=as_written.run)),
+            to_toml(as_written, chosen=replace(config, run=as_written.run, checkpoint=as_written.checkpoint)),
         )
         run_on_first_rank(world, lambda: write_atomically(file, text), RunFolderError)
         warn_about_small_updates(config, log)

@@ -311,8 +311,8 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
     """Return `prepare`'s options for what layers keep for backward, and how often parameters are gathered."""
     if memory is not None:
         return {
-            "measures": memory.measures,
-            "host_bytes": memory.host.kept,
+            "checkpoint_policies": memory.measures,
+            "offload_bytes": memory.host.kept,
             "reshard_after_forward": not memory.gathered_once,
             "sync_each_batch": not memory.summed_once,
             "mlp_tile_tokens": memory.mlp_tile_tokens,

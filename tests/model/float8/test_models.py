@@ -47,7 +47,7 @@ def _whole(*home: Any, **options: Any) -> Any:
 HOMES = [
     Home(Layout(ranks=1), options={"activation_checkpointing": "full"}),
     Home(Layout(ranks=2), 2),
-    _whole(Layout(ranks=4, pp=2), 2, options={"measures": "selective"}),
+    _whole(Layout(ranks=4, pp=2), 2, options={"checkpoint_policies": "selective"}),
     _whole(Layout(ranks=2), 2, options={"mlp_tile_tokens": 7, "activation_checkpointing": "selective"}),
 ]
 MIXTURES = [
