@@ -203,7 +203,8 @@ RUNS = (
     GpuRun(
         "longest-one-selective",
         150,
-        f"{SMALL} --sequences 139264,146432 {YARN} --train.plan_memory false --train.activation_checkpointing selective",
+        f"{SMALL} --sequences 139264,146432 {YARN} --train.plan_memory false --train.activation_checkpointing "
+        f"selective",
         gpus=1,
     ),
     # what `train.plan_memory = true` chooses within 48 GiB, and six settings by hand that fit there as well
@@ -336,7 +337,9 @@ def choose_runs(names: str) -> list[GpuRun]:
 def take_runs(runs: list[GpuRun], folder: Path, seconds: float) -> bool:
     """Take the runs that have not ended well in this folder, while there is time; returns whether none failed."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows, started, good = folder / "runs.jsonl", time.monotonic(), True
+    rows = folder / "runs.jsonl"
+    started = time.monotonic()
+    good = True
     lines = rows.read_text().splitlines() if rows.exists() else []
     done = {row["name"] for row in map(json.loads, lines) if row["status"] == 0}
     for run in runs:
@@ -355,7 +358,8 @@ def take_runs(runs: list[GpuRun], folder: Path, seconds: float) -> bool:
 
 def take_run(run: GpuRun, folder: Path, limit: float) -> dict[str, str | int | float]:
     """Take one run, in a session of its own that is ended whole; returns its line."""
-    log, started = folder / f"{run.name}.log", time.monotonic()
+    log = folder / f"{run.name}.log"
+    started = time.monotonic()
     paths = [str(HERE / "src"), str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable}
     with log.open("wb") as opened:

@@ -15,10 +15,10 @@ import pytest
 from longspan.cli import flags
 from longspan.cli.main import main
 from longspan.config.file import config_keys, load_config
-from longspan.config.keys import GONE_VALUES
 from longspan.config.other_names import NAMES
+from longspan.config.renamed import RENAMED
 from longspan.config.sections import section_kinds
-from longspan.run.checks import check_data, check_keys_needed_by_keys, check_number_bounds
+from longspan.run.checks import check_data, check_keys_needed_by_keys
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -113,7 +113,6 @@ CONFIGURATIONS = [
 def test_a_configuration_on_a_page_is_one_of_a_new_run(block: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(block, encoding="utf-8")
     config = load_config(tmp_path / "run.toml")
-    check_number_bounds(config, training=False)
     check_keys_needed_by_keys(config)
     check_data(config)
 
@@ -133,7 +132,7 @@ def test_flags_and_keys_in_the_text_of_a_page_are_there(page: Path) -> None:
     assert named <= FOREIGN | known_flags() | set(config_keys()), sorted(named)
     dotted = {span for span in spans if re.fullmatch(rf"({'|'.join(section_kinds())})\.[a-z_]+", span)}
     dotted = {name for name in dotted if not re.search(r"\.(jsonl?|toml|lock)$|^mtp\.(fc|pre_fc)", name)}
-    assert dotted <= {*config_keys(), *GONE_VALUES, "section.key"}, sorted(dotted)
+    assert dotted <= {*config_keys(), *RENAMED, "section.key"}, sorted(dotted)
 
 
 @cache

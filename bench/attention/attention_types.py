@@ -321,7 +321,8 @@ def _dense(settings: AttentionSettings, qkv: tuple[Tensor, ...]) -> list[Tensor]
         seen = torch.ones(len(a), len(a), dtype=torch.bool, device=a.device).tril()
         if settings.window:
             seen = seen.triu(1 - settings.window)
-        scores, sinks = scores.masked_fill(~seen, float("-inf")), sinks_of(settings, a.device)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        sinks = sinks_of(settings, a.device)
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(a), 1)], 2)
         outs.append(torch.einsum("nst,tnh->snh", scores.softmax(-1)[:, :, : len(a)], c))

@@ -74,7 +74,8 @@ class Layer:
 
     def draw_heads(self) -> list[Tensor]:
         """Queries, latents, rotated parts of keys, the weight that expands them, and the gradient of the output."""
-        m, rows = self.module, len(self.shard.position_ids)
+        m = self.module
+        rows = len(self.shard.position_ids)
         shapes = [(1, m.num_heads, rows, m.qk_head_dim), (1, 1, rows, m.kv_lora_rank), (1, 1, rows, m.qk_rope_head_dim)]
         leaves = [self.drawn(*shape).requires_grad_() for shape in shapes]
         return [*leaves, m.kv_b_proj.weight, self.drawn(1, rows, m.num_heads, m.v_head_dim)]
@@ -90,7 +91,8 @@ def measure_ranks(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     with World(Layout(ranks=options.world), backend=None if options.world <= usable_gpus() else "gloo") as world:
         about = {"ranks": options.world, "k": options.k}
         record = open_record("indexed attention", options.out, world.backend, Path(__file__).parent, **about)
-        checks, rows = record.setdefault("checks", {}), record.setdefault("rows", {})
+        checks = record.setdefault("checks", {})
+        rows = record.setdefault("rows", {})
         for model, length in itertools.product(options.models.split(","), map(int, options.lengths.split(","))):
             if (name := f"{model}, {length:,}") in rows:
                 continue
@@ -115,7 +117,8 @@ def check(layer: Layer, world: World) -> dict[str, float]:
     chosen = layer.choose().sort(-1).values
     with patch.object(index_scores, "can_score", lambda q: False):
         other = (chosen != layer.choose().sort(-1).values).any(-1).double().mean().item()
-    heads, results = layer.draw_heads(), dict[str, list[Tensor]]()
+    heads = layer.draw_heads()
+    results = dict[str, list[Tensor]]()
     for way in ("float64", *WAYS[:2]):
         if way == "float64":
             layer.module.double()
@@ -125,7 +128,8 @@ def check(layer: Layer, world: World) -> dict[str, float]:
         results[way] = [out.detach(), *torch.autograd.grad(out, inputs[:4], inputs[4])]
         torch.distributed.all_reduce(results[way][4])  # of a rank's keys under one way, of its queries under the other
         layer.module.bfloat16()
-    exact, worst = results.pop("float64"), {"rows that choose other keys": other}
+    exact = results.pop("float64")
+    worst = {"rows that choose other keys": other}
     for way, found in results.items():
         for name, x, y in zip(("out", "dq", "dlatents", "drotated", "dweight"), found, exact, strict=True):
             worst[f"{way}, {name}"] = ((x.double() - y).norm() / y.norm()).item()
@@ -158,7 +162,8 @@ def measure(layer: Layer, world: World, ways: list[str]) -> dict[str, Any]:
 
 def timed(run: Callable[[], float], world: World) -> tuple[list[float], int]:
     """Median seconds of one to three runs after one, before and after what `run` returns (0: all), and peak bytes."""
-    cuda, times = world.device.type == "cuda", list[list[float]]()
+    cuda = world.device.type == "cuda"
+    times = list[list[float]]()
     while len(times) < 4 and (len(times) < 2 or max(world.control.gather_objects(sum(times[-1]))) < 1):
         if cuda:
             torch.cuda.reset_peak_memory_stats()

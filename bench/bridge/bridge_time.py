@@ -85,7 +85,8 @@ class Case:
     @cached_property
     def need(self) -> Partition:
         tp, cp, dp = self.model
-        row_of, zigzag = np.cumsum(self.is_image) - 1, Partition.zigzag([self.positions] * self.documents, cp)
+        row_of = np.cumsum(self.is_image) - 1
+        zigzag = Partition.zigzag([self.positions] * self.documents, cp)
         lines = list[np.ndarray]()
         for replica in range(dp):
             for member in range(cp):
@@ -95,13 +96,15 @@ class Case:
 
     def received_rows(self) -> tuple[float, float]:
         """Rows that a rank receives by the bridge, forward and backward: the mean over ranks."""
-        there, back = Exchange(self.have, self.need), Exchange(self.need, self.have)
+        there = Exchange(self.have, self.need)
+        back = Exchange(self.need, self.have)
         means = [float(np.mean([way.received_rows(rank) for rank in self.home.ranks])) for way in (there, back)]
         return means[0], means[1]
 
     def gathered_rows(self) -> tuple[float, float]:
         """Rows that a rank receives by the design that gathers, with ring collectives."""
-        cp, encoders_each = self.model[1], self.encoder[1] / self.model[2]
+        cp = self.model[1]
+        encoders_each = self.encoder[1] / self.model[2]
         gathered = max(0.0, 1 - 1 / encoders_each) * self.rows
         return gathered, (2 * (1 - 1 / cp) + max(0.0, 1 / encoders_each - 1)) * self.rows
 
@@ -178,7 +181,8 @@ class BridgeFlags(BenchFlags):
 
 
 def measure_ranks(rank: int, flags: BridgeFlags, about: dict[str, Any]) -> dict[str, Any]:
-    gpu, record = about["backend"] != "gloo", {**about, "machine": machine_facts(), "versions": versions(), "rows": []}
+    gpu = about["backend"] != "gloo"
+    record = {**about, "machine": machine_facts(), "versions": versions(), "rows": []}
     counts = [int(word) for word in (flags.rows or ("32768,131072" if gpu else "512")).split(",")]
     for layout in timed_cases(about["ranks"]):
         with World(layout.home, backend=None if gpu else "gloo", timeout=flags.timeout_seconds) as world:

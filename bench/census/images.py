@@ -131,7 +131,8 @@ def _way(row: Mapping[str, Any], way: str) -> str:
 
 def image_section(record: Mapping[str, Any]) -> str:
     """The part of docs/models.md on images, as text."""
-    models, classes = record["models"], counts(record, variants=False)
+    models = record["models"]
+    classes = counts(record, variants=False)
     text = _INTRO.format(
         total=classes.total(),
         transformers=record["versions"].get("transformers", ""),

@@ -186,9 +186,12 @@ def kernel_of(kind: Mapping[str, Any]) -> str:
     """The first kernel that takes several documents of this kind of layer on a GPU, and its head sizes. The table alone
     decides: this machine need not have a GPU.
     """
-    query, value, window = kind["query"], kind["value"], 1 if kind["window"] else None
+    query = kind["query"]
+    value = kind["value"]
+    window = 1 if kind["window"] else None
     softcap = 1.0 if kind["softcap"] else None
-    gpu, mask = torch.device("cuda"), Mask(window=window)
+    gpu = torch.device("cuda")
+    mask = Mask(window=window)
     call = AttendCall(
         1, 1, query, value, torch.bfloat16, gpu, mask, softcap=softcap, indexed=kind.get("indexed", False)
     )

@@ -83,7 +83,8 @@ def chats(files: list[str], counts: list[int], flags: argparse.Namespace) -> Ite
         messages = [{"role": "system", "content": SYSTEM}]
         while True:
             index = random.randrange(len(files))
-            lines, share = files[index].splitlines(), min(1.0, 0.85 * left / counts[index])
+            lines = files[index].splitlines()
+            share = min(1.0, 0.85 * left / counts[index])
             pasted = lines[: max(1, int(share * len(lines)))]
             names = re.findall(r"^(?:def|class) (\w+)", "\n".join(pasted), flags=re.MULTILINE)
             answer = "\n".join(f"- `{name}`" for name in names) or "It defines nothing at its top."

@@ -85,7 +85,8 @@ class EvaluationCase:
         from longspan.model.presets import preset_config
 
         configuration = change_layer_count(preset_config(self.preset, vocab_size=vocabulary), self.layers)
-        configuration.vocab_size, configuration.tie_word_embeddings = vocabulary, False
+        configuration.vocab_size = vocabulary
+        configuration.tie_word_embeddings = False
         return configuration
 
 
@@ -251,7 +252,8 @@ class PreparedCase:
 
     def at_fixed_degree(self, degree: int, **changes: Any) -> Plan:
         """One document for each group of slots in a micro-batch, as published figures count; `changes` of options."""
-        lengths, multiple = [len(document) for document in self.documents], self.options.row_multiple
+        lengths = [len(document) for document in self.documents]
+        multiple = self.options.row_multiple
         rows = -(-max(lengths) // degree)
         cap = -(-rows // multiple) * multiple
         options = replace(self.options, **changes)
@@ -264,7 +266,8 @@ class PreparedCase:
 
 
 def prepare_case(case: EvaluationCase, settings: EvaluationSettings, world: World) -> PreparedCase:
-    flags, configuration = settings.flags, case.configuration(settings.flags.vocabulary)
+    flags = settings.flags
+    configuration = case.configuration(settings.flags.vocabulary)
     dtype = torch.bfloat16 if settings.gpu else torch.float32
     loaded = load_model(config=configuration, sharded=True, dtype=dtype if flags.whole else torch.float32)
     split = case.tp > 1
@@ -304,9 +307,11 @@ def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: Wor
 
 def measure_evaluation(bench: PreparedCase, choice: Plan | PlannerConfig) -> dict[str, Any]:
     """Seconds of whole evaluations, each of the slowest rank; the most memory of a rank, and the result."""
-    settings, world = bench.settings, bench.world
+    settings = bench.settings
+    world = bench.world
     results: list[Evaluation] = []
-    times, peak = list[float](), 0
+    times = list[float]()
+    peak = 0
 
     def run() -> None:
         results.append(evaluate(bench.model, bench.documents, choice, world))
@@ -392,7 +397,8 @@ def _summary(record: dict[str, Any]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
     for row in record["rows"]:
         times = {(run.get("trained"), run.get("degree")): 1e3 * run["mean"] for run in row["runs"]}
-        planned, cells = 1e3 * planned_run(row)["mean"], [row["name"]]
+        planned = 1e3 * planned_run(row)["mean"]
+        cells = [row["name"]]
         for pair in (row["known"], *([times.get((trained, degree)) for degree in DEGREES] for trained in DEGREES)):
             cells += _pair(pair)
         best = times[DEGREES[0], DEGREES[0]]

@@ -77,7 +77,8 @@ def measure_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
 
 def narrow_and_wide(bench: PreparedCase) -> dict[str, Plan]:
     """The plans by name: at degree 1, and at the degree of all slots."""
-    slots, inside = bench.world.home.slots, bench.world.node_size
+    slots = bench.world.home.slots
+    inside = bench.world.node_size
     plans = {
         "degree 1": bench.at_fixed_degree(1),
         f"degree {slots}, p2p": bench.at_fixed_degree(slots, cp_comm_type="p2p"),

@@ -18,12 +18,17 @@ IMAGES = {
     "D": MediaItem(1, ((7, 10),)),
 }
 COLORS = ("#3b7dd8", "#d07c12", "#3a9d6e", "#b5539a")
-INK, PAPER, TEXT_ROW = "var(--ink)", "var(--paper)", "var(--row)"
+INK = "var(--ink)"
+PAPER = "var(--paper)"
+TEXT_ROW = "var(--row)"
 STYLE = """<style>svg{--ink:#222;--paper:#fff;--row:#e6e6e6}
 @media (prefers-color-scheme: dark){svg{--ink:#e8eaed;--paper:#1e2129;--row:#3a414b}}</style>"""
 HOME = Layout(ranks=4)
 # Pixels: between ranks, above the first, of a row, where the language model begins.
-ROW, TOP, SIDE, RIGHT = 84, 96, 22, 560
+ROW = 84
+TOP = 96
+SIDE = 22
+RIGHT = 560
 
 
 def main() -> None:
@@ -49,7 +54,8 @@ def picture() -> str:
         parts += [_box(20 + SIDE * i, _y(rank), plan, row) for i, row in enumerate(rows)]
         parts += _positions(rank, micro_batch, plan)
         parts += [_arrow(exchange, rank, to, plan) for to in HOME.ranks if exchange.moves(rank).sends[to]]
-    moved, rows = sum(map(exchange.received_rows, HOME.ranks)), sum(wave.have.counts)
+    moved = sum(map(exchange.received_rows, HOME.ranks))
+    rows = sum(wave.have.counts)
     parts.append(
         _text(20, _y(4) - 22, f"{moved} of {rows} rows travel, each once, to the rank that owns its position; rank 0 "
         "keeps two of its own. Gradients travel the same ways back.")
@@ -93,11 +99,15 @@ def _positions(rank: int, micro_batch: object, plan: ModalityPlan) -> list[str]:
 
 def _arrow(exchange: Exchange, rank: int, to: int, plan: ModalityPlan) -> str:
     """What goes from one rank's rows to another's, with its number of rows."""
-    moves, have = exchange.moves(rank), exchange.have.rows(rank).tolist()
-    count, first = moves.sends[to], have[int(moves.leaves[sum(moves.sends[:to])])]
+    moves = exchange.moves(rank)
+    have = exchange.have.rows(rank).tolist()
+    count = moves.sends[to]
+    first = have[int(moves.leaves[sum(moves.sends[:to])])]
     start, end = 26 + SIDE * len(have), RIGHT - 10
-    y, bottom = _y(rank) + SIDE / 2, _y(to) + SIDE / 2
-    color, middle = COLORS[_image(plan, first)], (start + end) / 2
+    y = _y(rank) + SIDE / 2
+    bottom = _y(to) + SIDE / 2
+    color = COLORS[_image(plan, first)]
+    middle = (start + end) / 2
     path = f'<path d="M{start} {y}C{middle} {y} {middle} {bottom} {end} {bottom}" fill="none" stroke="{color}"'
     t = 0.36 if rank < to else 0.2  # of the way along the curve
     x = (1 - t) ** 3 * start + 3 * t * (1 - t) * middle + t**3 * end

@@ -78,7 +78,8 @@ class Measured:
         plan = _plan(self.by, machine.cost(config, CostSettings(**self.by["cost"])))
         if "images" not in self.by:
             return plan.predicted_seconds
-        images, cost = [n for document in self.by["images"] for n in document], EncoderShape.of(config).cost(again=1)
+        images = [n for document in self.by["images"] for n in document]
+        cost = EncoderShape.of(config).cost(again=1)
         waves = plan_dynamic(images, Layout(plan.slots), max_tokens_per_slot=8192, max_cp=1, cost=cost, effort="fast")
         return plan.predicted_seconds + waves.predicted_seconds
 
@@ -100,8 +101,10 @@ class Peak:
     def moment(self) -> Bytes:
         """The planned bytes of the device, by their parts."""
         measures = [word for word, layers in self.by["recomputed"] for _ in range(layers)]
-        home, settings = Layout(**self.by["layout"]), MemorySettings(**self.by["memory"])
-        config, plan = _config(self.by["config"]), _plan(self.by, Cost())
+        home = Layout(**self.by["layout"])
+        settings = MemorySettings(**self.by["memory"])
+        config = _config(self.by["config"])
+        plan = _plan(self.by, Cost())
         return MemoryNeeds.of(config, home, plan, settings, machine=Machine.known("H200")).under(measures).device
 
 
@@ -146,9 +149,11 @@ def _predict_layer(machine: Machine, kind: str, by: dict[str, Any]) -> float:
         machine = Machine.from_json(_values()["machines"][by["machine"]])
     if "link" in by:
         machine = machine.with_link("across", **by["link"])
-    lengths, sizes = by["group"]["lengths"], by["group"].get("sizes")
+    lengths = by["group"]["lengths"]
+    sizes = by["group"].get("sizes")
     levels = (sizes[0], sizes[1]) if sizes else None
-    slots, documents = tuple(range(by["group"]["slots"])), tuple(range(len(lengths)))
+    slots = tuple(range(by["group"]["slots"]))
+    documents = tuple(range(len(lengths)))
     group = Group(slots, documents, tuple(lengths), hierarchical_context_parallel_sizes=levels)
     prices = machine.attention_seconds(group, AttentionCall(**by["attention"]), node_size=by.get("node_size", 8))
     return max(by.get("host_seconds", 0.0), prices[kind].seconds)

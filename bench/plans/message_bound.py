@@ -43,9 +43,12 @@ SLICED_GATHER_BYTES = 128 << 20  # of the keys and values of all rows of a group
 
 def bound_with_messages(plan: Plan, max_cp: int | None = None) -> float:
     """Return the seconds that no plan of these documents beats, messages of measured links among them."""
-    cost, slots, cap = plan.cost, plan.slots, plan.max_tokens_per_slot
+    cost = plan.cost
+    slots = plan.slots
+    cap = plan.max_tokens_per_slot
     assert cost.network is not None and cap is not None
-    rows, widest = np.asarray(plan.lengths, dtype=np.int64), min(max_cp or slots, slots)
+    rows = np.asarray(plan.lengths, dtype=np.int64)
+    widest = min(max_cp or slots, slots)
     own = lower_bound_seconds(rows.tolist(), slots, cap, cost, plan.mode, max_cp=widest, node_size=plan.node_size)
     messages = MessageBound(cost, cost.network, cap, plan.node_size, widest).slot_seconds(rows)
     area = own.area + messages / slots / cost.stages
@@ -74,8 +77,10 @@ class MessageBound:
         needed = np.maximum(-(-rows // self.cap), 1)
         if not (needed > 1).any():
             return 0.0
-        length, shortest = rows.astype(np.float64), int(rows.min())
-        inside, across = np.where(needed > 1, np.inf, 0.0), np.zeros((len(MIXTURES), len(rows)))
+        length = rows.astype(np.float64)
+        shortest = int(rows.min())
+        inside = np.where(needed > 1, np.inf, 0.0)
+        across = np.zeros((len(MIXTURES), len(rows)))
         for fewest in np.unique(needed).tolist():
             documents = needed == fewest
             if fewest > 1:
@@ -144,7 +149,8 @@ class MessageBound:
         that needs no ring is the last one tried, as wider sets are not cheaper. `a2a` tries that set only, `p2p` the
         set of one, and `all_gather` none.
         """
-        kind, sizes = self.cost.cp_comm_type, self._set_sizes
+        kind = self.cost.cp_comm_type
+        sizes = self._set_sizes
         wide = int(np.searchsorted(sizes, fewest))  # the first that needs no ring
         stop = {"p2p": 1, "all_gather": 0}.get(kind, wide + 1)
         chosen = np.arange(len(sizes))[wide if kind == "a2a" else 0 : stop]
@@ -171,7 +177,8 @@ class MessageBound:
         block of keys and values goes round in each pass, gradients in backward. Whether one member of a host sends or
         all do is not known here, so the faster wire is charged.
         """
-        across, copies = self.network.across, self._copies(exchanging)
+        across = self.network.across
+        copies = self._copies(exchanging)
         seconds = np.zeros(len(exchanging))
         for size in (self._block, self._block, self._gradients) if self._has_backward else (self._block,):
             seconds += across.point.seconds(size * copies * self.cap)
@@ -203,7 +210,8 @@ class MessageBound:
         backward. Where hosts are crossed, the slots of a host share what their host receives; how many slots share a
         host is not known, so the number with the least seconds counts.
         """
-        network, rows = self.network, self.cap
+        network = self.network
+        rows = self.cap
         received = self._block * (degree - 1) * rows
         most_together = max(1, min(self.node_size, degree // 2)) if crosses else degree  # on the host with fewest slots
         gather = float(network.inside.gather.seconds(received))
@@ -232,7 +240,8 @@ class MessageBound:
         inside, across = np.zeros((2, len(self._set_sizes)))
         for i, members in enumerate(map(int, self._set_sizes)):
             if members > 1:
-                fits_host, most_near = members <= self.node_size, min(members, self.node_size)
+                fits_host = members <= self.node_size
+                most_near = min(members, self.node_size)
                 inside[i] = self._exchange_row_seconds(members, np.array([members])) if fits_host else np.inf
                 across[i] = self._exchange_row_seconds(members, np.arange(1, most_near + 1))
         for seconds in (inside[1:], across[1:]):  # without the set of one, which exchanges nothing
@@ -246,8 +255,10 @@ class MessageBound:
         and of their gradients in backward. Key/value heads fewer than members are copied, and the gradients of copies
         are summed, in a wider type. Slices make messages shorter and latencies more: the faster way counts.
         """
-        network, copies = self.network, float(self._copies(members))
-        keys, widened = self._keys * copies, network.gradient_share / network.block_share if self._has_backward else 1.0
+        network = self.network
+        copies = float(self._copies(members))
+        keys = self._keys * copies
+        widened = network.gradient_share / network.block_share if self._has_backward else 1.0
         # Where `copies` is 1, more may be made, whose gradients are summed in another type: the narrower type counts.
         key_gradients = keys * (widened if copies > 1 else min(1.0, widened))
         sent = [self._queries + keys, self._queries]
@@ -268,10 +279,8 @@ class MessageBound:
         In each way a member sends the bytes `near` inside its host and, at the same time, `far` to other hosts.
         """
         network = self.network
-        inside, across = (
-            network.inside.exchange.seconds(near),
-            network.across.exchange.seconds(far),
-        )
+        inside = network.inside.exchange.seconds(near)
+        across = network.across.exchange.seconds(far)
         return float(np.maximum(inside, across).min())
 
     def _copies(self, members: ArrayLike) -> Floats:

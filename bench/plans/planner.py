@@ -47,10 +47,13 @@ HEADS = 32  # query heads of Qwen3-8B, which the cost is of
 
 def lengths_of(name: str, slots: int, cap: int, seed: int, per_slot: int) -> NDArray[np.int64]:
     """Lengths that hold `per_slot` tokens a slot together, at most 128K each and at most what all slots hold."""
-    longest, tokens = min(LONGEST, slots * cap), slots * per_slot
+    longest = min(LONGEST, slots * cap)
+    tokens = slots * per_slot
     if name != "files":
         return sample_lengths(name, tokens, seed=seed, longest=longest)
-    random, drawn, total = np.random.default_rng(seed), [], 0
+    random = np.random.default_rng(seed)
+    drawn = []
+    total = 0
     while total < tokens:
         batch = np.clip(random.choice(file_tokens(), 4096), 16, longest)
         batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
@@ -83,7 +86,8 @@ def padded_seconds(lengths: NDArray[np.int64], slots: int, cp: int) -> float:
 def static_plan(lengths: list[int], slots: int, cap: int) -> tuple[float, int, str]:
     """The fastest of packed plans of one degree, under all communication types: seconds, degree and type."""
     least = min(slots, max(1, LONGEST // cap))
-    options, home = PlanOptions(cp_comm_type="auto", heads=HEADS, cost=COST, max_tokens_per_slot=cap), Layout(slots)
+    options = PlanOptions(cp_comm_type="auto", heads=HEADS, cost=COST, max_tokens_per_slot=cap)
+    home = Layout(slots)
     plans = (
         plan_fixed(lengths, home, cp, options=typed)
         for cp in (least, 2 * least, 4 * least)
@@ -114,7 +118,9 @@ class Megatron:
 
     def seconds(self, lengths: NDArray[np.int64], slots: int, cap: int) -> tuple[float, float]:
         """Lockstep seconds of its plan, and seconds of planning."""
-        todo, plan, begun = [(i, int(n)) for i, n in enumerate(lengths)], [], time.process_time()
+        todo = [(i, int(n)) for i, n in enumerate(lengths)]
+        plan = []
+        begun = time.process_time()
         while todo:
             _, todo, _, ids = self.names["next_hdp_group_packing_aware"](todo, slots, max_seq_len_per_rank=cap)
             plan.append(ids)
@@ -122,14 +128,17 @@ class Megatron:
         return sum(self._slowest(ids, lengths) + COST.micro_batch_seconds for ids in plan), planned
 
     def _slowest(self, ids: list[list[int]], lengths: NDArray[np.int64]) -> float:
-        slowest, start = 0.0, 0
+        slowest = 0.0
+        start = 0
         while start < len(ids):
             stop = start + 1
             while stop < len(ids) and ids[stop] == ids[start]:
                 stop += 1
-            rows, inside = lengths[ids[start]], start // 8 == (stop - 1) // 8
+            rows = lengths[ids[start]]
+            inside = start // 8 == (stop - 1) // 8
             seconds = COST.group_seconds(int(rows.sum()), int((rows * rows).sum()), stop - start, inside)
-            slowest, start = max(slowest, float(seconds)), stop
+            slowest = max(slowest, float(seconds))
+            start = stop
         return slowest
 
 
@@ -144,7 +153,8 @@ def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tupl
 def row(name: str, slots: int, cap: int, seed: int, per_slot: int, megatron: Megatron | None) -> dict[str, Any]:
     """Everything about one batch."""
     rows = lengths_of(name, slots, cap, seed, per_slot)
-    lengths, cp = rows.tolist(), min(slots, max(1, LONGEST // cap))
+    lengths = rows.tolist()
+    cp = min(slots, max(1, LONGEST // cap))
     bound = lower_bound_seconds(lengths, slots, cap, COST).seconds
     figures: dict[str, Any] = {"lengths": name, "slots": slots, "cap": cap, "documents": len(lengths), "bound": bound}
     figures["strong_bound"] = strong_bound(lengths, slots, cap, COST).seconds / bound

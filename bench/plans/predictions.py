@@ -26,7 +26,9 @@ from longspan.plain_text import gib_text, markdown_table
 from longspan.plan import Machine
 from longspan.plan.memory.settings import Bytes
 
-REGRET, SECONDS, BYTES = 0.03, 0.15, 0.10
+REGRET = 0.03
+SECONDS = 0.15
+BYTES = 0.10
 PLANS = re.compile(r"(fixed|dynamic|padded|degree \d+|at degree \d+)")  # words of settings that name a plan
 COLUMNS = ("record", "model", "slots", "rows", "type", "settings", "measured s", "predicted s", "ratio", "")
 PARTS = ("weights", "gradients", "states", "gathered", "kept", "work", "logits")  # of planned bytes
@@ -106,7 +108,8 @@ def peak_error(peak: Peak, moment: Bytes) -> float:
 
 def text_of(predictions: Sequence[Prediction], peaks: Sequence[tuple[Peak, Bytes]]) -> Iterator[str]:
     """The record."""
-    current, chosen = [p for p in predictions if not p.row.older], choices(predictions)
+    current = [p for p in predictions if not p.row.older]
+    chosen = choices(predictions)
     errors = [abs(p.ratio - 1) for p in current]
     yield from ("# Predicted and measured", "", "Command: `make predictions`.", "")
     yield markdown_table(
@@ -179,7 +182,8 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--out", type=Path, default=RECORDS / "predictions.md")
     out = flags.parse_args().out
-    predictions, peaks = predict_all(Machine.known("H200")), predict_peaks()
+    predictions = predict_all(Machine.known("H200"))
+    peaks = predict_peaks()
     text = "\n".join(text_of(predictions, peaks)) + "\n"
     print(text, end="")
     out.write_text(text)

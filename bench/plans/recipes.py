@@ -134,7 +134,8 @@ def main() -> int:
     wrong = 0
     with made_folder() as folder:
         for name in names:
-            row, written = row_of(name, folder), read_rows(PAGE.read_text(encoding="utf-8"))
+            row = row_of(name, folder)
+            written = read_rows(PAGE.read_text(encoding="utf-8"))
             wrong += written.get(name) != row
             print(row, flush=True)
             if not flags.check:
@@ -147,7 +148,9 @@ def main() -> int:
 def made_folder() -> Iterator[Path]:
     """A folder with the models' configurations, tokenizers and chats, which is the current one meanwhile."""
     with tempfile.TemporaryDirectory() as name:
-        folder, before, cache = Path(name), Path.cwd(), os.environ.get("XDG_CACHE_HOME")
+        folder = Path(name)
+        before = Path.cwd()
+        cache = os.environ.get("XDG_CACHE_HOME")
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         os.chdir(folder)
         try:
@@ -188,7 +191,8 @@ def answer_of(name: str, folder: Path, gpu: str, count: int) -> dict[str, Any]:
     chats = make_chats(folder, name.rpartition("-")[2], images="-vl-" in name)
     words = ["train", str(recipe), "--dry-run", "--json", "--world", str(count), "--device", "cpu"]
     words += ["--run.machine", gpu, "--data.path", str(chats)]
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = longspan(words)
     if status:

@@ -118,7 +118,8 @@ class _Floor:
 
     def _alone(self, length: int, least: int) -> float:
         """Seconds of one document in a group of its own at its best degree."""
-        cost, degree = self.cost, np.arange(least, self.widest + 1)
+        cost = self.cost
+        degree = np.arange(least, self.widest + 1)
         attention = np.maximum(cost.attention_seconds * float(length) ** 2, length * self._wire_seconds(degree))
         total = (cost.linear_seconds * length + attention) / degree + cost.ring_step_seconds * (degree - 1.0)
         return float(total.min())

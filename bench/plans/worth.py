@@ -32,11 +32,14 @@ from longspan.plan.cost.links import LEVELS
 from longspan.plan.distributions import sample_lengths
 
 Row = dict[str, Any]
-PUBLISHED_SEEDS, PUBLISHED_SLOTS, PUBLISHED_CAP = range(3), 32, 3072
+PUBLISHED_SEEDS = range(3)
+PUBLISHED_SLOTS = 32
+PUBLISHED_CAP = 3072
 SENSITIVE_SLOTS = (64, 256, 1024, 8192)
 EMULATED_ROWS = (16384, 32768, 65536, 131072, 262144, 524288)
 COMMAND = "python bench/plans/worth.py --out bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg"
-EMULATED_GBPS, REAL_GBPS = 2.65, (12.5, 25.0, 50.0)
+EMULATED_GBPS = 2.65
+REAL_GBPS = (12.5, 25.0, 50.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Problem:
 
     def best_fixed(self, cost: Cost | None = None) -> Plan:
         """The fastest plan of one degree, over all degrees that hold the longest document."""
-        cap, slots = self.options.max_tokens_per_slot or LONGEST, self.home.slots
+        cap = self.options.max_tokens_per_slot or LONGEST
+        slots = self.home.slots
         degrees = [cp for cp in range(1, min(slots, 128) + 1) if slots % cp == 0 and max(self.lengths) <= cp * cap]
         return min((self.fixed(cp, cost) for cp in degrees), key=lambda plan: plan.predicted_seconds)
 
@@ -95,8 +99,10 @@ def types_of(plan: Plan) -> dict[str, float]:
 
 def gain_row(case: Case) -> Row:
     """The dynamic plan of a case beside the best one of one degree."""
-    begun, problem = time.process_time(), Problem.of(case)
-    dynamic, fixed = problem.dynamic(), problem.best_fixed()
+    begun = time.process_time()
+    problem = Problem.of(case)
+    dynamic = problem.dynamic()
+    fixed = problem.best_fixed()
     return asdict(case) | {
         "documents": len(problem.lengths),
         "longest": max(problem.lengths),
@@ -121,7 +127,8 @@ def without_messages(cost: Cost) -> Cost:
 
 def published_row(gbps: float, seed: int, weights: str) -> Row:
     """The setting of Megatron-LM's pull request 2000: Qwen3-30B-A3B, 32 GPUs, 3,072 tokens a rank, longest 49,152."""
-    longest, most = 49152, 16
+    longest = 49152
+    most = 16
     lengths = sample_lengths("lognorm", PUBLISHED_SLOTS * PUBLISHED_CAP * 8, seed=seed, longest=longest).tolist()
     options = PlanOptions(
         cp_comm_type="auto",
@@ -131,9 +138,12 @@ def published_row(gbps: float, seed: int, weights: str) -> Row:
         mode=mode_of(weights),
     )
     problem = Problem(lengths, Layout(PUBLISHED_SLOTS), options)
-    dynamic, sixteen = problem.dynamic(max_cp=most), problem.fixed(most)  # no lower degree holds the longest document
+    # no lower degree holds the longest document
+    dynamic = problem.dynamic(max_cp=most)
+    sixteen = problem.fixed(most)
     ring = plan_fixed(lengths, problem.home, most, options=options, cp_comm_type="p2p").predicted_seconds
-    seconds, busy = dynamic.predicted_seconds, dynamic.timeline().busy.sum() / PUBLISHED_SLOTS
+    seconds = dynamic.predicted_seconds
+    busy = dynamic.timeline().busy.sum() / PUBLISHED_SLOTS
     computed = dynamic.timeline(without_messages(options.cost)).busy.sum() / PUBLISHED_SLOTS
     return {
         "gbps": gbps,

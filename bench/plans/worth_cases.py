@@ -85,7 +85,8 @@ class Case:
 
     def documents(self) -> list[int]:
         """32K tokens a slot, none longer than 128K or than all slots hold."""
-        longest, tokens = min(LONGEST, self.slots * self.cap), self.slots * TOKENS_PER_SLOT
+        longest = min(LONGEST, self.slots * self.cap)
+        tokens = self.slots * TOKENS_PER_SLOT
         if self.lengths not in PUBLISHED:
             return sample_lengths(self.lengths, tokens, seed=self.seed, longest=longest).tolist()
         random = np.random.default_rng(self.seed)
@@ -100,7 +101,8 @@ class Case:
 @cache
 def cost_of(heads: str, gbps: float, weights: str, slots: int, node_size: int = 8) -> Cost:
     """The price of a model on H200s with so many GB/s a GPU across hosts, and weights of `WEIGHTS` over the slots."""
-    machine, model = Machine.known("H200").with_link("across", bytes_per_second=gbps * 1e9), MODELS[heads][1]
+    machine = Machine.known("H200").with_link("across", bytes_per_second=gbps * 1e9)
+    model = MODELS[heads][1]
     if weights == "not counted":
         return machine.cost(model)
     copies = max(1, slots // node_size) if weights == "HSDP" else 1
@@ -117,7 +119,8 @@ def cost_of(heads: str, gbps: float, weights: str, slots: int, node_size: int = 
 
 def _draw_published(name: str, random: np.random.Generator, count: int) -> np.ndarray:
     if name == "nemotron-math":
-        shares, lengths = [*MATH_QUANTILES], [*MATH_QUANTILES.values()]
+        shares = [*MATH_QUANTILES]
+        lengths = [*MATH_QUANTILES.values()]
         return np.exp(np.interp(random.random(count), shares, np.log(lengths)))
     if name == "longalign":
         return np.exp(random.uniform(np.log(8192), np.log(65536), count))

@@ -82,7 +82,8 @@ def usual(**values: Any) -> Row:
 def summary(record: Row) -> str:
     """How many rows gain how much, in a sentence."""
     gains = [row["gain"] for row in record["gains"].values()]
-    as_good, much = sum(gain < AS_GOOD for gain in gains), sum(gain >= 1.1 for gain in gains)
+    as_good = sum(gain < AS_GOOD for gain in gains)
+    much = sum(gain >= 1.1 for gain in gains)
     return (
         f"Of {len(gains)} rows, one degree is as good (less than 3 % slower) in {as_good}, and dynamic plans are at "
         f"least 1.1 times as fast in {much}. The least gain is {min(gains):.3f}, the greatest {max(gains):.2f}. "
@@ -208,7 +209,8 @@ def sensitivity_lines(record: Row) -> Iterator[str]:
 
 
 def _sensitive_cells(row: Row) -> tuple[str, ...]:
-    sign, changed = "−" if row["factor"] < 1 else "+", row["fixed_cp"] != row["fixed_cp_of_right"]
+    sign = "−" if row["factor"] < 1 else "+"
+    changed = row["fixed_cp"] != row["fixed_cp_of_right"]
     degree = f"{row['fixed_cp']}{' (of right: ' + str(row['fixed_cp_of_right']) + ')' if changed else ''}"
     return (
         row["constant"],
@@ -315,7 +317,11 @@ text{font:12px system-ui,sans-serif;fill:var(--soft)}.title,.strong{font-weight:
 .curve.c0{stroke:var(--c0)}.curve.c1{stroke:var(--c1)}.curve.c2{stroke:var(--c2)}.curve.c3{stroke:var(--c3)}
 .mark.c0{fill:var(--c0)}.mark.c1{fill:var(--c1)}.mark.c2{fill:var(--c2)}.mark.c3{fill:var(--c3)}
 """
-PANEL, HEIGHT, LEFT, TOP, PLOT = 225, 300, 44, 78, 170
+PANEL = 225
+HEIGHT = 300
+LEFT = 44
+TOP = 78
+PLOT = 170
 COLORS = dict(zip(NAMES, range(len(NAMES)), strict=True))
 WORDS = {"lognorm": "lognormal", "bimodal": "bimodal: 90 % of 2K, 10 % of 64K", "files": "source files"}
 
@@ -351,7 +357,9 @@ def picture(record: Row) -> str:
 
 
 def _panel(record: Row, gbps: float, left: float, most: float) -> Iterator[str]:
-    start, end, bottom = left + LEFT, left + PANEL - 14, TOP + PLOT
+    start = left + LEFT
+    end = left + PANEL - 14
+    bottom = TOP + PLOT
     top_value = most * 1.06
 
     def up(gain: float) -> float:

@@ -72,7 +72,10 @@ class EmulatedNodes:
     def __init__(
         self, nodes: Nodes, words: Sequence[str], logs: Sequence[Path | None], network: NodeNetwork | None = None
     ) -> None:
-        self.nodes, self._words, self._logs, self._network = nodes, list(words), logs, network
+        self.nodes = nodes
+        self._words = list(words)
+        self._logs = logs
+        self._network = network
         self.processes: list[subprocess.Popen[bytes]] = []
         self._mark, self._port = uuid4().hex, free_port()
 
@@ -107,7 +110,8 @@ class EmulatedNodes:
             self.processes[node].send_signal(number)
 
     def _start(self, node: int) -> subprocess.Popen[bytes]:
-        network, log = self._network, self._logs[node]
+        network = self._network
+        log = self._logs[node]
         address, interface = ("127.0.0.1", "lo") if network is None else (network.address(0), network.INTERFACE)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self.nodes.count)]
         torchrun += ["--node-rank", str(node), "--nproc-per-node", str(self.nodes.ranks)]

@@ -117,7 +117,8 @@ class Traffic:
 
 def traffic() -> Traffic:
     """The traffic of this process's TCP sockets; the store's are those connected to MASTER_PORT."""
-    store_port, counts = int(os.environ["MASTER_PORT"]), {True: [0, 0, 0], False: [0, 0, 0]}
+    store_port = int(os.environ["MASTER_PORT"])
+    counts = {True: [0, 0, 0], False: [0, 0, 0]}
     for entry in Path("/proc/self/fd").iterdir():
         try:
             if not stat.S_ISSOCK(entry.stat().st_mode):
@@ -129,7 +130,8 @@ def traffic() -> Traffic:
                 port = connection.getpeername()[1]
         except OSError:  # it was closed meanwhile, or is not connected
             continue
-        segments, sent = struct.unpack_from("<I", info, 156)[0], struct.unpack_from("<Q", info, 200)[0]
+        segments = struct.unpack_from("<I", info, 156)[0]
+        sent = struct.unpack_from("<Q", info, 200)[0]
         for index, value in enumerate((1, segments, sent)):
             counts[port == store_port][index] += value
     return Traffic(*counts[False], *counts[True])
@@ -156,7 +158,8 @@ def _measured(_: int, ranks: int, repeats: int, idle_seconds: float) -> dict[str
         figures |= _process("after all calls") | {"after all calls: sockets to ranks": traffic().peer_sockets}
         world.control.barrier()
         time.sleep(1.0)
-        before, began = traffic(), time.perf_counter()
+        before = traffic()
+        began = time.perf_counter()
         time.sleep(idle_seconds)
         idle = traffic() - before
         figures["idle: requests to the store a second"] = idle.store_messages / (time.perf_counter() - began)
@@ -197,7 +200,8 @@ def _of_call(world: World, name: str, call: Callable[[World], object], repeats: 
     """Messages, bytes and CPU time of one of several calls; the first, which may connect ranks, is not counted."""
     call(world)
     world.control.barrier()
-    before, cpu = traffic(), time.process_time()
+    before = traffic()
+    cpu = time.process_time()
     for _ in range(repeats):
         call(world)
     cpu = time.process_time() - cpu
@@ -212,7 +216,8 @@ def _of_call(world: World, name: str, call: Callable[[World], object], repeats: 
 def _fit(values: dict[int, float], at: int) -> dict[str, Any]:
     """The slowest growth that describes the values, and the value at another number of ranks."""
     fitted = {n: value for n, value in values.items() if n >= FITTED_FROM} or values
-    ranks, counted = np.array(list(fitted), float), np.array(list(fitted.values()), float)
+    ranks = np.array(list(fitted), float)
+    counted = np.array(list(fitted.values()), float)
     best: dict[str, Any] = {}
     for form, grow in FORMS.items():
         terms = np.stack([np.ones_like(ranks), grow(ranks)], 1)
@@ -231,7 +236,8 @@ def _number(value: float) -> str:
 
 
 def _text(record: dict[str, Any]) -> str:
-    rows, there = record["rows"], record["extrapolated to"]
+    rows = record["rows"]
+    there = record["extrapolated to"]
     before = record.get("before")
     then = max(before["rows"], key=int) if before else ""
     columns = ["of the rank with the most", *(f"{n} ranks" for n in rows), "growth", f"{there:,} ranks"]

@@ -69,7 +69,9 @@ class NodeNetwork:
     def join(self, node: int, process: subprocess.Popen[bytes]) -> None:
         """Give a node that was started by the command of `inside` its link, and let it go on."""
         _wait_for_namespace(process)
-        outer, name, here = f"to{node}", self.INTERFACE, f"nsenter --target {process.pid} --net "
+        outer = f"to{node}"
+        name = self.INTERFACE
+        here = f"nsenter --target {process.pid} --net "
         _run(f"{_LINK.format(outer, name)} netns {process.pid}")
         _run(f"ip link set dev {outer} mtu 9000 master {_BRIDGE} up")
         for command in ("ip link set dev lo up", f"ip address add {self.address(node)}/24 dev {name}"):
@@ -93,7 +95,8 @@ def _may_unshare() -> bool:
 
 
 def _wait_for_namespace(process: subprocess.Popen[bytes]) -> None:
-    here, end = Path("/proc/self/ns/net").readlink(), time.monotonic() + 10
+    here = Path("/proc/self/ns/net").readlink()
+    end = time.monotonic() + 10
     while Path(f"/proc/{process.pid}/ns/net").readlink() == here:
         if process.poll() is not None or time.monotonic() > end:
             raise OSError("a node could not enter a network namespace")

@@ -148,7 +148,8 @@ class _PassedSignals:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self.since, self.again = 0.0, False
+        self.since = 0.0
+        self.again = False
         self._nodes: EmulatedNodes | None = None
         self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
 
@@ -175,10 +176,12 @@ class _PassedSignals:
 
 def _wait(nodes: EmulatedNodes, passing: _PassedSignals) -> int | None:
     """Wait until all nodes have ended; returns the one that failed first, or None."""
-    first, since = None, 0.0
+    first = None
+    since = 0.0
     while nodes.running() and not passing.again:
         if first is None and (failed := nodes.failed()):
-            first, since = failed[0], time.monotonic()
+            first = failed[0]
+            since = time.monotonic()
         started = passing.since or since
         if started and time.monotonic() - started > GRACE_SECONDS:
             _say(f"node(s) {nodes.running()} still run after {GRACE_SECONDS:g} s and are killed")

@@ -208,10 +208,13 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 def source_counts() -> dict[str, Any]:
     """Lines (pages and scripts in the package too), files, functions, share of text, small functions named once."""
     lines = text = files = 0
-    bodies, mentions = list[tuple[str, int]](), Counter[str]()
+    bodies = list[tuple[str, int]]()
+    mentions = Counter[str]()
     for path, tree in trees().items():
-        rows, prose = path.read_text().splitlines(), docstring_lines(tree)
-        files, lines = files + 1, lines + len(rows)
+        rows = path.read_text().splitlines()
+        prose = docstring_lines(tree)
+        files = files + 1
+        lines = lines + len(rows)
         text += len(prose) + sum(not row.strip() and n not in prose for n, row in enumerate(rows, 1))
         mentions.update(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
         mentions.update(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
@@ -232,7 +235,8 @@ def count_circles() -> int:
     imports = {name: set(_imported(path, modules)) - {name} for name, path in modules.items()}
     circles = 0
     for name in modules:
-        waiting, reached = list(imports[name]), set[str]()
+        waiting = list(imports[name])
+        reached = set[str]()
         while waiting:
             if (module := waiting.pop()) not in reached:
                 reached.add(module)

@@ -139,7 +139,8 @@ def mutants(root: Path) -> dict[str, dict[str, Any]]:
         name = path.relative_to(root / "src/longspan").as_posix()
         if path.name.startswith("__") or name.endswith(ONLY_GPU) or "/" not in name:
             continue
-        source, count = path.read_text().encode(), dict[str, int]()
+        source = path.read_text().encode()
+        count = dict[str, int]()
         starts = [0]
         for line in source.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
@@ -147,9 +148,11 @@ def mutants(root: Path) -> dict[str, dict[str, Any]]:
             for operator, after in changes(node):
                 key = f"{name}:{scope or 'module'}:{operator}"
                 count[key] = count.get(key, 0) + 1
-                place, target = node, after
+                place = node
+                target = after
                 if operator == "negate":  # the condition alone, not what depends on it
-                    place, target = cast(ast.If, node).test, cast(ast.If, after).test
+                    place = cast(ast.If, node).test
+                    target = cast(ast.If, after).test
                 at = cast(ast.expr, place)
                 span = (
                     starts[at.lineno - 1] + at.col_offset,
@@ -189,19 +192,23 @@ class Tests:
     """The tests of one copy of the tree: which ones a module has, and how long they take when nothing is changed."""
 
     def __init__(self, copy_of: Path, seconds: float, known: dict[str, dict[str, float]]) -> None:
-        self.root, self.seconds, self.known = copy_of, seconds, known
+        self.root = copy_of
+        self.seconds = seconds
+        self.known = known
         names = sorted((copy_of / "tests").rglob("test_*.py"))
         texts = {path.relative_to(copy_of / "tests").as_posix(): path.read_text() for path in names}
         self.texts = {name: text for name, text in texts.items() if not name.endswith("test_mutations.py")}
 
     def of(self, file: str) -> dict[str, float]:
         """Test ids with their seconds, in the order to run them."""
-        room, stem = file.split("/")[0], Path(file).stem
+        room = file.split("/")[0]
+        stem = Path(file).stem
         room = TESTED_IN.get(room, room)
         inside = [name for name in self.texts if name.startswith(f"{room}/")]
         tree = ast.parse((self.root / "src/longspan" / file).read_text())
         public = [x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name[0] != "_"]
-        path, defined = file[:-3].replace("/", "."), "|".join({*public} - {"main"}) or "no public name"
+        path = file[:-3].replace("/", ".")
+        defined = "|".join({*public} - {"main"}) or "no public name"
         same = [name for name in inside if f"{stem}_".startswith(Path(name).stem[5:] + "_")]
         named = [name for name in inside if re.search(rf"\b(import {stem}|{path})\b", self.texts[name])]
         using = [name for name in inside if re.search(rf"\b({defined})\b", self.texts[name])]
@@ -239,9 +246,11 @@ class Tests:
 def changing_tests(text: str) -> set[str]:
     """The functions of a test file that change source texts, by themselves or by others that do."""
     sources = {x.name: ast.unparse(x) for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)}
-    names, before = {"mutate", "mutated", "each_mutated"}, 0
+    names = {"mutate", "mutated", "each_mutated"}
+    before = 0
     while before < len(names):
-        before, mentions = len(names), re.compile(rf"\b({'|'.join(names)})\b")
+        before = len(names)
+        mentions = re.compile(rf"\b({'|'.join(names)})\b")
         names |= {name for name, source in sources.items() if mentions.search(source)}
     return names
 

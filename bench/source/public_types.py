@@ -66,7 +66,8 @@ def public_symbols(symbols: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Symbols that are a public name or a member of one."""
     from tests.test_surface import PUBLIC
 
-    names, homes = set[str](), set[str]()
+    names = set[str]()
+    homes = set[str]()
     for module in map(importlib.import_module, PUBLIC):
         for name in module.__all__:
             value = getattr(module, name)

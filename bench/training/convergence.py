@@ -35,7 +35,8 @@ from longspan.versions import versions
 
 ROOT = Path(__file__).parents[2]
 PLANNERS = ("padded", "fixed", "dynamic")
-DTYPES, OPTIMIZERS = ("float32", "float64", "bfloat16"), ("adamw", "sgd")
+DTYPES = ("float32", "float64", "bfloat16")
+OPTIMIZERS = ("adamw", "sgd")
 UNSTABLE = "adamw:float32:0.006"
 RECIPES = f"adamw:float64:0.001,adamw:float32:0.001,sgd:float32:0.3,{UNSTABLE}"
 COLOURS = {"padded": "#8d99ae", "fixed": "#e07a1f", "dynamic": svg_curves.BLUE}
@@ -127,7 +128,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines = ["# Convergence: padded, fixed and dynamic plans of the same documents", ""]
     lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. {record['note']}", ""]
     for name, comparison in record["recipes"].items():
-        largest, bound = comparison["largest_difference"], record["bound"]
+        largest = comparison["largest_difference"]
+        bound = record["bound"]
         at = comparison["difference"].index(largest) + 1
         lines += [f"## {Recipe.parse(name).title}", "", f"Command: `{comparison['command']}`.", ""]
         past = next((step for step, d in enumerate(comparison["difference"], 1) if d > bound), None)

@@ -162,7 +162,8 @@ def bench(options: argparse.Namespace, lengths: list[int], folder: Path) -> dict
 
 def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str, Any]:
     """Run until so many steps are in the metrics, and end it; what they took."""
-    started, lines = time.time(), run.with_suffix(".txt")
+    started = time.time()
+    lines = run.with_suffix(".txt")
     with lines.open("w") as out:
         cache = os.environ | {"XDG_CACHE_HOME": str(options.cache or run.parent / "cache")}  # of kernels
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=cache)
@@ -173,7 +174,8 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
     text = lines.read_text(errors="replace")
     if len(rows) < options.steps:
         raise SystemExit(f"the run ended after {len(rows)} steps:\n{text[-4000:]}")
-    seconds, warm_up = [row["seconds"] for row in rows], WARM_UP.search(text)
+    seconds = [row["seconds"] for row in rows]
+    warm_up = WARM_UP.search(text)
     steady = statistics.median(seconds[len(seconds) // 2 :])
     return {
         "seconds": seconds,
@@ -197,7 +199,9 @@ def _watched(
 
     Also when the first line was printed, and when the first row and the last came.
     """
-    rows, first_line, first = list[dict[str, Any]](), 0.0, 0.0
+    rows = list[dict[str, Any]]()
+    first_line = 0.0
+    first = 0.0
     while len(rows) < options.steps and time.time() - started < options.timeout:
         ended = process.poll() is not None
         lines = file.read_text().splitlines() if file.is_file() else []

@@ -107,7 +107,8 @@ def time_linear(name: str, rows: int, flags: argparse.Namespace) -> Iterator[dic
 
     yield about | {"kind": "bfloat16", "ms": timed(lambda x: F.linear(x, weight))}
     for fast in (True, False):
-        before, products.FAST_SUMS = products.FAST_SUMS, fast
+        before = products.FAST_SUMS
+        products.FAST_SUMS = fast
         kind = "float8 by rows" + ("" if fast == before else f", {'fast' if fast else 'float32'} sums")
         yield about | {"kind": kind, "ms": timed(lambda x: linear_in_float8(x, weight, None, Float8Weight()))}
         products.FAST_SUMS = before

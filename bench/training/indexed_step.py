@@ -37,9 +37,12 @@ def measure(model: Any, way: str, rows: int, steps: int, world: World) -> dict[s
     k = 10**9 if way == "dense" else 2048
     for module in (model, *find_indexers(model).values()):
         vars(module.config if module is model else module)["index_topk"] = k
-    optimizer, cuda = build_optimizer(model, lr=1e-6), world.device.type == "cuda"
+    optimizer = build_optimizer(model, lr=1e-6)
+    cuda = world.device.type == "cuda"
     plan = plan_fixed([rows], world.home, cp=world.home.slots)
-    documents, seconds, loss = synthetic_documents([rows], model.config.vocab_size), list[float](), 0.0
+    documents = synthetic_documents([rows], model.config.vocab_size)
+    seconds = list[float]()
+    loss = 0.0
     with patch.object(latents, "GATHERED_COST", WAYS[way]):
         for step in range(steps + 1):
             if cuda:

@@ -52,13 +52,15 @@ def run_steps(
     The bytes that were planned for the longest document stand beside its peak. Weights that stay gathered are not
     among the bytes of rows.
     """
-    gpu, heads = world.device.type == "cuda", query_heads(configuration)
+    gpu = world.device.type == "cuda"
+    heads = query_heads(configuration)
     loaded = load_run_model(config, config.data.vocab_size, configuration)
     model = prepare_run_model(config, world, loaded, memory=chosen)
     optimizer = make_optimizer(config, world, model, memory=chosen)
     training = Training(config, world, model, optimizer, Cost(), memory=chosen)
     plan = PlannerConfig.training(config, heads=heads).plan([rows], world.home)
-    documents, row = synthetic_documents([rows], vocabulary_size(model) or 2), dict[str, Any](rows=rows)
+    documents = synthetic_documents([rows], vocabulary_size(model) or 2)
+    row = dict[str, Any](rows=rows)
     counted = LiveBytes()
     alive = note_alive(model, torch.cuda.memory_allocated if gpu else lambda: counted.now)
     for step in range(2):
@@ -130,7 +132,8 @@ def list_alive_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[tuple[str, in
             alive[event["addr"]] = event
         elif event["action"] == "free_completed":
             alive.pop(event["addr"], None)
-    lines, package = collections.Counter[str](), f"{Path(longspan.__file__).parent}/"
+    lines = collections.Counter[str]()
+    package = f"{Path(longspan.__file__).parent}/"
     for event in alive.values():
         frames = [frame for frame in event["frames"] if package in frame["filename"]] or event["frames"]
         where = [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in frames[:3]]
@@ -181,7 +184,7 @@ def main() -> None:
     keys |= {"context.cp_comm_type": "a2a"} if set_gpu and ranks > 1 else {}
     keys |= {name.removeprefix("--"): read_value(word) for name, word in zip(others[::2], others[1::2], strict=True)}
     config = load_config(None, keys)
-    config = replace(config, train=replace(config.train, lr=0.0))
+    config = replace(config, optimizer=replace(config.optimizer, lr=0.0))
     window = {"use_sliding_window": True, "sliding_window": flags.window, "max_window_layers": 0}
     configuration = preset_config(flags.preset, vocab_size=151936 if set_gpu else 512)
     for name, value in window.items():

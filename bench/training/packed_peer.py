@@ -84,7 +84,8 @@ def pack_on_ranks(lengths: Sequence[int], ranks: int, max_rows: int) -> list[lis
         raise ValueError(f"it cuts no document, and {len(lengths)} do not reach {ranks} ranks")
     if max_rows and max(lengths) > max_rows:
         raise ValueError(f"it cuts no document, and one of {max(lengths):,} rows is more than {max_rows:,} a slot")
-    batches, loads = [list[list[int]]() for _ in range(ranks)], [0] * ranks
+    batches = [list[list[int]]() for _ in range(ranks)]
+    loads = [0] * ranks
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = loads.index(min(loads))
         loads[rank] += lengths[index]
@@ -175,7 +176,8 @@ class CompiledLayers:
     def __init__(self, model: Any, compile_forward: Callable[[Any], Any]) -> None:
         """Give each layer the forward that is made of its own; no layer is recomputed yet."""
         layers = decoder_layers(model).values()
-        self.count, self.recomputed = len(layers), 0
+        self.count = len(layers)
+        self.recomputed = 0
         for index, layer in enumerate(layers):
             layer.forward = partial(self._run_layer, index, compile_forward(layer.forward))
 

@@ -164,7 +164,8 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 def plot(record: Mapping[str, Any]) -> str:
     """One SVG: the smoothed curves of the first seed, and how far all seeds' are from float32's."""
-    window, losses = record["window"], record["losses"]
+    window = record["window"]
+    losses = record["losses"]
     first = falls(next(iter(losses.values())), window)
     parts = ["<g>", *_falls(first, record), "</g>", '<g transform="translate(470 0)">', *_shares(record), "</g>"]
     return svg_curves.document("940 420", "Loss in float32, mixed precision and bfloat16", parts)
@@ -207,7 +208,8 @@ def _shares(record: Mapping[str, Any]) -> Iterator[str]:
         reference = by_name.pop("float32")
         for name, curve in by_name.items():
             colour, _ = STYLES[name]
-            apart, fall = [abs(a - b) for a, b in zip(reference, curve, strict=True)], reference[-1]
+            apart = [abs(a - b) for a, b in zip(reference, curve, strict=True)]
+            fall = reference[-1]
             powers = [min(max(math.log10(max(100 * d / fall, 1e-9)), low), high) for d in apart]
             heights = [370 - 320 * (power - low) / (high - low) for power in powers]
             yield svg_curves.curve(list(zip(svg_curves.across(len(apart)), heights, strict=True)), colour, 1.2)

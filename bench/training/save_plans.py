@@ -68,7 +68,9 @@ def list_of_rank(rank: int, ranks: int, tensors: int) -> SavePlan:
     """What a rank under FSDP2 lists of `tensors` matrices."""
     items = list[WriteItem]()
     properties = TensorProperties(dtype=torch.float32)
-    whole, part, scalar = torch.Size([ranks * 4, 8]), torch.Size([4, 8]), torch.Size([])
+    whole = torch.Size([ranks * 4, 8])
+    part = torch.Size([4, 8])
+    scalar = torch.Size([])
     for i in range(tensors):
         name = f"model.layers.{i}.mlp.down_proj.weight"
         for kind in (f"model.{name}", f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"):

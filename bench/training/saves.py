@@ -47,7 +47,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        ranks = int(os.environ["WORLD_SIZE"])
         results = [measure(rank, ranks, options)]
         if rank:
             return
@@ -87,7 +88,9 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
             background = way == WAYS[0]
             folder = world.control.broadcast_object(tempfile.mkdtemp(dir=options.folder))
             saver = CheckpointSaver(folder, world, keep=1, background=background)
-            seconds, beside, figures = list[float](), list[bool](), list[Any]()
+            seconds = list[float]()
+            beside = list[bool]()
+            figures = list[Any]()
             step = 0
             while step < options.steps or world.control.any_rank(bool(saver.activity())):
                 step += 1
@@ -105,7 +108,8 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
             saver.wait()
             figures += filter(None, [saver.take_figures()])
             saver.close()
-            seconds, beside = seconds[3:], beside[3:]
+            seconds = seconds[3:]
+            beside = beside[3:]
             rows.append(row_of(background, seconds, beside, figures, options.every))
             world.control.barrier()
             shutil.rmtree(folder, ignore_errors=True)

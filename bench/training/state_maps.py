@@ -14,12 +14,15 @@ from triton.testing import do_bench_cudagraph
 from longspan.ssm.kernels.call import LocalRuns
 from longspan.ssm.kernels.delta import compute_run_maps
 
-GPU, SIZE = torch.device("cuda"), 128
+GPU = torch.device("cuda")
+SIZE = 128
 print("| rows | heads | pieces | ours | fla-core's |\n| --- | --- | --- | --- | --- |")
 for rows in (8192, 16384, 65536):
     for heads in (32, 8):
         k, w, u = (torch.randn(1, rows, n, SIZE, device=GPU) for n in (heads // 2, heads, heads))
-        k, w, u = normalize(k, dim=-1).bfloat16(), (normalize(w, dim=-1) / 10).bfloat16(), u.bfloat16()
+        k = normalize(k, dim=-1).bfloat16()
+        w = (normalize(w, dim=-1) / 10).bfloat16()
+        u = u.bfloat16()
         g = torch.randn(1, rows // 64, 64, heads, device=GPU)
         g = (logsigmoid(g + 4).cumsum(2) * 1.4427).reshape(1, rows, heads).contiguous()  # base 2
         for pieces in (1, 64 // heads):

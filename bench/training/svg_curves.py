@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 
 # Colours of light and of dark pages.
-INK, SOFT, GRID, RED, BLUE = "var(--ink)", "var(--soft)", "var(--grid)", "var(--red)", "var(--blue)"
+INK = "var(--ink)"
+SOFT = "var(--soft)"
+GRID = "var(--grid)"
+RED = "var(--red)"
+BLUE = "var(--blue)"
 STYLE = """<style>svg{--ink:#222;--soft:#666;--grid:#e3e3e3;--red:#c1121f;--blue:#1f6feb;--paper:#fff}
 @media (prefers-color-scheme: dark){svg{--ink:#e8eaed;--soft:#a5aeb8;--grid:#3a414b;--red:#ff7a72;--blue:#6aaeff;
 --paper:#1b1f25}}</style>"""

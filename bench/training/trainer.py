@@ -82,7 +82,8 @@ def main() -> None:
     if int(os.environ.get("RANK", "0")):
         return
     record = add_rows("Trainer and loop", options, rows, Path(__file__).parent)
-    lengths, model = lengths_of(options), f"{options.preset}, {options.layers or 'all'} layers, {options.dtype}"
+    lengths = lengths_of(options)
+    model = f"{options.preset}, {options.layers or 'all'} layers, {options.dtype}"
     about = (
         f"{model}, {options.planner} cp {options.cp}, memory {options.memory}, a step of {len(lengths)} documents of "
         f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all"
@@ -177,7 +178,9 @@ class _TimedDisplay(ProgressDisplay):
 
     def __init__(self, clock: StepClock, steps: int) -> None:
         super().__init__(steps, None)
-        self._clock, self._last, self._measured = clock, steps - 1, 0
+        self._clock = clock
+        self._last = steps - 1
+        self._measured = 0
 
     def begin_step(self, step: int) -> None:
         """Begin a step."""
@@ -239,7 +242,8 @@ def arguments(folder: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def run_trainer(way: str, options: argparse.Namespace) -> StepClock:
     """Steps of a Trainer over the same documents."""
-    clock, ranks = StepClock(count_steps(options)), world_size()
+    clock = StepClock(count_steps(options))
+    ranks = world_size()
     rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in make_documents(options)]
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = arguments(folder, options) | {"per_device_train_batch_size": -(-len(rows) // ranks)}
@@ -270,7 +274,8 @@ def run_stock(options: argparse.Namespace) -> StepClock:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    clock, ranks = StepClock(count_steps(options)), world_size()
+    clock = StepClock(count_steps(options))
+    ranks = world_size()
     rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in make_documents(options)]
     sharding = {
         "version": 2,

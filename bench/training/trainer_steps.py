@@ -45,7 +45,8 @@ class StepClock(TrainerCallback):
     def __init__(self, steps: int) -> None:
         self.seconds: list[float] = []
         self.host = 0.0  # seconds of the host in the profiled step
-        self._last, self._began = steps, 0.0
+        self._last = steps
+        self._began = 0.0
         self._profile: Any = None
 
     def begin(self) -> None:
@@ -81,7 +82,8 @@ def _busy_seconds(profiled: Any) -> float:
     events = [event for event in profiled.events() if event.device_type.name == "CPU" and not event.is_async]
     ranges = [event.time_range for event in events if event.thread == events[0].thread]
     spans = sorted((within.start, within.end) for within in ranges)
-    busy, until = 0.0, 0.0
+    busy = 0.0
+    until = 0.0
     for start, end in spans:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)

@@ -78,7 +78,8 @@ def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> Non
     random.Random(ranks).shuffle(there)
     wanted = wanted_of(there)
     for start in range(part["combinations"], min(most, len(there)), AT_ONCE):
-        piece, began = there[start : min(start + AT_ONCE, most)], time.perf_counter()
+        piece = there[start : min(start + AT_ONCE, most)]
+        began = time.perf_counter()
         piece_errors = worst_of_ranks(run_local(run, ranks, (piece, wanted), timeout=7200))
         part["combinations"] += len(piece)
         part["seconds"] += time.perf_counter() - began
@@ -117,7 +118,8 @@ def _keep(record: dict[str, Any], out: Path | None) -> None:
 
 def _text(record: dict[str, Any]) -> str:
     parts = record["ranks"]
-    total, wrong = sum(f["combinations"] for f in parts.values()), sum(len(f["wrong"]) for f in parts.values())
+    total = sum(f["combinations"] for f in parts.values())
+    wrong = sum(len(f["wrong"]) for f in parts.values())
     refused = sum(result["refused"] for result in parts.values())
     lines = [
         f"# Matrix of training ({record['backend']}): {total} combinations, {wrong} over a limit, {refused} refused",

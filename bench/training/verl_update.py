@@ -117,7 +117,8 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, Any]:
 
     from longspan.verl.settings import LongspanEngineConfig
 
-    lengths, ranks = rollout_lengths(options.samples, options.longest), dist.get_world_size()
+    lengths = rollout_lengths(options.samples, options.longest)
+    ranks = dist.get_world_size()
     tokens = sum(p + r for p, r in lengths)
     worker = TrainingWorker(
         TrainingWorkerConfig(

@@ -12,32 +12,21 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.attention import attend as attend
-
-    # These stand in longspan.layout, .bridge, .multimodal, .mtp and .train; here they only stay importable.
     from longspan.bridge import Bridge as Bridge
     from longspan.comm import SequenceShard as SequenceShard
     from longspan.comm import World as World
     from longspan.comm import bind as bind
-    from longspan.data.item_documents import MediaDocuments as MediaDocuments
     from longspan.errors import LongspanError as LongspanError
     from longspan.evaluation import evaluate as evaluate
     from longspan.layout import Exchange as Exchange
     from longspan.layout import Layout as Layout
     from longspan.layout import Packing as Packing
     from longspan.layout import Partition as Partition
-    from longspan.model import Encoder as Encoder
-    from longspan.model import EncoderHome as EncoderHome
-    from longspan.model import ImageInput as ImageInput
     from longspan.model import MultimodalModel as MultimodalModel
-    from longspan.model import Video as Video
     from longspan.model import add_mtp as add_mtp
-    from longspan.model import disable_adapter as disable_adapter
-    from longspan.model import image_tokens as image_tokens
     from longspan.model import load_model as load_model
     from longspan.model import prepare as prepare
-    from longspan.model import prepare_encoder as prepare_encoder
     from longspan.model import save_model as save_model
-    from longspan.model import video_tokens as video_tokens
     from longspan.model import weights_by_name as weights_by_name
     from longspan.plan import AsyncPlanner as AsyncPlanner
     from longspan.plan import Cost as Cost
@@ -48,34 +37,13 @@ if TYPE_CHECKING:
     from longspan.plan import plan_dynamic as plan_dynamic
     from longspan.plan import plan_fixed as plan_fixed
     from longspan.plan import plan_padded as plan_padded
-    from longspan.plan.items import MediaItem as MediaItem
     from longspan.train import Document as Document
     from longspan.train import DocumentLoss as DocumentLoss
-    from longspan.train import MtpLoss as MtpLoss
     from longspan.train import PlannerConfig as PlannerConfig
     from longspan.train import gather_documents as gather_documents
     from longspan.train import run_step as run_step
     from longspan.train import token_log_probs as token_log_probs
 
-_UNLISTED = (
-    "Bridge",
-    "Encoder",
-    "EncoderHome",
-    "Exchange",
-    "ImageInput",
-    "MediaItem",
-    "MediaDocuments",
-    "MtpLoss",
-    "MultimodalModel",
-    "Packing",
-    "Partition",
-    "Video",
-    "add_mtp",
-    "image_tokens",
-    "prepare_encoder",
-    "video_tokens",
-    "disable_adapter",
-)
-__version__ = "0.3.0"
-__getattr__, __dir__, __all__ = lazy_exports(__name__, unlisted=_UNLISTED)
+__version__ = "0.4.0"
+__getattr__, __dir__, __all__ = lazy_exports(__name__)
 __all__ += ["__version__"]

@@ -2,23 +2,20 @@
 
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 
-def lazy_exports(
-    package: str, unlisted: Collection[str] = ()
-) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package. Its block `if TYPE_CHECKING:` lists what it exports.
 
-    The block is read here, from the package's text: each is one line `from home import name as name`. The `unlisted`
-    names can be imported as well, but no list shows them.
+    The block is read here, from the package's text: each is one line `from home import name as name`.
     """
     module = sys.modules[package]
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     home_of = {name: home for home, name in re.findall(r"^    from (\S+) import (\w+) as \2$", text, re.MULTILINE)}
-    names = sorted(set(home_of) - set(unlisted))
+    names = sorted(home_of)
 
     def load_name(name: str) -> object:
         """Import a name and set it in the package, where Python finds it from then on."""

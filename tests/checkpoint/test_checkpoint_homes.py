@@ -135,7 +135,8 @@ def _of_leg(config: RunConfig, leg: Leg, folder: Path) -> RunConfig:
         config,
         parallel=leg.parallel,
         context=replace(config.context, **leg.plans),
-        train=replace(config.train, steps=leg.until, save_every=0),
+        train=replace(config.train, steps=leg.until),
+        checkpoint=replace(config.checkpoint, every=0),
         run=replace(config.run, dir=str(folder)),
     )
 

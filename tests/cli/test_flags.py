@@ -27,7 +27,7 @@ def test_flags_and_verbs_are_those_that_are_pinned() -> None:
     keys += [f"plan --{field.name}" for field in fields(PlanFlags)]
     assert keys == PINNED.read_text().splitlines()
     assert [f"--{key}" for key in config_keys()] == [flag for flag in flag_types(TrainFlags) if "." in flag]
-    assert list(VERBS) == ["train", "eval", "export", "plan", "bench", "report", "examples", "doctor"]
+    assert list(VERBS) == ["train", "eval", "export", "plan", "bench", "report", "upgrade", "examples", "doctor"]
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -88,7 +88,17 @@ WRONG = [
     ("train --steps=5", "longspan train has no flag --steps: did you mean '--train.steps'?"),
     ("plan --formt json", "longspan plan has no flag --formt: longspan plan --help-all lists those"),
     ("plan x.toml --gpu h100", "longspan plan reads no configuration; longspan train x.toml --dry-run"),
-    ("train --data.pack_to 512", "longspan train has no flag --data.pack_to: it is gone; docs/upgrade.md says"),
+    ("train --train.lr 1e-5", "longspan train has no flag --train.lr: it is --optimizer.lr now"),
+    ("train --train.memory=none", "longspan train has no flag --train.memory: it is --train.plan_memory false now"),
+    ("train --train.float8 rows", "--train.float8 is 'rows'; it must be one of '', 'rowwise' (rows is rowwise now)"),
+    (
+        "eval x --context.eval-cp-comm-type a2a",
+        "longspan eval has no flag --context.eval_cp_comm_type: it is --evaluation.cp",
+    ),
+    (
+        "train --context.eval_max_dynamic_context_parallel_size 4",
+        "longspan train has no flag --context.eval_max_dynamic_context_parallel_size: it is --evaluation.max_dynamic_c",
+    ),
     (
         "train --dynamic-context-parallel --min-dynamic-context-parallel-size 2 --max-seqlen-per-dp-cp-rank=4096",
         "longspan train has no flag --dynamic-context-parallel: here it is --context.planner dynamic; no flag "
@@ -108,7 +118,7 @@ WRONG = [
     ),
     (
         "eval x --eval-context-parallel-size 2",
-        "longspan eval has no flag --eval-context-parallel-size: did you mean '--c",
+        "longspan eval has no flag --eval-context-parallel-size: did you mean '--evaluation.c",
     ),
     ("eval x --sample_packing", "longspan eval has no flag --sample-packing: leave it out, for plans pack whole docum"),
     (
@@ -181,12 +191,14 @@ def test_an_error_is_one_line_and_exit_code_2(words: str, message: str, capsys: 
     [(["2", "4"], (2, 4)), (["2,4"], (2, 4)), (["[2,4]"], (2, 4)), (["[2,", "4]"], (2, 4)), (["2"], 2), (["[2]"], 2)],
 )
 def test_sizes_of_levels_in_every_spelling(words: list[str], sizes: object) -> None:
-    for key in (f"--context.{LEVELS}", f"--context.eval-{LEVELS.replace('_', '-')}"):
+    for key in (f"--context.{LEVELS}", f"--evaluation.{LEVELS.replace('_', '-')}"):
         spelled = [[key, *words], [f"{key}={words[0]}", *words[1:]]]
         for flags in spelled if len(words) == 1 or words[0] == "[2," else spelled[:1]:
             config = parse_train([*flags, "--world", "4"])[1]
             assert value_of(config, key[2:].replace("-", "_")) == sizes
             assert parse_eval(["runs/x", *flags]).context == parse_train(flags)[0].context
+            if not key.startswith("--context"):
+                continue
             assert parse_step_flags(flags)[0].context == replace(parse_train(flags)[0].context, cp_comm_type="auto")
     plan = parse_flags(PlanFlags, [f"--{LEVELS}", *words, "--slots", "8"], "longspan plan")
     assert plan.hierarchical_context_parallel_sizes == sizes
@@ -217,7 +229,9 @@ def test_every_true_or_false_of_a_run_is_read() -> None:
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text("[train]\nsteps = 7\nlr = 1\n[parallel]\nreshard_after_forward = false\n")
+    (tmp_path / "a.toml").write_text(
+        "[train]\nsteps = 7\n[optimizer]\nlr = 1\n[parallel]\nreshard_after_forward = false\n"
+    )
     words = [str(tmp_path / "a.toml"), "--train.steps", "9", "--context.cp_comm_type", "p2p", "all_gather", "--world=4"]
     flags, config = parse_train([*words, "--train.activation-checkpointing", "true"])
     expected: dict[str, object] = {"train.steps": 9, "optimizer.lr": 1.0, "train.activation_checkpointing": "full"}
@@ -231,4 +245,4 @@ def test_without_file_or_flags_there_are_the_defaults_and_eval_takes_the_section
     of_run = replace(RunConfig(), context=ContextConfig(node_size=3))
     given = parse_eval(["runs/x", "--json", "--evaluation.context_parallel_size", "1"], of_run)
     assert (given.target, given.json) == ("runs/x", True)
-    assert given.context == ContextConfig(node_size=3).set_evaluation(context_parallel_size=1)
+    assert given.context == ContextConfig(node_size=3) and given.evaluation.context_parallel_size == 1

@@ -107,7 +107,10 @@ def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: p
     assert main(["plan", *words, *keys.split(), "--gpus", more]) == 0
     capsys.readouterr()
     assert main(["plan", *words, "--train.device_memory_limit", str(3 << 30), "--train.offload_optimizer_states"]) == 2
-    words = r"--train.offload_optimizer_states true, or leave train.device_memory_limit and train.offload_optimizer_states out; the longest"
+    words = (
+        r"--train.offload_optimizer_states true, or leave train.device_memory_limit and "
+        r"train.offload_optimizer_states out; the longest"
+    )
     assert re.search(words, capsys.readouterr().err)
 
 

@@ -127,7 +127,7 @@ def test_the_exit_status_of_a_run_that_fails(
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("eval")
     sets = [{"name": "others", "path": str(write_texts(folder / "others", 4)), "context_parallel_size": 1}]
-    config = small_config(folder, train__steps=2, checkpoint__every=1, eval=sets)
+    config = small_config(folder, train__steps=2, checkpoint__every=1, evaluation__sets=sets)
     run_ranks(train_rank, 2, config, 2)
     (Path(config.run.dir) / "checkpoints" / f"step-000009{PARTIAL}").mkdir()  # a save that was interrupted
     return config

@@ -9,7 +9,7 @@ import torch
 
 from longspan.attention import PATTERNS
 from longspan.config.defaults import compute_dtype, resolve_defaults
-from longspan.config.file import config_keys, load_config, read_file, to_toml
+from longspan.config.file import TABLES, config_keys, load_config, read_file, to_toml
 from longspan.config.keys import section_keys
 from longspan.config.plan_section import EvalConfig
 from longspan.config.reference import OFTEN, reference_page
@@ -38,9 +38,9 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
-    context = given.context.set_evaluation(min_dynamic_context_parallel_size=1, max_dynamic_context_parallel_size=0)
+    limits = {f"{limit}_dynamic_context_parallel_size": least for limit, least in (("min", 1), ("max", 0))}
+    given = replace(given, evaluation=replace(given.evaluation, **limits))  # none of the demo's plans is dynamic
     given = replace(given, model=replace(given.model, path="folder"), encoder=replace(given.encoder, trainable="all"))
-    given = replace(given, context=context)  # none of the demo's plans is dynamic
     all_keys = load_config(EXAMPLES / "first.toml", {"model.path": "folder"})
     assert given == all_keys, "every key of the demo is in the file"
 
@@ -66,7 +66,7 @@ CHANGED: dict[str, object] = {
 def test_toml_there_and_back(tmp_path: Path) -> None:
     changed = load_config(None, CHANGED)
     assert load_config(written(tmp_path, to_toml(changed))) == changed
-    assert changed.train.weight_decay == 1.0 and isinstance(changed.train.weight_decay, float)
+    assert changed.optimizer.weight_decay == 1.0 and isinstance(changed.optimizer.weight_decay, float)
     for word, choice in (("true", "full"), ("false", "none"), ('"selective"', "selective")):  # what became a choice
         text = f"[train]\nactivation_checkpointing = {word}\n"
         assert load_config(written(tmp_path, text)).train.activation_checkpointing == choice
@@ -74,7 +74,7 @@ def test_toml_there_and_back(tmp_path: Path) -> None:
 
 def test_keys_are_those_of_the_dataclasses() -> None:
     keys = {f"{section}.{key}" for section, keys in RunConfig().tables().items() for key in keys}
-    assert set(config_keys()) == keys - {"data.sources"}  # tables
+    assert set(config_keys()) == keys - {*TABLES}
 
 
 READ = [
@@ -86,11 +86,11 @@ READ = [
     ("train = 1", r"train is 1 .*it is a section"),
     ("[train]\nsteps = 'ten'", r"train.steps is 'ten' in .*; it must be an integer"),
     ("[train]\nsteps = true", r"train.steps is True .* an integer"),
-    ("[train]\nlr = '6e-3'", r"optimizer.lr is '6e-3' .* a number"),
-    ("[train]\nschedule = 'cos'", r"optimizer.lr_schedule is 'cos' .* 'cosine', .* \(did you mean 'cosine'"),
-    ("[train]\nbetas = [0.9]", r"optimizer.betas is \[0.9\] .* a list of 2 numbers"),
-    ("[train]\noptimizer_arguments = 'momentum=0.9'", r"it must be a list of strings"),
-    ("[data]\ncolumns = { messages = 3 }", r"data.rename_columns is \[3\] in .*; it must be a list of strings"),
+    ("[optimizer]\nlr = '6e-3'", r"optimizer.lr is '6e-3' .* a number"),
+    ("[optimizer]\nlr_schedule = 'cos'", r"optimizer.lr_schedule is 'cos' .* 'cosine', .* \(did you mean 'cosine'"),
+    ("[optimizer]\nbetas = [0.9]", r"optimizer.betas is \[0.9\] .* a list of 2 numbers"),
+    ("[optimizer]\narguments = 'momentum=0.9'", r"it must be a list of strings"),
+    ("[data]\nrename_columns = { messages = 3 }", r"data.rename_columns is \[3\] in .*; it must be a list of strings"),
     ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
     (
         "[context]\ndynamic_context_parallel = true",
@@ -115,9 +115,15 @@ READ = [
         '[[evaluation.sets]]\nname = "books"\nevery = "often"',
         r"evaluation.sets.books.every is 'often' in .*; it must be an integer",
     ),
-    ('[eval]\nname = "books"', r"evaluation sets are tables of an array: write \[\[eval\]\]"),
-    ("eval = 3", r"eval is 3 in .*write \[\[eval\]\]"),
-    ('[[evals]]\nname = "books"', r"unknown section \[evals\] .*did you mean 'eval'"),
+    ('[evaluation.sets]\nname = "books"', r"evaluation sets are tables of an array: write \[\[evaluation.sets\]\]"),
+    ("[evaluation]\nsets = 3", r"evaluation.sets is 3 in .*write \[\[evaluation.sets\]\]"),
+    (
+        '[[eval]]\nname = "books"',
+        r"\[\[eval\]\] in .*: it is \[\[evaluation.sets\]\] now \(longspan upgrade .*config.toml\)",
+    ),
+    ('[train]\nmemory = "none"', r"train.memory in .*: it is train.plan_memory = false now \(longspan upgrade "),
+    ('[train]\nfloat8 = "rows"', r"train.float8 is 'rows' in .*'rowwise' \(rows is rowwise now\)"),
+    ("[context]\neval_planner = 'fixed'", r"context.eval_planner in .*: it is evaluation.planner now \("),
 ]
 
 
@@ -128,7 +134,8 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
 
 
 def test_all_that_is_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
-    text = '[train]\nstep = 1\nlr = "x"\n[foo]\n[[data.sources]]\npth = "a"\n[[evaluation.sets]]\nnme = "x"\n[[evaluation.sets]]\nduty = 1\n'
+    text = '[train]\nstep = 1\n[optimizer]\nlr = "x"\n[foo]\n[[data.sources]]\npth = "a"\n'
+    text += '[[evaluation.sets]]\nnme = "x"\n[[evaluation.sets]]\nduty = 1\n'
     (tmp_path / "a.toml").write_text(text)
     with pytest.raises(ConfigError) as refused:
         load_config(tmp_path / "a.toml")
@@ -213,7 +220,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ),
     ({"train.float8": "rowwise", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
     ({"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
-    ({"optimizer.decay_steps": 5}, r'optimizer.decay_steps is 5 and optimizer.lr_schedule is "cosine"'),
+    ({"optimizer.decay_steps": 5}, r"decay_steps is 5, which needs optimizer.lr_schedule 'wsd'"),
     ({"train.seed": -1}, r"train.seed is -1"),
     ({"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
     ({"data.max_document_tokens": 1}, r"predicts nothing"),
@@ -236,7 +243,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"model.rope_scaling": "yarn", "model.rope_factor": 0.5}, r"model.rope_factor is 0.5; it must be above 1"),
     ({"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
     ({"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
-    ({"evaluation.max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
+    ({"evaluation.max_tokens_per_slot": 500}, r"evaluation.max_tokens_per_slot 500 do not suit .*2000"),
     ({"context.planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
     ({"evaluation.planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
     ({EVAL_LEAST: 5}, rf"^{EVAL_LEAST} 5 is above the 4 slots; use at most 4$"),
@@ -255,7 +262,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ),
     (
         OFFLOADED | {"train.plan_memory": False},
-        r'train.offload_activations is true: .* "auto", which is "none" under train.plan_memory false; use "full"',
+        r'train.offload_activations is true: .* "auto", which is "none" under train.plan_memory = false; use "full"',
     ),
     (
         {"parallel.pp": 2, "evaluation.context_parallel_size": 4},
@@ -270,7 +277,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         {"lora.rank": 4, "model.dtype": "bfloat16", "optimizer.stochastic_rounding": True},
         "needs lora.rank 0, and .* is 4",
     ),
-    ({"mtp.loss_scaling_factor": 0.1}, r"loss_weight is 0.1, .* mtp.num_layers is 0"),
+    ({"mtp.loss_scaling_factor": 0.1}, r"loss_scaling_factor is 0.1, .* mtp.num_layers is 0"),
     ({"mtp.num_layers": -1}, "mtp.num_layers is -1"),
     ({"mtp.num_layers": 1, "mtp.loss_scaling_factor": -0.5}, "mtp.loss_scaling_factor is -0.5"),
     ({"mtp.num_layers": 1, "mtp.train_whole": True}, "mtp.train_whole is True, .* lora.rank is 0"),
@@ -290,9 +297,9 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         {"parallel.sequence_parallel": True},
         r"sequence_parallel is True, which needs parallel.tp at least 2, and .* is 1",
     ),
-    ({"evaluation.sets": [{"path": "a"}]}, r"table 1 of \[\[eval\]\] has name = ''; give one of letters"),
+    ({"evaluation.sets": [{"path": "a"}]}, r"table 1 of \[\[evaluation.sets\]\] has name = ''; give one of letters"),
     ({"evaluation.sets": [{"name": "books"}]}, r"evaluation.sets.books.path is empty"),
-    ({"evaluation.sets": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[eval\]\] have name = 'books'"),
+    ({"evaluation.sets": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[evaluation.sets\]\] have name = 'books'"),
     *(({"evaluation.sets": [BOOKS | table]}, words) for table, words in SETS),
 ]
 ON_OTHER_RANKS = [
@@ -372,7 +379,7 @@ def test_levels_follow_the_degree_that_is_compared() -> None:
 def test_without_sizes_each_group_has_the_best_ones(planner: str) -> None:
     own = {"cp_comm_type": "a2a+p2p", "planner": planner, "max_tokens_per_slot": 1024}
     own |= {"context_parallel_size": 16}
-    given = {f"context.{prefix}{key}": value for key, value in own.items() for prefix in ("", "eval_")}
+    given = {f"{section}.{key}": value for key, value in own.items() for section in ("context", "evaluation")}
     given |= {"context.min_dynamic_context_parallel_size": 16, "model.path": "folder"}
     set_of_degree = {"name": "books", "path": "books", "planner": "fixed", "context_parallel_size": 32}
     config, cost = load_config(None, given | {"evaluation.sets": [set_of_degree]}), Cost(across_bytes_per_second=1e9)

@@ -12,7 +12,14 @@ from longspan.cli.flags import parse_train
 from longspan.config.defaults import resolve_defaults, set_steps, warn_about_small_updates
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import AUTO, NOT_GIVEN, section_keys
-from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit_keys
+from longspan.config.plan_section import (
+    ContextConfig,
+    EvalConfig,
+    EvaluationPlan,
+    EvaluationSection,
+    PlanSection,
+    inherit_keys,
+)
 from longspan.config.sections import ModelConfig, ParallelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError
 from longspan.plan.micro_batch import fit_level_sizes
@@ -97,13 +104,14 @@ def test_how_long_a_run_is(keys: dict[str, Any], length: tuple[float, int]) -> N
 
 
 def test_steps_of_a_flag_win_over_epochs_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("[train]\nlr = 1e-5\nsteps = 7\nepochs = 2.0\n")
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\nepochs = 2.0\n[optimizer]\nlr = 1e-5\n")
     for words, length in (([], (2, 7)), (["--train.steps", "5"], (0, 5)), (["--train.epochs", "1"], (1, 7))):
         _, config = parse_train([str(tmp_path / "config.toml"), *words])
         assert (config.train.epochs, config.train.steps) == length
 
 
-EVAL = ("eval_planner", "eval_context_parallel_size", "eval_cp_comm_type", "partition", "eval_max_tokens_per_slot")
+PARTS = ("planner", "context_parallel_size", "cp_comm_type")
+EVAL = [f"evaluation.{key}" for key in PARTS] + ["context.partition", "evaluation.max_tokens_per_slot"]
 SIZES = "hierarchical_context_parallel_sizes"
 FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "all of it": (
@@ -112,12 +120,12 @@ FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         ["padded", 2, ("a2a", "p2p"), "contiguous", 99, (2, 1)],
     ),
     "a degree of dynamic": (
-        {"planner": "dynamic", SIZES: 4, "eval_context_parallel_size": 2},
+        {"planner": "dynamic", SIZES: 4, "evaluation.context_parallel_size": 2},
         ["fixed", 2, "auto", "zigzag", "auto", (2, 1)],
     ),
     "what is given": (
-        {"eval_planner": "dynamic", "eval_cp_comm_type": "a2a", "partition": "contiguous"}
-        | {"eval_max_tokens_per_slot": 7, f"eval_{SIZES}": 2, "eval_context_parallel_size": 2},
+        {"evaluation.planner": "dynamic", "evaluation.cp_comm_type": "a2a", "partition": "contiguous"}
+        | {"evaluation.max_tokens_per_slot": 7, f"evaluation.{SIZES}": 2, "evaluation.context_parallel_size": 2},
         ["dynamic", 2, "a2a", "contiguous", 7, 2],
     ),
 }
@@ -126,14 +134,15 @@ FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 @pytest.mark.parametrize("case", FOLLOWS)
 def test_evaluation_follows_training(case: str) -> None:
     given, expected = FOLLOWS[case]
-    config = load_config(None, OWN | {f"context.{key}": value for key, value in given.items()})
-    assert [value_of(config, f"context.{key}") for key in (*EVAL, f"eval_{SIZES}")] == expected
+    keys = {key if "." in key else f"context.{key}": value for key, value in given.items()}
+    config = load_config(None, OWN | keys)
+    assert [value_of(config, key) for key in (*EVAL, f"evaluation.{SIZES}")] == expected
 
 
 def test_the_demo_evaluates_as_it_does() -> None:
     config = load_config(None, {"context.planner": "dynamic", "context.cp_comm_type": "a2a"})
-    assert [value_of(config, f"context.{key}") for key in EVAL] == ["fixed", 4, "p2p", "zigzag", 2048]
-    assert load_config(None, {"evaluation.context_parallel_size": 0}).context.evaluation.context_parallel_size == 2
+    assert [value_of(config, key) for key in EVAL] == ["fixed", 4, "p2p", "zigzag", 2048]
+    assert load_config(None, {"evaluation.context_parallel_size": 0}).evaluation.context_parallel_size == 2
 
 
 DEGREES = [(1, (1, 1)), (2, (2, 2)), (3, (1, 1)), (4, (2, 4)), (6, (2, 2)), (8, (2, 4))]
@@ -147,8 +156,7 @@ def test_the_demo_suits_the_slots_there_are(slots: int, degrees: tuple[int, int]
     for parallel in (ParallelConfig(), ParallelConfig(tp=2, pp=2)):
         ranks = slots * parallel.tp * parallel.pp
         resolved = resolve_defaults(replace(config, parallel=parallel), ranks)
-        context = resolved.context
-        assert (context.context_parallel_size, context.evaluation.context_parallel_size) == degrees
+        assert (resolved.context.context_parallel_size, resolved.evaluation.context_parallel_size) == degrees
         assert check_config(resolved, ranks).slots == slots
 
 
@@ -167,13 +175,13 @@ def test_a_learning_rate_is_asked_for_before_anything_is_read(model: dict[str, A
 
 def entry(table: dict[str, Any], **keys: Any) -> EvalConfig:
     given = {key.replace("__", "."): value for key, value in keys.items()}
-    return load_config(None, given | {"evaluation.sets": [BOOKS | table]}).eval[0]
+    return load_config(None, given | {"evaluation.sets": [BOOKS | table]}).evaluation.sets[0]
 
 
 def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
     plan = [key.name for key in section_keys(PlanSection)]
     of_context = [key.name for key in section_keys(ContextConfig)]
-    assert [key for key in of_context if key.startswith("eval_")] == [f"eval_{key}" for key in plan]
+    assert [key.name for key in section_keys(EvaluationPlan)] == plan
     assert of_context[: len(plan)] == plan and set(plan) <= {key.name for key in section_keys(EvalConfig)}
 
 
@@ -210,11 +218,11 @@ def test_a_degree_alone_changes_the_degree(table: Any, keys: dict[str, Any], val
 def test_toml_there_and_back_and_nothing_is_left_open(tmp_path: Path) -> None:
     other = {"name": "code.2", "path": 'a "b"', "every": 0, "metrics": ["m.f"], "cp_comm_type": ["p2p", "a2a"]}
     tables = [BOOKS, other]
-    config = load_config(None, {"eval": tables})
+    config = load_config(None, {"evaluation.sets": tables})
     (tmp_path / "a.toml").write_text(to_toml(config))
     assert load_config(tmp_path / "a.toml") == config == resolve_defaults(config)
-    (tmp_path / "b.toml").write_text('[[evaluation.sets]]\nname = "books"\npath = "books"\n[train]\neval_every = 3\n')
-    assert load_config(tmp_path / "b.toml").eval[0].every == 3
+    (tmp_path / "b.toml").write_text('[[evaluation.sets]]\nname = "books"\npath = "books"\n[evaluation]\nevery = 3\n')
+    assert load_config(tmp_path / "b.toml").evaluation.sets[0].every == 3
 
 
 def test_plans_of_a_set_are_its_own() -> None:
@@ -222,26 +230,6 @@ def test_plans_of_a_set_are_its_own() -> None:
     home = check_config(config, 4)
     plans = [PlannerConfig.evaluation(config, entry).plan((600, 40), home) for entry in (None, *config.evaluation.sets)]
     assert [{group.degree for batch in plan.micro_batches for group in batch.groups} for plan in plans] == [{4}, {2}]
-
-
-def test_keys_of_version_0_2_are_read_over_in_the_configuration_of_a_run_alone(tmp_path: Path) -> None:
-    text = (
-        '[lora]\nparts = ["language_model"]\n[[evaluation.sets]]\nname = "books"\npath = "books"\npasskey_samples = 4\n'
-    )
-    own, new, run = (tmp_path / name / "config.toml" for name in ("own", "new", "run"))
-    for path in (own, new, run):
-        path.parent.mkdir()
-        path.write_text(text)
-    (run.parent / "run.json").write_text("{}")
-    assert load_config(run).eval == load_config(None, {"evaluation.sets": [BOOKS]}).eval
-    for path in (own, new, run.rename(run.parent / "other.toml")):
-        with pytest.raises(ConfigError, match=r"unknown key lora\.parts .*unknown key eval\.books\.passkey_samples"):
-            load_config(path)
-    run.write_text(text.replace("4", "8"))
-    with pytest.raises(ConfigError, match=r"^unknown key eval\.books\.passkey_samples"):
-        load_config(run)
-    with pytest.raises(ConfigError, match=r"unknown key lora\.parts in the overrides: it is gone"):
-        load_config(None, {"lora.parts": ["language_model"]})
 
 
 KEYS = tuple(key.name for key in fields(PlanSection))
@@ -290,13 +278,15 @@ def test_a_degree_that_is_given_makes_plans_of_one_degree(
 def test_a_configuration_is_resolved_by_the_rule(
     training: ContextConfig, of_all: dict[str, Any], of_set: dict[str, Any]
 ) -> None:
-    context = replace(training, evaluation=PlanSection(**of_all))
+    context, evaluation = training, EvaluationSection(**of_all)
     sets = (EvalConfig(name="books", path="x", **of_set),)
-    config = RunConfig(model=ModelConfig(path="folder-of-no-model"), context=context, eval=sets)
+    config = RunConfig(
+        model=ModelConfig(path="folder-of-no-model"), context=context, evaluation=replace(evaluation, sets=sets)
+    )
     complete = resolve_defaults(config)
     assert resolve_defaults(complete) == complete
-    assert complete.evaluation == inherit_keys(PlanSection(**of_all), context, context)
-    (entry,) = complete.eval
+    assert complete.evaluation.plan_keys == inherit_keys(PlanSection(**of_all), context, context).plan_keys
+    (entry,) = complete.evaluation.sets
     planned = inherit_keys(PlanSection(**of_set), complete.evaluation, complete.context)
     assert entry.plan_keys == planned.plan_keys
     assert held_out_set(complete).plan_keys == complete.evaluation.plan_keys

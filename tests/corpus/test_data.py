@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config
 
 from longspan import Layout, SequenceShard, plan_fixed
+from longspan.config.plan_section import EvaluationSection
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
 from longspan.corpus import builder
 from longspan.corpus import recipe as recipes
@@ -432,8 +433,8 @@ ROWS = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "files that are cut": ("files", {"max_document_tokens": 16}),
     "completions that are cut": ("prompts", {"max_document_tokens": 16}),
-    "chats in turns that are cut": ("chats", {"turns": "split", "max_document_tokens": 30}),
-    "a number of texts": ("chats", {"turns": "split", "eval_documents": 5}),
+    "chats in turns that are cut": ("chats", {"split_turns": True, "max_document_tokens": 30}),
+    "a number of texts": ("chats", {"split_turns": True, "documents": 5}),
     "several sources": ("sources", {"max_document_tokens": 16}),
     "whole texts": ("text", {}),
 }
@@ -463,7 +464,9 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     tmp_path: Path, form: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "BATCH_BYTES", 100)  # texts of several batches
-    data = DataConfig(**{"cache": str(tmp_path / "cache"), "max_document_tokens": 0} | keys)
+    documents = keys.get("documents", "auto")
+    others = {key: value for key, value in keys.items() if key != "documents"}
+    data = DataConfig(**{"cache_dir": str(tmp_path / "cache"), "max_document_tokens": 0} | others)
     if form == "sources":
         paths = write_letters(tmp_path / "a", "text", NAMES[:8]), write_letters(tmp_path / "b", "tokens", NAMES[8:])
         data = replace(data, sources=tuple(SourceConfig(str(path), 1.0) for path in paths))
@@ -474,13 +477,13 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     corpus = open_or_build_run_corpus(
         settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lambda _: None
     )
-    config = RunConfig(data=data)
+    config = RunConfig(data=data, evaluation=EvaluationSection(documents=documents))
     config = replace(config, train=replace(config.train, tokens_per_step=64))
     order = make_step_order(config, corpus)
     trained = set(range(len(corpus))) - {*order.evaluation}
     held_out, others = names_of(tmp_path, corpus, order.evaluation), names_of(tmp_path, corpus, trained)
     assert not held_out & others and held_out | others == {*NAMES.upper()}
-    count = data.eval_documents if isinstance(data.eval_documents, int) else 1  # one in ten of twelve
+    count = documents if isinstance(documents, int) else 1  # one in ten of twelve
     count += form == "sources"  # one of each
     assert (len(held_out), len(others)) == (count, 12 - count) == (order.held_out_texts, order.training_texts)
     assert (corpus.texts is None) == (len(corpus) == 12) == (not {"turns", "max_document_tokens"} & {*keys})

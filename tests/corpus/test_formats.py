@@ -30,7 +30,7 @@ TEXTS = ["def layout(rank):\n    return rank\n", "für alle Ränge: übrig " * 9
 
 
 def corpus_of(folder: Path, said: list[str] | None = None, **keys: Any) -> Corpus:
-    data = DataConfig(**{"max_document_tokens": 20, "cache": str(folder / "cache")} | keys)
+    data = DataConfig(**{"max_document_tokens": 20, "cache_dir": str(folder / "cache")} | keys)
     log = (said if said is not None else []).append
     run = folder / f"run-{Path(data.cache_dir).name}"
     return open_or_build_run_corpus(CorpusSettings(data), run, tokenizer=tokenizer(folder), resumed=False, log=log)

@@ -97,7 +97,7 @@ def test_missing_packages_are_named(name: str, module: str, monkeypatch: pytest.
     of_tables = [
         replace(config, data=replace(config.data, path=str(tables / name))),
         replace(config, data=replace(config.data, sources=(SourceConfig(str(texts)), SourceConfig(str(tables))))),
-        replace(config, data=replace(config.data, path=str(texts)), eval=(EvalConfig(name="a", path=str(tables)),)),
+        replace(config, data=replace(config.data, path=str(texts))).with_sets([EvalConfig(name="a", path=str(tables))]),
     ]
     for run in of_tables:
         check_paths_exist(run)

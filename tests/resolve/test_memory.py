@@ -14,7 +14,7 @@ from transformers import GPT2Config
 from longspan.cli.train import train_rank as train_by_command
 from longspan.comm import World
 from longspan.config.file import load_config
-from longspan.config.sections import RunConfig, TrainConfig
+from longspan.config.sections import OptimizerSection, RunConfig
 from longspan.errors import CommError, ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import FixedMemory, Machine, MemoryBudget, MemoryPlan
@@ -74,9 +74,9 @@ def test_keys_by_hand_are_not_chosen() -> None:
 
 
 def test_numbers_of_state_are_counted_on_the_optimizer_itself() -> None:
-    momentum = TrainConfig(lr=1e-3, optimizer="sgd", optimizer_arguments=("momentum=0.9",))
-    plain, nadam = replace(momentum, optimizer_arguments=()), TrainConfig(lr=1e-3, optimizer="torch.optim.NAdam")
-    assert [*map(optimizer_state_numbers, (TrainConfig(lr=1e-3), plain, momentum, nadam))] == [2.0, 0.0, 1.0, 2.0]
+    momentum = OptimizerSection(lr=1e-3, class_="sgd", arguments=("momentum=0.9",))
+    plain, nadam = replace(momentum, arguments=()), OptimizerSection(lr=1e-3, class_="torch.optim.NAdam")
+    assert [*map(optimizer_state_numbers, (OptimizerSection(), plain, momentum, nadam))] == [2.0, 0.0, 1.0, 2.0]
 
 
 def test_settings_follow_the_keys() -> None:

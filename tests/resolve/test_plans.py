@@ -14,6 +14,7 @@ import pytest
 from longspan.comm import World
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
+from longspan.config.plan_section import EvaluationSection
 from longspan.config.sections import ContextConfig, RunConfig
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError
@@ -160,7 +161,7 @@ def test_a_world_has_the_machine_of_the_run_and_all_ranks_refuse_one_of_others(t
 @pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
 def test_evaluation_deals_out_rows_as_training_does(planner: Any) -> None:
     context = ContextConfig(planner=planner, partition="contiguous", max_tokens_per_slot=256)
-    config = resolve_defaults(RunConfig(context=context.set_evaluation(planner=planner)))
+    config = resolve_defaults(RunConfig(context=context, evaluation=EvaluationSection(planner=planner)))
     training, evaluation = PlannerConfig.training(config), PlannerConfig.evaluation(config)
     for choice in (replace(training, degree=4), replace(evaluation, degree=4)):
         batches = choice.plan((1000, 30), Layout(4)).micro_batches
@@ -188,7 +189,9 @@ def test_the_choice_is_that_of_which_degree() -> None:
     assert plan.predicted_seconds <= comparison.best.planned.predicted_seconds * (1 + 1e-9)
     assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {found.degree}
     assert choose_degree(found, lengths, home) == (found, "") and choose_degree(choice, [], home) == (choice, "")
-    with pytest.raises(ConfigError, match=r'eval_context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'):
+    with pytest.raises(
+        ConfigError, match=r'evaluation.context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'
+    ):
         choose_degree(choice, [10**6], home)
 
 
@@ -250,23 +253,25 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
 
 def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     config = config_of(**{DEGREE: "auto", ROWS: 100})
-    levels = config.context.set_evaluation(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2))
-    choice, home = PlannerConfig.evaluation(replace(config, context=levels)), Layout(8)
+    levels = replace(config.evaluation, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2))
+    choice, home = PlannerConfig.evaluation(replace(config, evaluation=levels)), Layout(8)
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))
-    with pytest.raises(ConfigError, match=r"eval_context_parallel_size auto and evaluation.max_tokens_per_slot 100"):
+    with pytest.raises(
+        ConfigError, match=r"evaluation.context_parallel_size auto and evaluation.max_tokens_per_slot 100"
+    ):
         choice.check_longest_document(801, home, "a document")
 
 
 def test_what_auto_makes_of_the_other_keys() -> None:
-    assert config_of(**{DEGREE: "auto"}).context.evaluation.cp_comm_type == "auto"
+    assert config_of(**{DEGREE: "auto"}).evaluation.cp_comm_type == "auto"
     given = {"model__config": "somewhere", DEGREE: "auto", "evaluation__cp_comm_type": "p2p"}
-    evaluation = config_of(**given).context.evaluation
+    evaluation = config_of(**given).evaluation
     assert (evaluation.context_parallel_size, evaluation.cp_comm_type) == ("auto", "p2p")
     name, planner = DEGREE.replace("__", "."), "evaluation__planner"
     for more, message in (
         ({DEGREE: "most"}, f"{name} is 'most'; give a number, or \"auto\""),
-        ({planner: "dynamic"}, 'eval_planner is "dynamic"; use evaluation.planner = "f'),
+        ({planner: "dynamic"}, 'evaluation.planner is "dynamic"; use evaluation.planner = "f'),
         ({planner: "padded"}, 'evaluation.planner is "padded"'),
         ({ROWS: 9}, f"{name} auto and evaluation.max_tokens_per_slot 9"),
     ):
@@ -310,7 +315,10 @@ def test_a_planner_decides_groups_and_the_options_the_rest() -> None:
         (f"{OWN}fails", r"own_things\.fails' failed for 1 document on 4 slots: KeyError: 'slots'"),
         (f"{OWN}fewer_slots", r"must return a longspan\.Plan of 4 slots \(home\.slots\)"),
         (f"{OWN}left_out", r"returned a plan that cannot run: document 0 \(2048 rows\) is in no micro-batch"),
-        (f"{OWN}all_on_one_slot", r"cannot run: slot 0 holds 2048 rows .*above context.\w*max_tokens_per_slot 1024"),
+        (
+            f"{OWN}all_on_one_slot",
+            r"cannot run: slot 0 holds 2048 rows .*above (context|evaluation).max_tokens_per_slot 1024",
+        ),
     ],
 )
 def test_a_planner_that_does_not_fit_is_refused_before_a_process_group(name: str, message: str) -> None:
@@ -330,8 +338,8 @@ def test_a_plan_of_a_step_is_checked() -> None:
 def test_evaluation_takes_the_planner_of_training_unless_it_has_its_own() -> None:
     sets: list[dict[str, Any]] = [{"name": "a", "path": "x"}, {"name": "b", "path": "x", "context_parallel_size": 4}]
     sets += [{"name": "c", "path": "x", "planner": f"{OWN}one_by_one"}]
-    config = config_of(context__planner=f"{OWN}one_degree", evaluation__planner="", eval=sets)
-    own = config_of(model__path="folder", context__planner=f"{OWN}one_degree", optimizer__lr=1.0, eval=sets)
+    config = config_of(context__planner=f"{OWN}one_degree", evaluation__planner="", evaluation__sets=sets)
+    own = config_of(model__path="folder", context__planner=f"{OWN}one_degree", optimizer__lr=1.0, evaluation__sets=sets)
     assert [entry.planner for entry in config.evaluation.sets] == [
         "fixed",
         "fixed",
@@ -360,7 +368,12 @@ def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: 
     sets += [{"name": "books", "planner": "fixed", "context_parallel_size": "auto"}]
     for of_set in sets:
         of_set["path"] = str(write_texts(tmp_path / of_set["name"], count=5))
-    keys = {"context__planner": f"{OWN}one_by_one", DEGREE: "auto", "evaluation__planner": "fixed", "eval": sets}
+    keys = {
+        "context__planner": f"{OWN}one_by_one",
+        DEGREE: "auto",
+        "evaluation__planner": "fixed",
+        "evaluation.sets": sets,
+    }
     config = small_config(tmp_path, **keys, train__steps=2, evaluation__every=1)
     run_ranks(train_rank, 2, config, 2)
     folder = Path(config.run.dir)
@@ -377,4 +390,4 @@ def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: 
         said = re.match(rf"{f'of {name} ' if name else ''}at cp (\d+)[:,] ", reason)
         assert said and evaluated[name]["cp"] == int(said.group(1)), reason
         assert " documents; cp " in reason and " x as long; dynamic plan " in reason
-    assert 'eval_context_parallel_size = "auto"' in (folder / "config.toml").read_text()
+    assert 'context_parallel_size = "auto"' in (folder / "config.toml").read_text()

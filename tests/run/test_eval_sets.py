@@ -55,7 +55,7 @@ def run(*configs: RunConfig) -> list[tuple[str, TrainResult]]:
 
 def with_sets(folder: Path, *tables: dict[str, Any], **changes: object) -> RunConfig:
     books = write_texts(folder / "books", count=7)
-    return small_config(folder, eval=[{"path": str(books)} | table for table in tables], **changes)
+    return small_config(folder, evaluation__sets=[{"path": str(books)} | table for table in tables], **changes)
 
 
 def rows_of(config: RunConfig, name: str | None = None) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
             "data__cache_dir": str(tmp_path / "cache"),
             **ALONE,
         }
-        config = small_config(tmp_path / folder, eval=sets, data__max_document_tokens=20, **keys)
+        config = small_config(tmp_path / folder, evaluation__sets=sets, data__max_document_tokens=20, **keys)
         model, said = preset_config("qwen3-tiny", vocab_size=300), list[str]()
         with World(check_config(config, 1), backend="gloo") as world:
             corpus = build_shared_corpus(config, world, model, resumed=resumed, log=said.append)
@@ -176,9 +176,9 @@ def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: 
         config.evaluation.sets[0], metrics=(f"{HERE}.told_to_stop",), planner="padded", context_parallel_size=1
     )
     many = replace(books, path=str(write_texts(tmp_path / "many", count=16)), max_tokens_per_slot=256)
-    stopped = replace(config, eval=(many,), run=replace(config.run, dir=str(tmp_path / "run")))
+    stopped = replace(config.with_sets([many]), run=replace(config.run, dir=str(tmp_path / "run")))
     (text, result), (resumed, end) = run(
-        stopped, replace(stopped, eval=config.evaluation.sets[:1])
+        stopped, stopped.with_sets(config.evaluation.sets[:1])
     )  # other sets are no other run
     assert re.search(r"of books after step 3 was stopped after 1 of \d+ micro-batches .*: SIGTERM was received", text)
     assert (result.stopped, result.done) == ("SIGTERM", 3)
@@ -234,7 +234,7 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     tokenizer, rows = write_folder(tmp_path / "tokenizer", "phi3"), tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": r, "content": "so"} for r in ("user", "assistant")]}))
     keys = {"data__path": str(rows), "data__tokenizer": str(tokenizer), "evaluation__documents": 0, **ALONE}
-    config = small_config(tmp_path, eval=[{"name": "a", "path": str(rows)}], **keys)
+    config = small_config(tmp_path, evaluation__sets=[{"name": "a", "path": str(rows)}], **keys)
     model = preset_config("qwen3-tiny", vocab_size=400)
     with World(check_config(config, 1), backend="gloo") as world:
         trained = build_shared_corpus(config, world, model, resumed=False, log=lambda _: None)

@@ -214,9 +214,9 @@ def test_a_finished_run_is_shown_again_and_not_trained(straight: Straight, tmp_p
     folder = Path(again.run.dir)
     lost = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] < 4 or "loss" in row]  # killed then
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lost))
-    wide = again.context.set_evaluation(planner="dynamic", max_tokens_per_slot=32)  # no degree of the comparison's
+    wide = replace(again.evaluation, planner="dynamic", max_tokens_per_slot=32)  # no degree of the comparison's
     as_trained = (folder / "config.toml").read_text()
-    for result, summary, rows in run_ranks(run_each, 2, (again, replace(again, context=wide)))[0]:
+    for result, summary, rows in run_ranks(run_each, 2, (again, replace(again, evaluation=wide)))[0]:
         assert result.summary() == outcome.summary() | {"eval_at_degrees": summary["eval_at_degrees"]}
         assert rows == rows_of(config)
     assert (folder / "config.toml").read_text() == as_trained
@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
     fresh = partial(small_config, tmp_path)
     resumed = partial(small_config, folder.parent, checkpoint__every=2)
     ended = copy_cut_at(straight[0], tmp_path / "ended", 4)
-    ended = replace(ended, train=replace(ended.train, lr=0.5, weight_decay=0.5))
+    ended = replace(ended, optimizer=replace(ended.optimizer, lr=0.5, weight_decay=0.5))
     (Path(ended.run.dir) / "config.toml").write_text(to_toml(ended))  # what counts is what it was trained with
     model = str(folder / "model")
     bare = Path(shutil.copytree(model, tmp_path / "model"))
@@ -304,7 +304,7 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
         (
             ended,
             ConfigError,
-            r"has come to its end at step 4 .*: optimizer.lr was 0.006 and is 0.5 now; optimizer.weight_decay was .*raise",
+            r"has come to its end at step 4 .*: optimizer.lr was 0.006 and is 0.5 now; optimizer.weight_decay .*raise",
         ),
         (fresh(checkpoint__resume="must"), CheckpointError, r"checkpoint.resume is 'must' and there is no checkpoint"),
         (fresh(model__path=str(tmp_path / "nowhere")), ModelError, r"no model folder .*nowhere"),
@@ -325,8 +325,8 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
 
 
 def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:
-    before: dict[str, Any] = {"encoder": {"lr": 0.1}, "train": {"lr": 1.0, "steps": 6}, "evaluation.sets": []}
-    now: dict[str, Any] = {"encoder": {"lr": 0.2}, "train": {"lr": 2.0, "steps": 6}, "evaluation.sets": []}
+    before: dict[str, Any] = {"encoder": {"lr": 0.1}, "optimizer": {"lr": 1.0}, "train": {"steps": 6}, "evaluation": {}}
+    now: dict[str, Any] = {"encoder": {"lr": 0.2}, "optimizer": {"lr": 2.0}, "train": {"steps": 6}, "evaluation": {}}
     with pytest.raises(ConfigError, match=r"encoder.lr was 0.1 and is 0.2 now; optimizer.lr was 1.0 and is 2.0 now"):
         set_up._check_finished_run(before, now, Path("step-000006"), print)
 
@@ -398,14 +398,14 @@ def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path: Path) -> None:
 
 def test_a_corpus_that_changed_is_refused(straight: Straight) -> None:
     config, changed = straight[0], Path(straight[0].data.path) / "file03.py"
-    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    context, evaluation = (replace(section, context_parallel_size=1) for section in (config.context, config.evaluation))
     before = changed.read_text()
     changed.write_text("other text\n")
     try:
         with pytest.raises(
             DataError, match=r"changed since the run began: file03.py had \d+ bytes and has 11; restore"
         ):
-            lines_of(0, replace(config, context=context), 1)
+            lines_of(0, replace(config, context=context, evaluation=evaluation), 1)
     finally:
         changed.write_text(before)
 

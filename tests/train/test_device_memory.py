@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan.comm import World
-from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
+from longspan.config.sections import ModelConfig, OptimizerSection, RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, preset_config
@@ -16,7 +16,7 @@ from longspan.train import device_memory
 from longspan.train.device_memory import check_model_fits
 from tests.train.small import small_config, train_rank
 
-CONFIG = RunConfig(model=ModelConfig(preset="qwen3-8b"), train=TrainConfig(optimizer="adamw"))
+CONFIG = RunConfig(model=ModelConfig(preset="qwen3-8b"), optimizer=OptimizerSection(class_="adamw"))
 
 
 def _refusal(world: World, *, dtype: str = "float32", training: bool = True, rank: int = 0) -> str:

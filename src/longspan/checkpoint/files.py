@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from longspan.config.renamed import upgraded_tables
 from longspan.errors import CheckpointError
 from longspan.files import parse_json, write_durably
 
@@ -177,7 +178,8 @@ def check_file_hashes(path: Path, files: Mapping[str, Digest]) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """Raises CheckpointError for a state that is missing or damaged, or of another format."""
     _read_manifest(path)
-    return read_checkpoint_json(path / STATE)
+    state = read_checkpoint_json(path / STATE)
+    return {**state, "config": upgraded_tables(state["config"])} if "config" in state else state  # also of version 0.3
 
 
 def _list_checkpoints(root: Path) -> list[Path]:

@@ -22,8 +22,8 @@ from longspan.cli.processes import (
 )
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
-from longspan.config.keys import NOT_GIVEN, check_bounds, section_keys
-from longspan.config.plan_section import PlanSection, inherit_keys
+from longspan.config.keys import NOT_GIVEN, section_keys
+from longspan.config.plan_section import EvaluationPlan, PlanSection, inherit_keys
 from longspan.config.sections import (
     ContextConfig,
     DataConfig,
@@ -69,7 +69,7 @@ from longspan.train.starts import Starts, begin_gpu_imports
 PROG = "longspan eval"
 TARGET = "a run's folder, a checkpoint or a Hugging Face folder"
 BASE = "base"  # as what --compare compares with
-PLAN_KEYS = [key.name for key in section_keys(PlanSection)]  # each has a form eval_KEY
+PLAN_KEYS = [key.name for key in section_keys(PlanSection)]
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class EvalFlags:
     model: SavedModel = field(default_factory=SavedModel)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     encoder: EncoderLayout = field(default_factory=EncoderLayout)
     run: MachineSection = field(default_factory=MachineSection)
     world: int = 0
@@ -148,6 +149,7 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
     if config is not None:
         encoder = EncoderLayout(config.encoder.tp, config.encoder.max_tokens)
         sections = {"parallel": config.parallel, "context": config.context, "encoder": encoder}
+        sections["evaluation"] = EvaluationPlan(**config.evaluation.plan_keys)
         sections["run"] = MachineSection(config.run.machine)
     return parse_flags(EvalFlags, argv, PROG, sections)
 
@@ -157,7 +159,6 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     are a second subject, in the layout of the first.
     """
     check_flags_at_least(flags, max_document_tokens=NOT_GIVEN)
-    check_bounds(flags.encoder, EncoderLayout, "--encoder.")
     if flags.split and not flags.data:
         raise ConfigError(f"--split is {flags.split!r} and there is no --data; what a run holds out has no splits")
     if flags.max_document_tokens == 1:
@@ -184,6 +185,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
             second.config,
             parallel=config.parallel,
             context=config.context,
+            evaluation=config.evaluation,
             encoder=replace(second.config.encoder, tp=config.encoder.tp, max_tokens=config.encoder.max_tokens),
             run=replace(second.config.run, machine=config.run.machine),
         )
@@ -205,7 +207,7 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
     """Raise ConfigError for keys of training, which would have no effect."""
     for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):
         if key in PLAN_KEYS:
-            raise ConfigError(f"--context.{key} is a key of training; evaluation reads --context.eval_{key}")
+            raise ConfigError(f"--context.{key} is a key of training; evaluation reads --evaluation.{key}")
         if key == "mode":
             raise ConfigError(f"--context.{key} is a key of training, and evaluation does not read it; leave it out")
 
@@ -227,18 +229,18 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
         model=replace(own.model, **explicit),
         parallel=flags.parallel,
         context=flags.context,
+        evaluation=replace(own.evaluation, **flags.evaluation.plan_keys),
         encoder=replace(own.encoder, **asdict(flags.encoder)),
         run=replace(own.run, dir=str(run_dir or own.run.dir), machine=flags.run.machine),
         lora=LoraSection() if weights.base else own.lora,
         mtp=MtpSection() if weights.base else own.mtp,
-        eval=(),
-    )
+    ).with_sets(())
     if run_dir is None:
         return Subject(weights, resolve_defaults(config))
     # a degree that a flag gives brings its planner, and "auto" its type
-    values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"context.eval_{k}" in flag_keys}
+    values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
     evaluation = inherit_keys(PlanSection(**values), own.evaluation, own.context)
-    return Subject(weights, replace(config, context=replace(config.context, evaluation=evaluation)))
+    return Subject(weights, replace(config, evaluation=replace(config.evaluation, **evaluation.plan_keys)))
 
 
 def main(argv: Sequence[str]) -> int:

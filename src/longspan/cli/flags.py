@@ -7,8 +7,9 @@ flag may have dashes or underscores, and "=" or a space before its value.
 import inspect
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
@@ -18,8 +19,6 @@ from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import resolve_defaults, set_local_folders
 from longspan.config.file import kind_text, nearest_hint, read_file, read_words
 from longspan.config.keys import (
-    GONE,
-    GONE_VALUES,
     NOT_GIVEN,
     class_texts,
     key_value,
@@ -29,6 +28,7 @@ from longspan.config.keys import (
 )
 from longspan.config.other_names import key_of_other_name
 from longspan.config.reference import OFTEN
+from longspan.config.renamed import flag_lines, renamed_hint, renamed_value
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
@@ -89,6 +89,8 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
             name = "--data" if flag == "--data.path" else flag_text(flag)  # as in verbs without that section
             text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
             lines += _flag_lines(f"{name} {_value_text(types[flag])}", text, width)
+    if whole and "--train.steps" in types and kind.__name__ == "TrainFlags":
+        lines += ["", "renamed since version 0.3 (longspan upgrade CONFIG.toml rewrites a file):", *flag_lines()]
     if shown and not whole:
         lines += ["", f"{prog} --help-all shows all {len(types)} flags."]
     return "\n".join(lines)
@@ -127,6 +129,7 @@ def _default_text(kind: Any, flag: str, text: str) -> str:
 
 
 Flags = TypeVar("Flags", bound=Any)
+Defaults = Callable[[Sequence[str]], Mapping[str, Any]]
 Repeated = Annotated[tuple[str, ...], "again for more"]  # a flag that is given once for each of its values
 _WHOLE_HELP = {"--help-all", "--help_all"}
 _HELP = {"-h", "--help"} | _WHOLE_HELP
@@ -155,12 +158,15 @@ KEYS = {
 _SHORT = {key: flag for flag, key in KEYS.items()}
 
 
-def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Flags:
+def parse_flags(
+    kind: type[Flags], argv: Sequence[str], prog: str, defaults: Defaults | Mapping[str, Any] | None = None
+) -> Flags:
     """Parse the flags of a verb from its words; `--help` and `--help-all` print and exit.
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
-    `defaults` are values of fields, in place of those of the class. Raises ConfigError for flags that do not exist,
+    `defaults` are values of fields, in place of those of the class, or a function of the words without flags that
+    returns them. Raises ConfigError for flags that do not exist,
     with the nearest ones, for values that they do not take, and for words that are missing or too many.
     """
     types = flag_types(kind)
@@ -186,13 +192,17 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Map
 
 
 def make_flags(
-    kind: type[Flags], words: Sequence[str], values: Mapping[str, Any], prog: str, defaults: Mapping[str, Any]
+    kind: type[Flags],
+    words: Sequence[str],
+    values: Mapping[str, Any],
+    prog: str,
+    defaults: Defaults | Mapping[str, Any],
 ) -> Flags:
     places = word_fields(kind)
     if len(words) > len(places):
         takes = f"it takes {' and '.join(place.metavar for place in places.values())}, and" if places else "its"
         raise ConfigError(f"{prog} does not know what {words[len(places)]!r} is for: {takes} flags begin with --")
-    arguments = {**defaults, **dict(zip(places, words, strict=False))}
+    arguments = {**(defaults(words) if callable(defaults) else defaults), **dict(zip(places, words, strict=False))}
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     if missing := [places[name] for name in required if name not in arguments]:
         example = " ".join([prog, *(place.example for place in places.values() if place.example)])
@@ -281,27 +291,29 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
     value = read_words(items, kind)
     if value is None:
         text = f"is {' '.join(items)!r}" if items else "has no value"
-        raise ConfigError(f"{flag_text(flag)} {text}; it must be {kind_text(kind)}")
+        new = renamed_value(flag[2:], " ".join(items))
+        now = f" ({items[0]} is {str(new).lower()} now)" if items and new != items[0] else ""
+        raise ConfigError(f"{flag_text(flag)} {text}; it must be {kind_text(kind)}{now}")
     return value, further_words
 
 
 def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -> None:
     """Raise ConfigError for the flags among the words that a verb with these flags does not have, with the nearest."""
     texts = list[str]()
-    for flag in dict.fromkeys(flag for flag, _, _ in split_flags(argv) if flag):
+    for flag, values in {flag: values for flag, values, _ in split_flags(argv) if flag}.items():
         if flag in types or _SAME.get(flag) in types:
             continue
-        texts.append(f"{flag_text(flag)}: {_flag_hint(flag, types, prog)}")
+        texts.append(f"{flag_text(flag)}: {_flag_hint(flag, values, types, prog)}")
     if texts:
         raise ConfigError(f"{prog} has no flag {'; no flag '.join(texts)}")
 
 
-def _flag_hint(flag: str, types: Mapping[str, Any], prog: str) -> str:
+def _flag_hint(flag: str, values: Sequence[str], types: Mapping[str, Any], prog: str) -> str:
     def flags_of(keys: Iterable[str]) -> list[str]:  # in this verb: a key itself, or its short flag
         return [flag_text(name) for key in keys for name in (key, _SHORT.get(key, key)) if name in types]
 
-    if flag[2:] in GONE_VALUES:
-        return GONE
+    if hint := renamed_hint(flag[2:], " ".join(values), flag=True):
+        return hint
     other, space, words = key_of_other_name(flag[2:]).partition(" ")
     if other == "leave":
         return f"leave {words}"
@@ -349,21 +361,26 @@ class TrainFlags(RunConfig):
     """Train nothing: print what the run would hold on each GPU, with which measures, its steps and hours."""
 
 
+def _file_sections(flag_names: Collection[str], words: Sequence[str]) -> Mapping[str, Any]:
+    """The sections of the file that the words name; flags win over them, and their steps over the file's epochs."""
+    if not words:
+        return {}
+    file = read_file(words[0])
+    if "--train.steps" in flag_names and "--train.epochs" not in flag_names:
+        file = replace(file, train=replace(file.train, epochs=0.0, epochs_of=""))
+    return {field.name: getattr(file, field.name) for field in fields(RunConfig)}
+
+
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     """Parse the flags of `train`, and the configuration that file, flags and the number of ranks make together."""
+    names = {flag for flag, _, _ in split_flags(argv)}
     for flag, paths, _ in split_flags(argv):
         if flag in _SAME and len(paths) > 1 and not paths[1].endswith(".toml"):
             raise ConfigError(
                 f"{flag} takes one path, and got {' '.join(paths)}; name several in CONFIG.toml, each as path = ... "
                 "below a line [[data.sources]], or put the files into one folder"
             )
-    flags = parse_flags(TrainFlags, argv, "longspan train")
-    if flags.config:  # again, with the file's values as defaults: flags win over them
-        file = read_file(flags.config)
-        if flags.train.steps != NOT_GIVEN and not flags.train.epochs:  # steps of a flag win over epochs of the file
-            file = replace(file, train=replace(file.train, epochs=0.0, epochs_of=""))
-        sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
-        flags = parse_flags(TrainFlags, argv, "longspan train", sections)
+    flags = parse_flags(TrainFlags, argv, "longspan train", partial(_file_sections, names))
     config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})
     config = set_local_folders(config, weights=not (flags.dry_run or flags.show))
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

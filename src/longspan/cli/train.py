@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns 0 when the run came to its end, `checkpoint.preempted_exit_code` when it was told to stop."""
+    """Run the verb; returns 0 when the run came to its end, `checkpoint.preempted_exit_code` when it was told to
+    stop."""
     starts = Starts()
     flags, config = parse_train(argv)
     save_on = [number for number in NOTICES if number.name in config.checkpoint.save_signals]

@@ -61,12 +61,13 @@ def is_demo(model: ModelConfig) -> bool:
 
 
 def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
-    """Give a value to every key that is not given; only `optimizer.lr` of a model of one's own has no default, and stays.
+    """Give a value to every key that is not given; only `optimizer.lr` of a model of one's own has no default, and
+    stays.
 
     The demo's degrees suit the number of `ranks`. What other keys change comes before the tables (_DEMO, _OWN_MODEL),
     evaluation last, as its keys take training's values.
 
-    >>> resolve_defaults(RunConfig()).train.lr
+    >>> resolve_defaults(RunConfig()).optimizer.lr
     0.006
     """
     if config.evaluation.context_parallel_size == AUTO:
@@ -82,10 +83,8 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     config = _set_length(config)
-    context = config.context
-    context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
-    config = replace(config, context=context)
-    return replace(config, eval=tuple(_complete_evaluation_set(entry, config) for entry in config.evaluation.sets))
+    config = replace(config, evaluation=inherit_keys(config.evaluation, config.context, config.context))
+    return config.with_sets(_complete_evaluation_set(entry, config) for entry in config.evaluation.sets)
 
 
 def _set_length(config: RunConfig) -> RunConfig:
@@ -129,17 +128,14 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
     tokenizer = find_model(data.tokenizer, "data.tokenizer")
     rows = find_data(data.path, "data.path")
-    others = {key: absolute_path(getattr(data, key)) for key in ("chat_template", "cache") if weights}
+    others = {key: absolute_path(getattr(data, key)) for key in ("chat_template", "cache_dir") if weights}
     return replace(
         config,
         train=replace(config.train, epochs_of=find_data(config.train.epochs_of, "train.epochs_of")),
         model=replace(model, path=path, config=source),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, **others),
-        eval=tuple(
-            replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets
-        ),
-    )
+    ).with_sets(replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets)
 
 
 def absolute_path(value: Any) -> Any:
@@ -153,8 +149,8 @@ def absolute_path(value: Any) -> Any:
 def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
     """Documents on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part."""
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
-    degrees = {"context_parallel_size": math.gcd(2, slots), "eval_context_parallel_size": math.gcd(4, slots)}
-    config = _set_defaults(config, {f"context.{key}": degree for key, degree in degrees.items()} | _DEMO)
+    degrees = {"context": math.gcd(2, slots), "evaluation": math.gcd(4, slots)}
+    config = _set_defaults(config, {f"{key}.context_parallel_size": degree for key, degree in degrees.items()} | _DEMO)
     rows = max(1024, 2048 // max(1, config.context.context_parallel_size))
     return _set_defaults(config, {"context.max_tokens_per_slot": rows})
 
@@ -216,8 +212,8 @@ def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> N
     steps = config.train.steps
     if warmup >= steps > 0:
         log(
-            f"caution: optimizer.warmup_steps {warmup} is not below the {plural(steps, 'step')} of the run: the learning "
-            f"rate rises to the end, to {steps / warmup:.0%} of optimizer.lr"
+            f"caution: optimizer.warmup_steps {warmup} is not below the {plural(steps, 'step')} of the run: the "
+            f"learning rate rises to the end, to {steps / warmup:.0%} of optimizer.lr"
         )
     if config.model.dtype == "bfloat16" and not config.optimizer.stochastic_rounding and not config.lora.rank:
         log(

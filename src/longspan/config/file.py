@@ -12,13 +12,14 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import GONE, GONE_VALUES, section_keys, with_key_values
+from longspan.config.keys import section_keys, with_key_values
 from longspan.config.other_names import key_of_other_name
 from longspan.config.plan_section import EvalConfig
+from longspan.config.renamed import OLD_SETS, SETS, VALUES, renamed_hint, renamed_value, upgraded_tables
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
 
-TABLES = "data.sources"  # tables of an array, not a value
+TABLES: dict[str, type[Any]] = {"data.sources": SourceConfig, SETS: EvalConfig}  # tables of an array, not a value
 Value = TypeVar("Value")
 
 
@@ -53,22 +54,14 @@ def read_file(path: str | Path) -> RunConfig:
     except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
     if path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl")):
-        _remove_gone_keys(tables)
+        tables = upgraded_tables(tables)  # of a run that version 0.3 began
     return _set_sections(RunConfig(), tables, source=str(path))
-
-
-def _remove_gone_keys(tables: Mapping[str, Any]) -> None:
-    """Remove gone keys from what version 0.2 wrote into a run's folder, where they have the value of every run."""
-    for section, values in tables.items():
-        for table in values if isinstance(values, list) else [values]:
-            for key in [key for key, value in table.items() if value in GONE_VALUES.get(f"{section}.{key}", ())]:
-                del table[key]
 
 
 def config_keys() -> tuple[str, ...]:
     """List every "section.key", in order."""
     names = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in section_keys(kind))
-    return tuple(name for name in names if name != TABLES)
+    return tuple(name for name in names if name not in TABLES)
 
 
 def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
@@ -96,15 +89,19 @@ def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
 
 def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
     values = config.tables()
-    sources = values["data"].pop("sources")
+    arrays = {name: _pop_tables(values, name) for name in TABLES}
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
-    tables += [("[[data.sources]]", source) for source in sources]
-    return tables + [("[[evaluation.sets]]", entry) for entry in values["eval"]]
+    return tables + [(f"[[{name}]]", table) for name, array in arrays.items() for table in array]
 
 
 def _toml_text(value: Any) -> str:
     # JSON of strings, numbers, true and false, and lists of them is TOML too, except DEL, which JSON leaves bare.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _pop_tables(values: dict[str, Any], name: str) -> Sequence[dict[str, Any]]:
+    section, _, key = name.partition(".")
+    return values[section].pop(key)
 
 
 def _set_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
@@ -128,60 +125,63 @@ def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Val
 def _read_section(config: RunConfig, section: str, values: object, *, source: str) -> Any:
     """A key that is written without its section, as a section, gets the key's full name as a hint."""
     names = [field.name for field in fields(RunConfig)]
+    if section == OLD_SETS:
+        raise ConfigError(f"[[{OLD_SETS}]] in {source}: it is [[{SETS}]] now{_upgrade_advice(source)}")
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
         hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(section, names)
         raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
-    if section == "eval":
-        return _read_tables(values, section, source)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
-    if section == "data" and isinstance(columns := values.get("columns"), Mapping):
+    if section == "data" and isinstance(columns := values.get("rename_columns"), Mapping):
         pairs = [f"{ours}={theirs}" if isinstance(theirs, str) else theirs for ours, theirs in columns.items()]
-        values = {**values, "columns": pairs}
-    keys = {key: value for key, value in values.items() if f"{section}.{key}" != TABLES}
-    read_keys = partial(_set_keys, getattr(config, section), section, keys, source)
-    if len(keys) == len(values):
-        return read_keys()
-    read_sources = partial(_read_tables, values["sources"], TABLES, source)
-    results: tuple[Any, ...] = _collect_values_or_errors((read_keys, read_sources))
-    return replace(results[0], sources=results[1])
+        values = {**values, "rename_columns": pairs}
+    keys = {key: value for key, value in values.items() if f"{section}.{key}" not in TABLES}
+    arrays = {key: value for key, value in values.items() if key not in keys}
+    calls = [partial(_set_keys, getattr(config, section), section, keys, source)]
+    calls += [partial(_read_tables, value, f"{section}.{key}", source) for key, value in arrays.items()]
+    result, *tables = _collect_values_or_errors(calls)
+    return replace(result, **dict(zip(arrays, tables, strict=True)))
+
+
+def _upgrade_advice(source: str) -> str:
+    return f" (longspan upgrade {source})" if source.endswith(".toml") else ""
 
 
 def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
-    is_eval = name == "eval"
+    is_set = name == SETS
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
-        content = "name, path and other keys of the set" if is_eval else "path and weight"
-        title = "evaluation sets" if is_eval else "sources"
+        content = "name, path and other keys of the set" if is_set else "path and weight"
+        title = "evaluation sets" if is_set else "sources"
         raise ConfigError(
             f"{name} is {tables!r} in {source}; {title} are tables of an array: write [[{name}]], and below "
             f"it {content}"
         )
     labels = [
-        f"eval.{table.get('name') or number + 1}" if is_eval else f"{name}[{number}]"
+        f"{name}.{table.get('name') or number + 1}" if is_set else f"{name}[{number}]"
         for number, table in enumerate(tables)
     ]
-    section = EvalConfig() if is_eval else SourceConfig()
     pairs = zip(labels, tables, strict=True)
-    return _collect_values_or_errors(partial(_set_keys, section, label, table, source) for label, table in pairs)
+    return _collect_values_or_errors(partial(_set_keys, TABLES[name](), label, table, source) for label, table in pairs)
 
 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
     types = {key.name: key.kind for key in section_keys(type(section))}
 
     def read(key: str) -> object:
-        if key not in types:
-            raise ConfigError(f"unknown key {label}.{key} in {source}: {_unknown_key_hint(section, label, key, types)}")
-        return _convert_value(f"{label}.{key}", values[key], types[key], source)
+        if key in types:
+            return _convert_value(f"{label}.{key}", values[key], types[key], source)
+        name = f"{label}.{key}"
+        if hint := renamed_hint(name, values[key]):
+            raise ConfigError(f"{name} in {source}: {hint}{_upgrade_advice(source)}")
+        raise ConfigError(f"unknown key {name} in {source}: {_unknown_key_hint(section, label, key, types)}")
 
     changes = dict(zip(values, _collect_values_or_errors(partial(read, key) for key in values), strict=True))
     return with_key_values(section, changes)
 
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
-    """An unknown key may be one of another section, in [[evaluation.sets]] one of [context] with its prefix eval_."""
-    if f"{label.partition('.')[0]}.{key}" in GONE_VALUES:
-        return GONE
+    """An unknown key may be one of another section."""
     if own := key_of_other_name(key):
         return own if own.startswith("leave ") else f"here it is {own}"
     if isinstance(section, SourceConfig | EvalConfig):
@@ -198,9 +198,11 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
         fitting = _value_if_it_fits(value, option)
         if fitting is not None:
             return fitting
-    hint = ""
-    if get_origin(kind) is Literal and isinstance(value, str):
-        hint = f" ({nearest_hint(value, get_args(kind))})"
+    if key in VALUES and (new := renamed_value(key, value)) != value:
+        hint = f" ({value} is {str(new).lower()} now)"
+    else:
+        is_choice = get_origin(kind) is Literal and isinstance(value, str)
+        hint = f" ({nearest_hint(str(value), get_args(kind))})" if is_choice else ""
     raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
 
 

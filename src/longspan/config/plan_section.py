@@ -1,92 +1,50 @@
-"""How documents are planned: the section [context], and the tables [[evaluation.sets]] of evaluation sets. Imports no torch.
+"""How documents are planned: the sections [context] and [evaluation], and the tables [[evaluation.sets]] of evaluation
+sets. Imports no torch.
 
-A `PlanSection` stands in three places: its keys are those of training in [context] (`context.planner`), those of
-evaluation with the prefix eval_ (`evaluation.planner`), and those of one evaluation set in its table. What is not
-given in a table is as evaluation has it; what is not given for evaluation is as in training: see `inherit_keys`.
-What they leave open is decided in `resolve`.
+A `PlanSection` stands in three places: in [context] for training, in [evaluation], and in the table of one evaluation
+set. What is not given in a table is as evaluation has it; what is not given for evaluation is as in training: see
+`inherit_keys`. What they leave open is decided in `resolve`.
 """
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, Needs, NonNegativeInt, PositiveInt, Texts
+from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, Needs, NonNegativeInt, PositiveInt, Section
+from longspan.errors import ConfigError
 from longspan.plan.micro_batch import fit_level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
 PLANNERS = (*ONE_DEGREE, "dynamic")  # another name is that of a function of the user's
 AnyPlan = TypeVar("AnyPlan", bound="PlanSection")
+NumberOrAuto = Annotated[int | str, AtLeast(0)]
+Types = str | tuple[str, ...]
+Sizes = int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class PlanSection:
+class PlanSection(Section):
     """How documents are planned: by which planner, at which degree, under which limit of rows."""
 
-    planner: Annotated[
-        str,
-        Texts(
-            "Planner of evaluation. Default: as in training, or fixed where eval_context_parallel_size is given, "
-            "dynamic where evaluation's smallest or largest degree is; tiny presets: fixed.",
-            "As evaluation.planner. Default: the same, or fixed where context_parallel_size is given, dynamic where "
-            "a smallest or largest degree is.",
-        ),
-    ] = ""
+    planner: str = ""
     """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document; auto:
     dynamic, or fixed at the best degree where that is predicted as fast; or a function of your own by its dotted name
     (docs/planning.md). Default: auto; fixed where context_parallel_size is given, dynamic where a smallest or largest
     degree is; tiny presets: fixed."""
-    context_parallel_size: Annotated[
-        int | str,
-        AtLeast(0),
-        Texts(
-            "Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto, or "
-            "0 where training's is chosen: the degree at which evaluation is fastest by the cost. Default: 0; tiny "
-            "presets: 4, or 2 or 1 where the slots are no multiple.",
-            "As evaluation.context_parallel_size. Default: the same.",
-        ),
-    ] = NOT_GIVEN
+    context_parallel_size: NumberOrAuto = NOT_GIVEN
     """Slots that share a document in training (fixed and padded); 0: the degree at which the first steps are predicted
     fastest. Default: 0; tiny presets: 2, or 1 of an odd number of slots."""
-    min_dynamic_context_parallel_size: Annotated[
-        int,
-        AtLeast(1),
-        Texts("Smallest dynamic degree of evaluation. Default: as in training.", "As in [context]. Default: the same."),
-    ] = NOT_GIVEN
+    min_dynamic_context_parallel_size: PositiveInt = NOT_GIVEN
     """Smallest degree that the dynamic planner may choose."""
-    max_dynamic_context_parallel_size: Annotated[
-        int,
-        AtLeast(0),
-        Texts("Largest dynamic degree of evaluation. Default: as in training.", "As in [context]. Default: the same."),
-    ] = NOT_GIVEN
+    max_dynamic_context_parallel_size: NonNegativeInt = NOT_GIVEN
     """Largest degree that the dynamic planner may choose; 0: no limit."""
-    max_tokens_per_slot: Annotated[
-        int | str,
-        AtLeast(0),
-        Texts(
-            "As max_tokens_per_slot, in evaluation; auto: what training has. Default: as in training; tiny presets: "
-            "2048.",
-            "As evaluation.max_tokens_per_slot. Default: the same.",
-        ),
-    ] = NOT_GIVEN
+    max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
     """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as its memory holds them (docs/memory.md).
     Default: auto; tiny presets: 1024, at degree 1 2048."""
-    cp_comm_type: Annotated[
-        str | tuple[str, ...],
-        Texts(
-            "As cp_comm_type, in evaluation. Default: as in training; the fastest, where eval_context_parallel_size is "
-            "auto; tiny presets: p2p, of hybrids as in training.",
-            "As evaluation.cp_comm_type. Default: the same, or auto where context_parallel_size is.",
-        ),
-    ] = ""
+    cp_comm_type: Types = ""
     """How they share it: p2p, all_gather, a2a, a2a+p2p, auto or the dotted name of your own (docs/attention.md); one,
     or one for each layer. Default: auto; hybrid models: chosen together with partition; tiny
     presets: p2p, hybrids the same."""
-    hierarchical_context_parallel_sizes: Annotated[
-        int | tuple[int, ...],
-        Texts(
-            "As hierarchical_context_parallel_sizes, in evaluation. Default: as in training, fitted to the degree.",
-            "As evaluation.hierarchical_context_parallel_sizes. Default: the same, fitted to the degree.",
-        ),
-    ] = NOT_GIVEN
+    hierarchical_context_parallel_sizes: Sizes = NOT_GIVEN
     """Sizes (a2a, p2p) of a2a+p2p; 0: the best ones of each group. Read with that type only."""
 
     @property
@@ -101,12 +59,14 @@ class PlanSection:
 
 @dataclass(frozen=True)
 class ContextConfig(PlanSection):
-    """Who shares which documents, in training and in evaluation."""
+    """Who shares which documents in training."""
+
+    SECTION: ClassVar[str] = "context"
 
     context_parallel_size: NonNegativeInt = NOT_GIVEN
     min_dynamic_context_parallel_size: PositiveInt = 1
     max_dynamic_context_parallel_size: NonNegativeInt = 0
-    hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
+    hierarchical_context_parallel_sizes: Sizes = 0
     partition: Literal["", "auto", "zigzag", "contiguous"] = ""
     """How rows of a document are split, in evaluation too: zigzag (equal causal work), contiguous (one run a slot,
     faster under a2a), or auto: of hybrids what the cost chooses (docs/hybrid.md), otherwise zigzag. Default: auto; tiny
@@ -123,11 +83,6 @@ class ContextConfig(PlanSection):
     ] = "auto"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group;
     auto: free on GPUs that hold weights and gradients whole, where that is predicted faster, else lockstep."""
-    evaluation: PlanSection = field(default_factory=PlanSection)
-
-    def set_evaluation(self, **keys: Any) -> "ContextConfig":
-        """Set other values of keys of evaluation, named without their prefix."""
-        return replace(self, evaluation=replace(self.evaluation, **keys))
 
 
 @dataclass(frozen=True)
@@ -136,11 +91,27 @@ class EvalConfig(PlanSection):
 
     Nothing is left out of training for it: a run counts its documents that are trained on too, and says how many.
 
-    The file may have any number of these tables, each with a name; flags do not reach them. The keys from planner to
-    hierarchical_context_parallel_sizes are those of [context] that begin with eval_, without that prefix, and their
-    defaults are these.
+    The file may have any number of these tables, each with a name; flags do not reach them. What a table does not give
+    is as in [evaluation].
     """
 
+    SECTION: ClassVar[str] = "evaluation.sets"
+
+    planner: str = ""
+    """As evaluation.planner. Default: the same, or fixed where context_parallel_size is given, dynamic where a smallest
+    or largest degree is."""
+    context_parallel_size: NumberOrAuto = NOT_GIVEN
+    """As evaluation.context_parallel_size. Default: the same."""
+    min_dynamic_context_parallel_size: PositiveInt = NOT_GIVEN
+    """As in [evaluation]. Default: the same."""
+    max_dynamic_context_parallel_size: NonNegativeInt = NOT_GIVEN
+    """As in [evaluation]. Default: the same."""
+    max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
+    """As evaluation.max_tokens_per_slot. Default: the same."""
+    cp_comm_type: Types = ""
+    """As evaluation.cp_comm_type. Default: the same, or auto where context_parallel_size is."""
+    hierarchical_context_parallel_sizes: Sizes = NOT_GIVEN
+    """As evaluation.hierarchical_context_parallel_sizes. Default: the same, fitted to the degree."""
     name: str = ""
     """Letters, digits, - and _ and dots: in lines, in metrics.jsonl, and the folder RUN/evaluation/NAME."""
     path: str = ""
@@ -158,17 +129,74 @@ class EvalConfig(PlanSection):
 
     @property
     def prefix(self) -> str:
-        return f"eval.{self.name}." if self.name else "context.eval_"
+        return f"{self.SECTION}.{self.name}." if self.name else "evaluation."
 
     @property
     def metrics_key(self) -> str:
-        return f"{self.prefix}metrics" if self.name else "evaluation.metrics"
+        return f"{self.prefix}metrics"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_metric_names(self.metrics_key, self.metrics)
+
+
+@dataclass(frozen=True)
+class EvaluationPlan(PlanSection):
+    """How documents are planned in evaluation."""
+
+    SECTION: ClassVar[str] = "evaluation"
+
+    planner: str = ""
+    """Planner of evaluation. Default: as in training, or fixed where context_parallel_size is given, dynamic where a
+    smallest or largest degree is; tiny presets: fixed."""
+    context_parallel_size: NumberOrAuto = NOT_GIVEN
+    """Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto, or 0 where
+    training's is chosen: the degree at which evaluation is fastest by the cost. Default: 0; tiny presets: 4, or 2 or 1
+    where the slots are no multiple."""
+    min_dynamic_context_parallel_size: PositiveInt = NOT_GIVEN
+    """Smallest dynamic degree of evaluation. Default: as in training."""
+    max_dynamic_context_parallel_size: NonNegativeInt = NOT_GIVEN
+    """Largest dynamic degree of evaluation. Default: as in training."""
+    max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
+    """As context.max_tokens_per_slot, in evaluation; auto: what training has. Default: as in training; tiny presets:
+    2048."""
+    cp_comm_type: Types = ""
+    """As context.cp_comm_type, in evaluation. Default: as in training; the fastest, where context_parallel_size is
+    auto; tiny presets: p2p, of hybrids as in training."""
+    hierarchical_context_parallel_sizes: Sizes = NOT_GIVEN
+    """As context.hierarchical_context_parallel_sizes, in evaluation. Default: as in training, fitted to the degree."""
+
+
+@dataclass(frozen=True)
+class EvaluationSection(EvaluationPlan):
+    """What is evaluated while a run trains, how often, and under which plans."""
+
+    every: NonNegativeInt = 100
+    """Steps between evaluations; 0: only after the last step."""
+    documents: NumberOrAuto = AUTO
+    """Texts (rows, conversations) of the training data held out for evaluation, chosen by the seed, with all documents
+    that they are cut or split into; 0: none; auto: one text in ten, at most 32, of tiny presets 8."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of your own, with the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
+    sets: tuple[EvalConfig, ...] = ()
+    """Named sets of documents of their own: tables [[evaluation.sets]]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_metric_names("evaluation.metrics", self.metrics)
+
+
+def check_metric_names(key: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
+            like = "'my_package.my_metrics.top_five'"
+            raise ConfigError(f"{key} has {name!r}; give a function with its module, as in {like}")
 
 
 def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
     """Fill a section of evaluation: each key that is not given takes its parent's value.
 
-    The parent of an evaluation set is evaluation as a whole, whose parent is `training`. A degree 0 and a limit of rows
+    The parent of an evaluation set is [evaluation], whose parent is `training`. A degree 0 and a limit of rows
     "auto" are those of training. Levels that are not given are fitted to the degree, where the planner has only one.
 
     >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", hierarchical_context_parallel_sizes=2)

@@ -12,8 +12,7 @@ from typing import Any
 
 from longspan.config.file import TABLES, kind_text
 from longspan.config.keys import Key, section_keys, section_texts
-from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import SourceConfig, section_kinds
+from longspan.config.sections import section_kinds
 
 # The keys that most runs set, in the order in which one meets them.
 OFTEN = (
@@ -69,11 +68,10 @@ def reference_page() -> str:
     """Write the page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
     kinds = section_kinds()
     common_rows = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
-    shown = (*OFTEN, TABLES)
+    shown = (*OFTEN, *TABLES)
     others = {name: [x for x in section_keys(kind) if f"{name}.{x.name}" not in shown] for name, kind in kinds.items()}
     sections = (_section_text(f"[{name}]", kind, others[name]) for name, kind in kinds.items())
-    arrays = ((TABLES, SourceConfig), ("eval", EvalConfig))
-    tables = (_section_text(f"[[{name}]]", kind, section_keys(kind)) for name, kind in arrays)
+    tables = (_section_text(f"[[{name}]]", kind, section_keys(kind)) for name, kind in TABLES.items())
     return "\n".join([_HEAD, *_COLUMNS, *common_rows, "", _RARELY, *sections, *tables])
 
 

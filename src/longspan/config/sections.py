@@ -1,13 +1,14 @@
-"""The configuration of a run: all of its sections, frozen values that decide nothing. Imports no torch.
+"""The configuration of a run: all of its sections, frozen values that check themselves and decide nothing. No torch.
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`). What keys mean that are not given is in
 `defaults.py`; `run/checks.py` checks the values against the number of ranks before any process group
-exists. The text under each key is also its `--help`. Keys of plans, in [context] and [[evaluation.sets]], are in `plan_section`.
+exists. The text under each key is also its `--help`. Keys of plans, in [context] and [[evaluation.sets]], are in
+`plan_section`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Annotated, Any, Literal, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from longspan.config.keys import (
     AUTO,
@@ -19,9 +20,10 @@ from longspan.config.keys import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Section,
     key_values,
 )
-from longspan.config.plan_section import ContextConfig, EvalConfig
+from longspan.config.plan_section import ContextConfig, EvalConfig, EvaluationSection
 from longspan.errors import ConfigError
 from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint
 
@@ -29,8 +31,10 @@ RANDOM = "random"  # as mtp.weights
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The model: a local Hugging Face folder, or random weights of a configuration or a preset."""
+
+    SECTION: ClassVar[str] = "model"
 
     path: str = ""
     """A local Hugging Face folder with config.json and safetensors, or the name of one on the hub that is in the local
@@ -58,6 +62,11 @@ class ModelConfig:
     """Arithmetic of forward and backward passes: auto (bfloat16 on GPUs, as dtype on CPUs and under float64), float32,
     bfloat16 or float64; gradients are summed in float32, or float64."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.rope_factor <= 1:
+            raise ConfigError(f"model.rope_factor is {self.rope_factor:g}; it must be above 1, or 0 to be chosen")
+
     @property
     def source(self) -> str:
         """The folder, or config.json, that names the model; empty if a preset does."""
@@ -70,8 +79,10 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """Where the weights live. Context parallelism is not here: it moves no weight."""
+
+    SECTION: ClassVar[str] = "parallel"
 
     tp: PositiveInt = 1
     """Tensor-parallel degree: neighbouring ranks that share out heads, widths and vocabulary."""
@@ -96,8 +107,10 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class LoraSection:
+class LoraSection(Section):
     """LoRA: adapters are trained and saved, and the model's own weights stay as they are (docs/fine-tuning.md)."""
+
+    SECTION: ClassVar[str] = "lora"
 
     rank: NonNegativeInt = 0
     """Rank of the adapters, which only are trained and saved; 0: none, and all weights are trained."""
@@ -105,17 +118,19 @@ class LoraSection:
     """An adapter's output is multiplied by alpha / rank; 0: twice the rank."""
     dropout: Annotated[float, AtLeast(0, below=1), Needs("lora.rank", AtLeast(1))] = 0.0
     """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows, so not under tp."""
-    targets: Annotated[tuple[str, ...], Needs("lora.rank", AtLeast(1))] = ()
+    target_modules: Annotated[tuple[str, ...], Needs("lora.rank", AtLeast(1))] = ()
     """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers."""
 
 
 @dataclass(frozen=True)
-class MtpSection:
+class MtpSection(Section):
     """Multi-token prediction: layers behind the model's last one, which learn tokens further ahead (docs/mtp.md)."""
 
-    depths: NonNegativeInt = 0
+    SECTION: ClassVar[str] = "mtp"
+
+    num_layers: NonNegativeInt = 0
     """Tokens beyond the next one that each position predicts too, each by a layer of its own; 0: none."""
-    loss_weight: Annotated[float, AtLeast(0), Needs("mtp.num_layers", AtLeast(1))] = 0.3
+    loss_scaling_factor: Annotated[float, AtLeast(0), Needs("mtp.num_layers", AtLeast(1))] = 0.3
     """Weight of the mean of their losses in the gradient; the loss of the next token has weight 1."""
     weights: Annotated[str, Needs("mtp.num_layers", AtLeast(1))] = AUTO
     """A folder whose weights of these layers are read, random, or auto: those of model.path where it has any, else
@@ -125,12 +140,14 @@ class MtpSection:
 
 
 @dataclass(frozen=True)
-class EncoderLayout:
+class EncoderLayout(Section):
     """How the tower and projector of a vision-language model encode the images of documents."""
+
+    SECTION: ClassVar[str] = "encoder"
 
     tp: PositiveInt = 1
     """Tensor-parallel degree of its home, which is over all ranks of the run."""
-    max_rows: NonNegativeInt = 0
+    max_tokens: NonNegativeInt = 0
     """Rows of images that a slot encodes at once, which bounds memory; 0: all images of a step at once."""
 
 
@@ -138,21 +155,28 @@ class EncoderLayout:
 class EncoderSection(EncoderLayout):
     """The tower and projector of a model from images and text to text, where data has images (docs/multimodal.md)."""
 
-    train: Literal["", "all", "projector", "none"] = ""
+    trainable: Literal["", "all", "projector", "none"] = ""
     """What of it is trained: all (tower and projector), projector, or none. Default: all; with adapters (lora.rank):
     none."""
     lr: NonNegativeFloat = 0.0
     """Its peak learning rate, scheduled as optimizer.lr; 0: optimizer.lr."""
-    recompute: bool = False
+    activation_checkpointing: bool = False
     """Encode images again before their backward pass, so that activations of one wave are kept at a time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trainable == "none" and self.lr:
+            raise ConfigError(f'encoder.lr is {self.lr:g} and encoder.trainable is "none"; leave out one of them')
 
 
 MAX_TEXT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class SourceConfig(Section):
     """One of several sources of training data, in place of data.path; flags do not reach these tables."""
+
+    SECTION: ClassVar[str] = "data.sources"
 
     path: str = ""
     """As data.path."""
@@ -163,8 +187,10 @@ class SourceConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """The rows of data, how they become documents, and which of them are only evaluated."""
+
+    SECTION: ClassVar[str] = "data"
 
     path: str = ""
     """A file or folder of .txt .md .py (one text each), .jsonl (also .gz, .zst), .parquet or .arrow rows, as a data
@@ -176,24 +202,24 @@ class DataConfig:
     train[:100], train[10%:90%], train[-50:], train+validation; empty: all rows, and several splits are refused."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources with weights, in place of path: tables [[data.sources]]."""
-    columns: tuple[str, ...] = ()
+    rename_columns: tuple[str, ...] = ()
     """Names of columns that are other ones in the files, as entries OURS=THEIRS (or a table: ours = "theirs"), such as
     prompt=question completion=answer; OURS= leaves a column out."""
-    on_bad: Literal["error", "skip"] = "error"
+    on_bad_row: Literal["error", "skip"] = "error"
     """A row that gives no document is an error that names file and line, or is counted and skipped."""
     max_text_bytes: NonNegativeInt = MAX_TEXT_BYTES
     """A line, a text file or a row of a table (without its images) of more bytes is a bad row, and is not parsed;
     0: any."""
-    cache: str = ""
+    cache_dir: str = ""
     """Folder where tokens are kept for all runs that ask for the same; empty: longspan/corpora in the user's cache."""
-    turns: Annotated[Literal["together", "split"], Needs("model.num_labels", (0,), value="split")] = "together"
-    """A conversation is one document, or split: one for each assistant turn, with what stood before it."""
+    split_turns: Annotated[bool, Needs("model.num_labels", (0,))] = False
+    """true: a conversation is one document for each assistant turn, with what stood before it; false: one document."""
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
     chat_template: str = ""
     """A Jinja file that writes conversations, in place of the template in the tokenizer's folder; models that the run
     saves have it too."""
-    end_of_chat: Annotated[str, Needs("model.num_labels", (0,))] = ""
+    end_of_chat_token: Annotated[str, Needs("model.num_labels", (0,))] = ""
     """The token that a model stops at, put behind the answer that ends a conversation, as a target, where the chat
     template writes none there (GLM's, whose token is <|user|>)."""
     vocab_size: Annotated[int, AtLeast(257)] = 2048  # 256 bytes and the end of text at the least
@@ -203,9 +229,6 @@ class DataConfig:
     max_document_tokens: NonNegativeInt = NOT_GIVEN
     """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
     slots is an error that names it. Default: 0; tiny presets: 2048."""
-    eval_documents: Annotated[int | str, AtLeast(0)] = AUTO
-    """Texts (rows, conversations) held out for evaluation, chosen by the seed, with all documents that they are cut or
-    split into; 0: no evaluation; auto: one text in ten, at most 32, of tiny presets 8."""
 
 
 _ORDERS = "higher", "lower"
@@ -259,103 +282,136 @@ class BestFigure:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Steps, optimizer, and when to evaluate and save."""
+class OptimizerSection(Section):
+    """The optimizer, its learning rate, and how gradients and updates are kept in bounds."""
+
+    SECTION: ClassVar[str] = "optimizer"
+
+    class_: str = "adamw"
+    """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
+    lr: NonNegativeFloat = NOT_GIVEN
+    """Peak learning rate, reached after the warm-up. Default: none, it must be given; tiny presets: 6e-3; of adapters
+    (lora.rank): 2e-4."""
+    warmup_steps: NonNegativeInt = NOT_GIVEN
+    """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
+    decay_steps: Annotated[NonNegativeInt, Needs("optimizer.lr_schedule", ("wsd",))] = 0
+    """Steps of wsd's decay, the last ones; 0: a tenth of all steps."""
+    min_lr_ratio: Annotated[float, AtLeast(0, most=1)] = 0.1
+    """Learning rate of the last step, as a share of lr."""
+    betas: Annotated[tuple[float, float], AtLeast(0, below=1), Needs("optimizer.class", ("adamw",))] = (0.9, 0.95)
+    """Decay of adamw's two moments at each step."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of matrices (adamw: decoupled)."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    stochastic_rounding: Annotated[bool, Needs("model.dtype", ("bfloat16",)), Needs("lora.rank", (0,))] = False
+    """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
+    mean."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    """How long a run trains, how it fits into memory, and how it computes."""
+
+    SECTION: ClassVar[str] = "train"
 
     steps: PositiveInt = NOT_GIVEN
     """Optimizer steps of the whole run. Default: 300; with model.path and one source of data those of one epoch."""
     tokens_per_step: Annotated[int, AtLeast(2)] = NOT_GIVEN
     """Whole documents are taken up to this many tokens, at least one document a step. Default: 65536; tiny presets:
     4096."""
-    lr: PositiveFloat = NOT_GIVEN
-    """Peak learning rate, reached after the warm-up. Default: none, it must be given; tiny presets: 6e-3; of adapters
-    (lora.rank): 2e-4."""
-    warmup_steps: NonNegativeInt = NOT_GIVEN
-    """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
-    activation_checkpointing: Literal["auto", "none", "full", "selective"] = "auto"
-    """Recompute layers in the backward pass: none, full (true), selective (all but attention), or auto: train.plan_memory
-    chooses for each layer; where it chooses nothing, auto is none."""
-    eval_every: NonNegativeInt = 100
-    """Steps between evaluations; 0: only after the last step."""
     epochs: NonNegativeFloat = 0.0
     """How often each training document is trained on, exactly, in place of steps: a step ends where an epoch does; 0:
     steps counts. Default: 1 with model.path and one source of data, where no steps are given."""
     epochs_of: Annotated[str, Needs("train.epochs", Above(0))] = ""
     """Of several data.sources the path of the one that epochs counts: the run ends with the step in which each of its
     documents was trained on so often; the weights say how often those of the others are."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
-    decay_steps: NonNegativeInt = 0
-    """Steps of wsd's decay, the last ones; 0: a tenth of all steps."""
-    min_lr_ratio: Annotated[float, AtLeast(0, most=1)] = 0.1
-    """Learning rate of the last step, as a share of lr."""
-    optimizer: str = "adamw"
-    """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
-    optimizer_arguments: tuple[str, ...] = ()
-    """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
-    betas: Annotated[tuple[float, float], AtLeast(0, below=1), Needs("optimizer.class", ("adamw",))] = (0.9, 0.95)
-    """Decay of adamw's two moments at each step."""
-    stochastic_rounding: Annotated[bool, Needs("model.dtype", ("bfloat16",)), Needs("lora.rank", (0,))] = False
-    """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
-    mean."""
-    weight_decay: NonNegativeFloat = 0.01
-    """Weight decay of matrices (adamw: decoupled)."""
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this norm; 0: never."""
-    memory: Literal["auto", "none"] = "auto"
-    """auto: choose what each layer keeps, recomputes or moves to the host, how often parameters are gathered and where
-    the optimizer's states are, the fastest that fits; on GPUs, and on CPUs where memory_bytes is given. Keys that are
-    given win. none: the keys as they are (docs/memory.md)."""
-    mlp_tile_tokens: NonNegativeInt = 0
-    """Run MLPs and experts over tiles of at most this many rows, backward too, so that what they make in between is of
-    one tile; some percent slower. 0: whole, or as train.plan_memory chooses."""
-    memory_bytes: NonNegativeInt = 0
-    """What a rank may fill of its device, weights included, where train.plan_memory or max_tokens_per_slot = "auto" decide;
-    0: 92 % of a GPU's free memory, on a CPU the host's free memory for max_tokens_per_slot = "auto"."""
+    seed: NonNegativeInt = 0
+    """Of weights, document order and held-out texts."""
+    plan_memory: bool = True
+    """true: choose what each layer keeps, recomputes or moves to the host, how often parameters are gathered and where
+    the optimizer's states are, the fastest that fits; on GPUs, and on CPUs where device_memory_limit is given. Keys
+    that are given win. false: the keys as they are (docs/memory.md)."""
+    device_memory_limit: NonNegativeInt = 0
+    """Bytes that a rank may fill of its device, weights included, where plan_memory or max_tokens_per_slot = "auto"
+    decide; 0: 92 % of a GPU's free memory, on a CPU the host's free memory for max_tokens_per_slot = "auto"."""
+    activation_checkpointing: Literal["auto", "none", "full", "selective"] = "auto"
+    """Recompute layers in the backward pass: none, full (true), selective (all but attention), or auto: plan_memory
+    chooses for each layer; where it chooses nothing, auto is none."""
     offload_activations: bool = False
-    """Keep what checkpointed layers start from in the host's memory meanwhile; false: as train.plan_memory chooses."""
+    """Keep what checkpointed layers start from in the host's memory meanwhile; false: as plan_memory chooses."""
     offload_optimizer_states: bool = False
     """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time. false:
-    as train.plan_memory chooses."""
+    as plan_memory chooses."""
+    mlp_tile_tokens: NonNegativeInt = 0
+    """Run MLPs and experts over tiles of at most this many tokens, backward too, so that what they make in between is
+    of one tile; some percent slower. 0: whole, or as plan_memory chooses."""
+    compile: Literal["auto", "layers", "none"] = "auto"
+    """Compile with torch.compile: layers (true: each in two halves around attention), none (false), or auto: layers on
+    GPUs at tp 1, of models whose hidden states have 2048 features or more."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
     """Run each RMS norm as one kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
     it), on, or off."""
-    float8: Literal["", "rows"] = ""
-    """rows: multiply in float8 in the linears and experts of decoder layers, with one scale a row; gradients of
+    float8: Literal["", "rowwise"] = ""
+    """rowwise: multiply in float8 in the linears and experts of decoder layers, with one scale a row; gradients of
     weights, head, norms, routers and adapters in bfloat16. For GPUs of compute capability 8.9 or more
     (docs/precision.md)."""
-    compiled: Literal["auto", "layers", "none"] = "auto"
-    """Compile with torch.compile: layers (true: each in two halves around attention), none (false), or auto: layers on
-    GPUs at tp 1, of models whose hidden states have 2048 features or more."""
     center_rewards_coefficient: Annotated[NonNegativeFloat, Needs("model.num_labels", (1,))] = 0.0
     """Weight of (chosen + rejected)² in the loss of a pair, which keeps scores around 0."""
-    router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
+    router_aux_loss_coef: Annotated[float, AtLeast(-1)] = -1.0
     """Weight of the load-balancing loss of experts' routers; 0: none. Default (-1): that of the model's
     configuration."""
-    router_z_loss: NonNegativeFloat = 0.0
+    router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
-    seed: NonNegativeInt = 0
-    """Of weights, document order and held-out texts."""
-    eval_metrics: tuple[str, ...] = ()
-    """Metrics of your own, with the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
     profile_steps: Annotated[tuple[int, ...], AtLeast(1)] = ()
     """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
     took the time (docs/gpu.md). Such a step is slower."""
-    save_every: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
-    save_minutes: NonNegativeFloat = 30.0
-    """Minutes between checkpoints, as well as save_every; 0: never by the clock."""
-    save_async: Literal["auto", "off"] = "auto"
-    """Write checkpoints while training goes on, from copies on the host: auto (where every host has room for them), or
-    off (docs/checkpoints.md)."""
-    keep_best: str = ""
-    """Keep the checkpoint with the best figure of an evaluation too, such as eval_loss, or code/eval_loss of a set; the
-    lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept."""
 
 
 @dataclass(frozen=True)
-class MachineSection:
+class CheckpointSection(Section):
+    """When a run saves, where, what it keeps, and how it goes on."""
+
+    SECTION: ClassVar[str] = "checkpoint"
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only those of minutes, after the last step and when the run ends early."""
+    minutes: NonNegativeFloat = 30.0
+    """Minutes between checkpoints, as well as every; 0: never by the clock."""
+    save_total_limit: NonNegativeInt = 2
+    """Newest good checkpoints that are kept; 0: all."""
+    keep_best: str = ""
+    """Keep the checkpoint with the best figure of an evaluation too, such as eval_loss, or code/eval_loss of a set; the
+    lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept."""
+    dir: str = ""
+    """The folder in which checkpoints are written and read; empty: the folder checkpoints of run.dir."""
+    async_mode: Literal["auto", "off"] = "auto"
+    """Write checkpoints while training goes on, from copies on the host: auto (where every host has room for them), or
+    off (docs/checkpoints.md)."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
+    save_signals: tuple[Literal["SIGHUP", "SIGUSR1", "SIGUSR2"], ...] = ()
+    """Signals on which a run saves after its current step and goes on: SIGHUP, SIGUSR1, SIGUSR2; without it they stop
+    the run after a save, as SIGINT and SIGTERM do."""
+    preempted_exit_code: Annotated[int, AtLeast(0, most=255)] = 0
+    """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
+    starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_best:
+            BestFigure.from_text(self.keep_best)
+
+
+@dataclass(frozen=True)
+class MachineSection(Section):
     """The machine that plans are priced for."""
+
+    SECTION: ClassVar[str] = "run"
 
     machine: str = ""
     """File of longspan bench calibrate, or a known GPU such as h200; empty: on GPUs an H200 (docs/planning.md)."""
@@ -367,12 +423,6 @@ class RunSection(MachineSection):
 
     dir: str = "runs/first"
     """Folder of the run: config, corpus, metrics, plans, checkpoints, report."""
-    resume: Literal["auto", "never", "must"] = "auto"
-    """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
-    keep_checkpoints: NonNegativeInt = 2
-    """Newest good checkpoints that are kept; 0: all."""
-    checkpoints: str = ""
-    """The folder in which checkpoints are written and read; empty: the folder checkpoints of run.dir."""
     loggers: tuple[str, ...] = ()
     """Where rows of metrics go too: tensorboard, wandb (extras), or a class of your own by its dotted name."""
     log_every: PositiveInt = 10
@@ -380,12 +430,6 @@ class RunSection(MachineSection):
     timeout_seconds: PositiveFloat = 600.0
     """How long a rank waits for the others before it names the one that is missing (docs/troubleshooting.md: A run
     hangs)."""
-    stopped_status: Annotated[int, AtLeast(0, most=255)] = 0
-    """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
-    starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
-    save_on: tuple[Literal["SIGHUP", "SIGUSR1", "SIGUSR2"], ...] = ()
-    """Signals on which a run saves after its current step and goes on: SIGHUP, SIGUSR1, SIGUSR2; without it they stop
-    the run after a save, as SIGINT and SIGTERM do."""
 
 
 @dataclass(frozen=True)
@@ -397,32 +441,35 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     lora: LoraSection = field(default_factory=LoraSection)
     mtp: MtpSection = field(default_factory=MtpSection)
     encoder: EncoderSection = field(default_factory=EncoderSection)
     run: RunSection = field(default_factory=RunSection)
-    eval: tuple[EvalConfig, ...] = ()
 
     @property
     def evaluations(self) -> tuple[EvalConfig, ...]:
         """The documents that are held out, as the set without a name, and the sets [[evaluation.sets]]."""
-        return (held_out_set(self), *self.eval)
+        return (held_out_set(self), *self.evaluation.sets)
+
+    def with_sets(self, sets: Iterable[EvalConfig]) -> "RunConfig":
+        """Return this configuration with other evaluation sets."""
+        return replace(self, evaluation=replace(self.evaluation, sets=tuple(sets)))
 
     def tables(self) -> dict[str, Any]:
-        """Return the values of all keys by section, as TOML and JSON keep them; of `eval` a list of tables."""
-        sections = {name: key_values(getattr(self, name)) for name in section_kinds()}
-        return sections | {"eval": tuple(key_values(entry) for entry in self.eval)}
+        """Return the values of all keys by section, as TOML and JSON keep them; of tables a list."""
+        return {name: key_values(getattr(self, name)) for name in section_kinds()}
 
 
 def section_kinds() -> dict[str, type[Any]]:
-    """Return the dataclass of every section; the tables [[evaluation.sets]] are none."""
-    kinds: dict[str, Any] = get_type_hints(RunConfig)
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)}
+    """Return the dataclass of every section."""
+    return get_type_hints(RunConfig)
 
 
 def held_out_set(config: RunConfig) -> EvalConfig:
     """Return the documents that `evaluation.documents` holds out, as the evaluation set without a name."""
-    train = config.train
     return EvalConfig(
         max_document_tokens=config.data.max_document_tokens,
         every=config.evaluation.every,
@@ -434,15 +481,16 @@ def held_out_set(config: RunConfig) -> EvalConfig:
 def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
     """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
     held_out, *sets = entries
-    return replace(config, context=config.context.set_evaluation(**held_out.plan_keys), eval=tuple(sets))
+    return replace(config, evaluation=replace(config.evaluation, **held_out.plan_keys, sets=tuple(sets)))
 
 
 Checkpointing = Literal["none", "full", "selective"]
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
-    """Return whether a plan of memory chooses how a run saves memory; on CPUs only with `memory_bytes`."""
-    return train.plan_memory == AUTO and (gpu or train.device_memory_limit > 0)
+    """Return whether a plan of memory chooses how a run saves memory; on CPUs only with
+    `device_memory_limit`."""
+    return train.plan_memory and (gpu or train.device_memory_limit > 0)
 
 
 def given_checkpointing(train: TrainConfig) -> Checkpointing | None:
@@ -460,11 +508,7 @@ def check_memory_keys(train: TrainConfig, *, gpu: bool | None = None) -> None:
     where = ""
     # None: as on a GPU, where more is allowed
     if kind == AUTO and not chooses_measures(train, gpu=gpu is not False):
-        where = (
-            "on CPUs without train.device_memory_limit"
-            if train.plan_memory == AUTO
-            else "under train.plan_memory false"
-        )
+        where = "on CPUs without train.device_memory_limit" if train.plan_memory else "under train.plan_memory = false"
     if train.offload_activations and (kind == "none" or where):
         kind = f'"{AUTO}", which is "none" {where}' if where else '"none"'
         raise ConfigError(

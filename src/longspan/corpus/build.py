@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.config.defaults import absolute_path
-from longspan.config.keys import GONE_VALUES
+from longspan.config.renamed import upgraded_tables
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.builder import build_documents
 from longspan.corpus.cache import Cache, cache_error, cache_folder
@@ -109,9 +109,10 @@ class _CorpusOfRun:
         values = self._settings.deciding_values()
         changes = list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
-        for key in recorded.asked.keys() | values.keys():
-            old_value = absolute_path(recorded.asked.get(key, defaults.get(key)))
-            new_value = values.get(key, *GONE_VALUES.get(f"data.{key}", ()))
+        asked = upgraded_tables({"data": recorded.asked})["data"]
+        for key in asked.keys() | values.keys():
+            old_value = absolute_path(asked.get(key, defaults.get(key)))
+            new_value = values.get(key)
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "split", "max_document_tokens") else "data."
                 prefix = "model." if key == "num_labels" else prefix

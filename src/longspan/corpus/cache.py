@@ -95,6 +95,6 @@ def cache_error(folder: Path, error: OSError) -> DataError:
     with suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
     return DataError(
-        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache_dir to a folder with room "
-        "for its tokens"
+        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache_dir to a folder with "
+        "room for its tokens"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from longspan.corpus.files import files_of_other_kinds
 from longspan.corpus.recipe import CorpusSettings, Recipe
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import CHATS, Row, Sample, Turns, rows_hold, short_repr
+from longspan.corpus.rows.sample import CHATS, Row, Sample, rows_hold, short_repr
 from longspan.corpus.tokenizer import pattern_of_any
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
@@ -45,7 +45,7 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}"
     if manifest.skipped:
         yield f"left out {plural(len(manifest.skipped), 'file')}, not UTF-8: {', '.join(manifest.skipped[:5])}"
-    if (unseen := unseen_line(left_out, settings.data.turns)) is not None:
+    if (unseen := unseen_line(left_out, split_turns=settings.data.split_turns)) is not None:
         yield unseen
     if left_out.inside_tokens:
         yield (
@@ -129,12 +129,12 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     )
 
 
-def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
+def unseen_line(left_out: LeftOut, *, split_turns: bool) -> str | None:
     """Report what is no target in assistant turns: texts that the chat template leaves out, and blank turns."""
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
     parts = [plural(count, name) for name, count in unseen.items() if count]
     lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
-    if left_out.unseen_thoughts and turns == "together":
+    if left_out.unseen_thoughts and not split_turns:
         lines.append(
             "data.split_turns = true trains each turn as at inference, with its thought if the template has it"
         )

@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from longspan.config.renamed import upgraded_tables
 from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RunConfig
 from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
@@ -86,7 +87,7 @@ class Recipe:
 
 
 # Keys of [data] that decide documents, with the paths and RowSettings.
-_DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
+_DECIDING = ("max_document_tokens", "on_bad_row", "max_text_bytes")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class CorpusSettings:
 
         With data.sources, the name of a file in a source's folder begins with the name of that folder.
         """
-        leave_out = (run_dir, cache_folder(self.data.cache))
+        leave_out = (run_dir, cache_folder(self.data.cache_dir))
         files = list[CorpusFile]()
         sources = zip(self.source_paths(), self.data.sources or (self.data,), strict=True)
         for number, ((key, path), source) in enumerate(sources):
@@ -130,7 +131,8 @@ class CorpusSettings:
 
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
-        values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
+        values = {name: getattr(self.data, name) for name in _DECIDING}
+        values |= upgraded_tables({"data": self.row_settings().deciding_values})["data"]
         values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
         if not self.data.sources:
             return {"path": self.data.path, "split": self.data.split} | values
@@ -138,8 +140,13 @@ class CorpusSettings:
         return {"sources": sources} | values
 
     def row_settings(self) -> RowSettings:
-        names = (field.name for field in fields(RowSettings) if field.name != "num_labels")
-        return RowSettings(**{name: getattr(self.data, name) for name in names}, num_labels=self.num_labels)
+        return RowSettings(
+            parse_special_tokens=self.data.parse_special_tokens,
+            turns="split" if self.data.split_turns else "together",
+            end_of_chat=self.data.end_of_chat_token,
+            columns=self.data.rename_columns,
+            num_labels=self.num_labels,
+        )
 
 
 def make_recipe(

@@ -195,15 +195,15 @@ def fit_evaluation_plans(
     rows = -(-longest // degree // multiple) * multiple
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
         values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
-    values = {key: value for key, value in values.items() if cap == AUTO or f"context.eval_{key}" not in flag_keys}
-    return replace(config, context=config.context.set_evaluation(**values))
+    values = {key: value for key, value in values.items() if cap == AUTO or f"evaluation.{key}" not in flag_keys}
+    return replace(config, evaluation=replace(config.evaluation, **values))
 
 
 def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
     """List the keys of the layout that have another value now; one that was "auto" is none."""
     old = before.tables()
     new = now.tables()
-    names = ((section, key) for section in ("parallel", "context", "encoder") for key in new[section])
+    names = ((section, key) for section in ("parallel", "context", "evaluation", "encoder") for key in new[section])
     changes = (Change(f"{section}.{key}", old[section][key], new[section][key]) for section, key in names)
     return tuple(change for change in changes if change.before not in (change.now, AUTO))
 

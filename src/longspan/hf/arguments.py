@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from longspan.config.file import load_config
@@ -11,15 +11,20 @@ from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.layout import Layout
-from longspan.run.checks import check_keys_needed_by_keys, check_number_bounds, check_parallel, check_plans
+from longspan.run.checks import check_keys_needed_by_keys, check_parallel, check_plans
 
 _SECTIONS = {  # of the configuration; other keys are those of [context]
     **dict.fromkeys(
         ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward", "sync_each_batch"), "parallel"
     ),
-    **dict.fromkeys(("memory", "memory_bytes"), "train"),
+    **dict.fromkeys(("plan_memory", "device_memory_limit"), "train"),
     "machine": "run",
 }
+
+
+def _key_of_runs(name: str) -> str:
+    section = "evaluation" if name.startswith("eval_") else _SECTIONS.get(name, "context")
+    return f"{section}.{name.removeprefix('eval_')}"
 
 
 def _argument(default: Any, text: str) -> Any:
@@ -33,9 +38,9 @@ class LongspanArguments:
     >>> LongspanArguments(context_parallel_size=4, eval_context_parallel_size=8).config().context.planner
     'fixed'
 
-    The keys of [context], also those of evaluation (eval_…), and of [parallel]; `memory` and its bound of [train];
-    `machine` of [run]. A dataclass that transformers' HfArgumentParser reads. Raises ConfigError where it is made, for
-    values that no key takes.
+    The keys of [context], those of [evaluation] with the prefix eval_, and of [parallel]; `plan_memory` and its bound
+    of [train]; `machine` of [run]. A dataclass that transformers' HfArgumentParser reads. Raises ConfigError where it
+    is made, for values that no key takes.
     """
 
     planner: str = _argument("", "auto, fixed, dynamic or padded; empty: auto, or fixed with a degree")
@@ -69,8 +74,8 @@ class LongspanArguments:
     sequence_parallel: bool = _argument(False, "split rows of norms over tensor-parallel ranks")
     reshard_after_forward: bool = _argument(True, "free gathered weights after each pass")
     sync_each_batch: bool = _argument(True, "sum gradients in every micro-batch; false: once a step")
-    memory: str = _argument("auto", "auto: what layers keep is chosen by memory; none: as the arguments have it")
-    memory_bytes: int = _argument(0, "bytes that a rank may fill; 0: 92 % of a GPU's free memory")
+    plan_memory: bool = _argument(True, "what layers keep is chosen by memory; false: as the arguments have it")
+    device_memory_limit: int = _argument(0, "bytes that a rank may fill; 0: 92 % of a GPU's free memory")
     machine: str = _argument("", "the machine that prices plans (longspan bench calibrate)")
 
     def __post_init__(self) -> None:
@@ -87,7 +92,7 @@ class LongspanArguments:
                 continue
             if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings
                 value = int(value)
-            keys[f"{_SECTIONS.get(name, 'context')}.{name}"] = value
+            keys[_key_of_runs(name)] = value
         with errors_in_words_of_scripts():
             return load_config(None, keys)
 
@@ -96,9 +101,6 @@ class LongspanArguments:
         home = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate)
         config = self.config()
         with errors_in_words_of_scripts():
-            check_number_bounds(
-                replace(config, train=replace(config.train, lr=1.0)), training=True
-            )  # a Trainer has its own
             check_parallel(config, home)
             check_keys_needed_by_keys(config)
             check_plans(config, home, training=True)
@@ -107,6 +109,7 @@ class LongspanArguments:
 
 # What messages of `longspan train` say, and a script does not have: a pattern, and what takes its place.
 _WORDS = {
+    r"\bevaluation\.(?=[a-z])": "eval_",
     rf"\b(context|parallel|train|run)\.(?=({'|'.join(key.name for key in fields(LongspanArguments))})\b)": "",
     r"\(--world (\d+), or torchrun\)": r"(torchrun --nproc-per-node \1; accelerate launch --cpu starts only one)",
     r" in the overrides": "",

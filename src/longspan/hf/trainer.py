@@ -16,7 +16,7 @@ import longspan
 from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.sections import LoraSection, RunConfig
+from longspan.config.sections import LoraSection, OptimizerSection, RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments, errors_in_words_of_scripts
 from longspan.hf.facade import Facade, take_fused_head
@@ -62,10 +62,11 @@ def asks_for_recomputation(args: Any) -> bool:
 def resolve_trainer(trainer: Any) -> Resolved:
     """Decide what the keys of a trainer leave open, by the lengths of its documents; entered by all ranks.
 
-    A plan of memory is made on GPUs, and on CPUs if `memory_bytes` is set; not if `memory` is "none" or the user asked
-    for recomputation. TRL asks for it by default, so only arguments that differ from their class's default count as the
-    user's. Without a plan of memory rows of a slot that are "auto" become 0 (no limit). If no length of a document is
-    known, planner and degree stay open: each step gets a dynamic plan, or the fewest slots that hold its documents.
+    A plan of memory is made on GPUs, and on CPUs if `device_memory_limit` is set; not if `plan_memory` is false or the
+    user asked for recomputation. TRL asks for it by default, so only arguments that differ from their class's default
+    count as the user's. Without a plan of memory rows of a slot that are "auto" become 0 (no limit). If no length of a
+    document is known, planner and degree stay open: each step gets a dynamic plan, or the fewest slots that hold its
+    documents.
     """
     config = _run_config(trainer)
     args = trainer._stock_arguments
@@ -127,7 +128,7 @@ def _run_config(trainer: Any) -> RunConfig:
         lora = replace(
             lora, rank=adapter.config.r, target_modules=() if isinstance(targets, str) else tuple(targets or ())
         )
-    return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
+    return replace(config, model=model_keys, optimizer=OptimizerSection(class_=name, lr=1e-3), lora=lora)
 
 
 def _lengths_of_documents(trainer: Any) -> list[int]:

@@ -112,7 +112,9 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     ),
     (lambda call: call.options.mlp_tile_tokens, "longspan.model.activations.tiles:TileFeature"),
     (
-        lambda call: call.options.sets("activation_checkpointing", "offload_activations", "measures", "segment_layers"),
+        lambda call: call.options.sets(
+            "activation_checkpointing", "offload_activations", "checkpoint_policies", "segment_layers"
+        ),
         "longspan.model.activations.recompute:RecomputationFeature",
     ),
     (

@@ -76,8 +76,8 @@ class Float8Feature(Feature):
 
     def rank_error(self, model: PreTrainedModel) -> ModelError | None:
         word = self.options.float8
-        if word != "rows":
-            return ModelError(f'float8 is {word!r}; use "rows" (one scale a row), or "" for none')
+        if word != "rowwise":
+            return ModelError(f'float8 is {word!r}; use "rowwise" (one scale a row), or "" for none')
         dtype = self.options.sharding(self.world).dtype_of(model)
         if reasons := [*_reasons_against_float8(model, self.world.device, dtype, self.world.home.tp)]:
             return ModelError(

@@ -57,12 +57,14 @@ def _check_target_names(model: PreTrainedModel, targets: Sequence[str], linears:
             matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
             hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
             raise ModelError(
-                f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
+                f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers "
+                f"and "
                 f"indexers; {hint} {', '.join(endings)}"
             )
     if refused := _names_refused_by_peft(model, targets):
         raise ModelError(
-            f"lora.target_modules has {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes for its "
+            f"lora.target_modules has {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes "
+            f"for its "
             "experts, whose adapters are not supported; leave them out"
         )
     return list(dict.fromkeys(targets))
@@ -126,7 +128,8 @@ def adapter_lines(model: PreTrainedModel) -> Iterator[str]:
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if is_tied(model) and any(map(is_adapted, ends)):
         yield (
-            "caution: lora.target_modules has the head, which shares its weight with the embedding (tie_word_embeddings): "
+            "caution: lora.target_modules has the head, which shares its weight with the embedding "
+            "(tie_word_embeddings): "
             "longspan export --merge will refuse this adapter, which stock peft reads over its base model; leave the "
             "head out of lora.target_modules if it is to be merged"
         )

@@ -72,14 +72,14 @@ class PrepareOptions:
     sync_each_batch: bool = True
     activation_checkpointing: bool | str = False
     offload_activations: bool = False
-    measures: str | Sequence[str] | None = None
-    host_bytes: int = 0
+    checkpoint_policies: str | Sequence[str] | None = None
+    offload_bytes: int = 0
     mlp_tile_tokens: int = 0
     segment_layers: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None
     fused_norms: Literal["auto", "on", "off"] = "auto"
-    float8: Literal["", "rows"] = ""
+    float8: Literal["", "rowwise"] = ""
     compiled: Literal["auto", "layers", "none"] = "none"
     virtual_stages: int = 1
     pipeline_schedule: str = "1f1b"

@@ -91,8 +91,9 @@ def prepare(
     compute_dtype: of FSDP2's arithmetic, such as bfloat16; parameters and sums of gradients keep their type.
     activation_checkpointing: recompute decoder layers in backward: "full" (or True), or "selective": all but attention.
     offload_activations: keep what recomputation starts from in the host's memory.
-    measures: in place of these two, a word of `longspan.plan.CHECKPOINT_POLICIES`, or one for each layer and then each depth of
-        multi-token prediction; host_bytes: what a rank takes of the host for it, 0: what the first step needs.
+    checkpoint_policies: in place of these two, a word of `longspan.plan.CHECKPOINT_POLICIES`, or one for each layer
+    and then each depth of multi-token prediction; offload_bytes: what a rank takes of the host for it, 0: what the
+    first step needs.
     segment_layers: of so many recomputed layers in a row, only the first one's input is kept; 0: each one's.
     mlp_tile_tokens: most rows that MLPs and experts compute at once; 0: all.
     attention_kernel: a row of `longspan.attention.KERNELS`; without it each call takes the first that can.

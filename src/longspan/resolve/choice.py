@@ -83,7 +83,7 @@ class PlannerConfig:
         """Choose how training steps are planned."""
         options = _section_options(config.context, config, cost or cost_without_model(config), heads)
         options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
-        return cls._from_section(config.context, options, "context.")
+        return cls._from_section(config.context, options)
 
     @classmethod
     def evaluation(
@@ -94,22 +94,20 @@ class PlannerConfig:
         cost = (cost or cost_without_model(config)).forward_only()
         options = _section_options(entry, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, options, entry.prefix)
+        return cls._from_section(entry, options)
 
     @classmethod
-    def unpriced(
-        cls, section: PlanSection, config: RunConfig, prefix: str, heads: int | None = None
-    ) -> "PlannerConfig":
+    def unpriced(cls, section: PlanSection, config: RunConfig, heads: int | None = None) -> "PlannerConfig":
         """Choose by the keys of a section, without a price: for checks."""
-        return cls._from_section(section, _section_options(section, config, DEFAULT_COST, heads), prefix)
+        return cls._from_section(section, _section_options(section, config, DEFAULT_COST, heads))
 
     @classmethod
-    def _from_section(cls, section: PlanSection, options: PlanOptions, prefix: str) -> "PlannerConfig":
+    def _from_section(cls, section: PlanSection, options: PlanOptions) -> "PlannerConfig":
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
         planner = "dynamic" if section.planner == AUTO else section.planner  # until it is resolved
-        return cls(planner, degree, *degrees, options, prefix)
+        return cls(planner, degree, *degrees, options, section.prefix)
 
     @property
     def has_one_degree(self) -> bool:

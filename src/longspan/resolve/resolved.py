@@ -128,11 +128,11 @@ def _follow_training(config: RunConfig) -> RunConfig:
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
     """Put these rows of a slot in place of "auto" of evaluations, which keep less of a row than training."""
     if config.evaluation.max_tokens_per_slot == AUTO:
-        config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
+        config = replace(config, evaluation=replace(config.evaluation, max_tokens_per_slot=rows))
     sets = (
         replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.evaluation.sets
     )
-    return config.with_sets(tuple(sets))
+    return config.with_sets(sets)
 
 
 def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:

@@ -4,17 +4,15 @@ What needs the data or the model (names of adapted linears, the weights of a fol
 layers) is checked by the run once it has them, still before the first collective of a step.
 """
 
-import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from longspan.checkpoint.files import require_local_root
 from longspan.config.defaults import encoder_is_given
 from longspan.config.file import nearest_hint
-from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds, key_value, section_keys
+from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import (
     RANDOM,
@@ -50,7 +48,9 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_model_keys(config, training=training)
     check_data(config)
     check_eval_sets(config)
-    check_number_bounds(config, training=training)
+    if training:
+        check_loggers(config.run.loggers)
+        check_saves(config)
     check_keys_needed_by_keys(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
@@ -60,25 +60,16 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_encoder_keys(config, home)
     check_memory_keys(config.train)
     check_optimizer(config)
-    if training:
-        check_loggers(config.run.loggers)
     check_plans(config, home, training=training)
     return home
 
 
-def check_number_bounds(config: RunConfig, *, training: bool) -> None:
-    train = config.train
-    run = config.run
-    corpus_decides = [key for key in ("steps", "warmup_steps") if train.epochs and getattr(train, key) == NOT_GIVEN]
-    leave_out = [*(f"train.{key}" for key in corpus_decides), *["optimizer.lr"] * (not training)]
-    for section, kind in section_kinds().items():
-        check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
-    for entry in config.evaluation.sets:
-        check_bounds(entry, EvalConfig, entry.prefix)
-    if config.checkpoint.keep_best and training:
-        BestFigure.from_text(config.checkpoint.keep_best).check_sets({entry.name for entry in config.evaluations})
-    if config.checkpoint.dir:
-        require_local_root(config.checkpoint.dir)
+def check_saves(config: RunConfig) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best:
+        BestFigure.from_text(checkpoint.keep_best).check_sets({entry.name for entry in config.evaluations})
+    if checkpoint.dir:
+        require_local_root(checkpoint.dir)
 
 
 def check_keys_needed_by_keys(config: RunConfig) -> None:
@@ -120,14 +111,13 @@ def check_data(config: RunConfig) -> None:
         ours, equals, theirs = column.partition("=")
         if not equals or (theirs and ours not in COLUMNS):
             raise ConfigError(
-                f"data.rename_columns has {column!r}; give OURS=THEIRS, as in prompt=question, or OURS= to leave a column "
+                f"data.rename_columns has {column!r}; give OURS=THEIRS, as in prompt=question, or OURS= to leave a "
+                f"column "
                 f"out; OURS is one of {', '.join(COLUMNS)}"
             )
     for number, source in enumerate(data.sources):
         if not source.path:
             raise ConfigError(f"data.sources[{number}].path is empty; name a folder or file of rows")
-        if not 0 < source.weight < math.inf:
-            raise ConfigError(f"data.sources[{number}].weight is {source.weight}; it must be a finite number above 0")
 
 
 def check_paths_exist(config: RunConfig) -> None:
@@ -154,7 +144,8 @@ def check_eval_sets(config: RunConfig) -> None:
     for number, entry in enumerate(config.evaluation.sets, 1):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry.name):
             raise ConfigError(
-                f"table {number} of [[evaluation.sets]] has name = {entry.name!r}; give one of letters, digits, -, _ and dots "
+                f"table {number} of [[evaluation.sets]] has name = {entry.name!r}; give one of letters, digits, -, _ "
+                f"and dots "
                 "that begins with a letter or digit: it names lines of metrics.jsonl and a folder"
             )
         if not entry.path:
@@ -162,12 +153,6 @@ def check_eval_sets(config: RunConfig) -> None:
         if (count := names.count(entry.name)) > 1:
             tables = f"{count} of {len(names)} tables [[evaluation.sets]]"
             raise ConfigError(f"{tables} have name = {entry.name!r}; give each a name of its own")
-    metrics = [("evaluation.metrics", name) for name in config.evaluation.metrics]
-    metrics += [(f"{entry.prefix}metrics", name) for entry in config.evaluation.sets for name in entry.metrics]
-    for key, name in metrics:
-        if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
-            like = "'my_package.my_metrics.top_five'"
-            raise ConfigError(f"{key} has {name!r}; give a function with its module, as in {like}")
 
 
 # ---- the model
@@ -185,11 +170,11 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
         raise ConfigError(f"model.preset is {model.preset!r}; {nearest_hint(model.preset, PRESETS)}")
     if training and config.optimizer.lr == NOT_GIVEN:
         raise ConfigError(
-            f"optimizer.lr is not given, and {model.source or model.preset} has no default; give --optimizer.lr: often 1e-6 to "
-            "2e-5 to train weights on, 1e-4 to 1e-3 from random ones"
+            f"optimizer.lr is not given, and {model.source or model.preset} has no default; give --optimizer.lr: often "
+            "1e-6 to 2e-5 to train weights on, 1e-4 to 1e-3 from random ones"
         )
-    if 0 < model.rope_factor <= 1:
-        raise ConfigError(f"model.rope_factor is {model.rope_factor:g}; it must be above 1, or 0 to be chosen")
+    if training and not config.optimizer.lr:
+        raise ConfigError("optimizer.lr is 0.0; it must be above 0")
 
 
 def check_precision(config: RunConfig) -> None:
@@ -241,8 +226,6 @@ def check_encoder_keys(config: RunConfig, home: Layout) -> None:
         fitting = ", ".join(str(tp) for tp in range(1, count + 1) if count % tp == 0)
         ranks = f"{'is' if count == 1 else 'are'} {plural(count, 'rank')}"
         raise ConfigError(f"encoder.tp is {encoder.tp}, and there {ranks}; use {fitting}")
-    if encoder.trainable == "none" and encoder.lr:
-        raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.trainable is "none"; leave out one of them')
 
 
 def refuse_encoder_without_images(config: RunConfig, images: int) -> None:
@@ -266,24 +249,24 @@ def check_parallel(config: RunConfig, home: Layout) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    train = config.train
-    if not train.epochs:  # otherwise the number of steps follows from the corpus
-        Schedule.of(train)
-    if config.optimizer.class_ != "adamw" or config.optimizer.arguments:
+    optimizer = config.optimizer
+    if not config.train.epochs:  # otherwise the number of steps follows from the corpus
+        Schedule.of(optimizer, config.train.steps)
+    if optimizer.class_ != "adamw" or optimizer.arguments:
         from torch import nn  # which --help does without
 
         from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
-        choice = OptimizerChoice.from_section(train)
+        choice = OptimizerChoice.from_section(optimizer)
         matrix = nn.Linear(2, 2, bias=False)
-        if config.optimizer.stochastic_rounding and not choice.is_one_pass:
+        if optimizer.stochastic_rounding and not choice.is_one_pass:
             raise ConfigError(
-                "optimizer.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; optimizer.class "
-                f"is {config.optimizer.class_!r} with {list(config.optimizer.arguments)}: use that adamw, or leave rounding out"
+                "optimizer.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; "
+                f"optimizer.class is {optimizer.class_!r} with {list(optimizer.arguments)}: use that adamw, or leave "
+                "rounding out"
             )
-        choice.build(
-            parameter_groups(matrix, config.optimizer.class_, config.optimizer.weight_decay)
-        )  # does it accept its arguments?
+        groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay)
+        choice.build(groups)  # does it accept its arguments?
 
 
 # ---- plans
@@ -335,7 +318,7 @@ def check_longest_training_document(
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    choice = PlannerConfig.unpriced(entry, config, entry.prefix, heads)
+    choice = PlannerConfig.unpriced(entry, config, heads)
     title = f"the longest document of set {entry.name!r}"
     _check_document_fits(
         choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})"
@@ -349,12 +332,12 @@ def _choices_and_limits(
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = "data.max_document_tokens", config.data.max_document_tokens
     if training:
-        yield (PlannerConfig.unpriced(config.context, config, "context.", heads), *limit)
+        yield (PlannerConfig.unpriced(config.context, config, heads), *limit)
     if config.evaluation.documents != 0 or not training:  # without training, evaluations are all there is
         held_out = held_out_set(config)
-        yield (PlannerConfig.unpriced(held_out, config, held_out.prefix, heads), *limit)
+        yield (PlannerConfig.unpriced(held_out, config, heads), *limit)
     for entry in config.evaluation.sets:
-        choice = PlannerConfig.unpriced(entry, config, entry.prefix, heads)
+        choice = PlannerConfig.unpriced(entry, config, heads)
         yield choice, f"{entry.prefix}max_document_tokens", entry.max_document_tokens
 
 

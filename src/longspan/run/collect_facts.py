@@ -190,9 +190,9 @@ def _encoder_text(run: TrainingRun) -> str:
     count = run.corpus.manifest.images
     (encoder,) = run.model.encoder_settings.values()
     parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
-    trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.train]
+    trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.trainable]
     slots = plural(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
-    waves = f", at most {settings.max_rows:,} rows of a slot at once" if settings.max_rows else ""
+    waves = f", at most {settings.max_tokens:,} rows of a slot at once" if settings.max_tokens else ""
     return f"{parameters:,} parameters on {slots}, {trained}; {plural(count, 'image')}{waves}"
 
 

@@ -127,7 +127,8 @@ class Steps:
 def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:
     """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
-    A signal that stops, on any rank, ends the run after the current step, with a checkpoint; after one of `checkpoint.save_signals`
+    A signal that stops, on any rank, ends the run after the current step, with a checkpoint; after one of
+    `checkpoint.save_signals`
     a checkpoint is written, and the run goes on. `starts` has the parts of the start before this call.
 
     Raises LongspanError for what does not fit, before the first step; for a loss or gradients that are not finite,

@@ -41,7 +41,8 @@ from longspan.train.training import Training, check_set_length
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Documents that are evaluated together: those of a table [[evaluation.sets]], or those that a run holds out, without a name.
+    """Documents that are evaluated together: those of a table [[evaluation.sets]], or those that a run holds out,
+    without a name.
 
     `token_bytes` (V,) are the bytes by which bits per byte are counted (None if the tokenizer does not give them).
     `trained_on` counts its documents that are trained on too (None: it is not known).
@@ -86,7 +87,8 @@ class EvaluationSet:
 
 
 def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
-    """Open the set of a table [[evaluation.sets]], without its metrics; all ranks together, once the run has its tokenizer."""
+    """Open the set of a table [[evaluation.sets]], without its metrics; all ranks together, once the run has its
+    tokenizer."""
     corpus = _shared_corpus(config, entry, world, log)
     units = sample_documents(len(corpus) // corpus.unit, entry.documents, config.train.seed)
     documents = corpus.select(documents_of_units(units, corpus.unit))
@@ -140,7 +142,8 @@ class TrainingRun(Training):
 def open_evaluation_sets(
     config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
-    """Open the held-out documents, if there are any, and the sets of the [[evaluation.sets]] tables, with their metrics."""
+    """Open the held-out documents, if there are any, and the sets of the [[evaluation.sets]] tables, with their
+    metrics."""
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.evaluation.sets:
         evaluation_set = open_evaluation_set(config, entry, world, log)

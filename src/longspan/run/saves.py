@@ -4,7 +4,8 @@ Checkpoints are written every so many steps or minutes, at the end, and before a
 are written, and that training goes on meanwhile, is in `checkpoint/`. An error of one rank, such as the loss of another
 rank, saves nothing: no rank can tell whether the others would join, and the last checkpoint stands.
 
-The best checkpoint is that of `checkpoint.keep_best`, by a figure of the run's evaluations. `best.json` in the run's folder
+The best checkpoint is that of `checkpoint.keep_best`, by a figure of the run's evaluations. `best.json` in the run's
+folder
 has the last two steps that were the best when they were evaluated, with their figures: a run that ends while it writes
 the newer one's checkpoint goes on with the older.
 """
@@ -75,8 +76,8 @@ class Saves:
 
     def is_checkpoint_due(self, *, minutes_over: bool) -> bool:
         """Whether a checkpoint is due after this step; the ranks have agreed on `minutes_over`."""
-        settings = self._run.config.train
-        return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
+        config = self._run.config
+        return minutes_over or is_due(self.done, config.checkpoint.every) or self.done == config.train.steps
 
     def reserve_memory(self) -> None:
         """After a session's first step, begin to take the memory into which saves copy weights.

@@ -163,13 +163,14 @@ _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
 _FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
-_FIXED_KEYS += ("optimizer.class", "optimizer.arguments")
+_FIXED_KEYS += ("optimizer.class", "optimizer.arguments", "evaluation.documents")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
     """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks.
 
-    Raises CheckpointError if `checkpoint.resume` does not allow that or nothing good is left, ConfigError for another run's.
+    Raises CheckpointError if `checkpoint.resume` does not allow that or nothing good is left, ConfigError for another
+    run's.
     """
     root = checkpoints_root(Path(config.run.dir), config.checkpoint.dir)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
@@ -247,9 +248,9 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
     """Keys of the folder, of hosts and of evaluation may change, and so may one that is "auto" now."""
     changes = [
         f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
-        for section in sorted(now.keys() & before.keys() - {"run", "eval"})
+        for section in sorted(now.keys() & before.keys() - {"run", "checkpoint", "evaluation"})
         for key, value in sorted(now[section].items())
-        if key in before[section] and key != "node_size" and not key.startswith("eval_")
+        if key in before[section] and key != "node_size"
         if (section, key) != ("model", "path")  # compared before
         if value not in (absolute_path(before[section][key]), AUTO)
     ]
@@ -267,7 +268,9 @@ def open_run_documents(
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; return its configuration, the one to write as config.toml, and the data."""
     if state and config.evaluation.documents == AUTO:
-        config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
+        config = replace(
+            config, evaluation=replace(config.evaluation, documents=state["config"]["evaluation"]["documents"])
+        )
     node_size = config.context.node_size
     config = set_node_size(config, world)
     set_world_machine(config, world)
@@ -281,13 +284,16 @@ def open_run_documents(
             log(line)
         run_on_first_rank(world, partial(keep_base, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
-    config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
+    config = replace(config, evaluation=replace(config.evaluation, documents=data.order.held_out_texts))
     config = set_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     # not node_size: a run that goes on may be on other hosts
-    folders = {key: str(Path(path).absolute()) for key in ("dir", "checkpoints") if (path := getattr(config.run, key))}
+    run, checkpoint_keys = (
+        replace(section, dir=str(Path(section.dir).absolute()) if section.dir else "")
+        for section in (config.run, config.checkpoint)
+    )
     as_written = replace(
-        config, context=replace(config.context, node_size=node_size), run=replace(config.run, **folders)
+        config, context=replace(config.context, node_size=node_size), run=run, checkpoint=checkpoint_keys
     )
     for line in source_lines(config, data.order):
         log(line)
@@ -375,7 +381,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         file, text = (
             Path(config.run.dir) / "config.toml",
-            to_toml(as_written, chosen=replace(config, run=as_written.run)),
+            to_toml(as_written, chosen=replace(config, run=as_written.run, checkpoint=as_written.checkpoint)),
         )
         run_on_first_rank(world, lambda: write_atomically(file, text), RunFolderError)
         warn_about_small_updates(config, log)

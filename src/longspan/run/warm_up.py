@@ -178,10 +178,10 @@ def _pad_to_multiple(batches: list[MicroBatch], multiple: int) -> list[MicroBatc
 def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
     """Plans that mix degrees may need any group later: every pair of at most CONNECTED slots is connected."""
     world = training.world
-    context = training.config.context
+    config = training.config
     for plan in plans:
         world.prepare(plan)
-    mixing_planners = {context.planner, context.evaluation.planner} - set(ONE_DEGREE)
+    mixing_planners = {config.context.planner, config.evaluation.planner} - set(ONE_DEGREE)
     if mixing_planners and world.home.slots <= CONNECTED:
         world.channels.connect_pairs()
 

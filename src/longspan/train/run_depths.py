@@ -32,7 +32,8 @@ def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bo
 def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     """Find the folder that the depths' weights are read from; None if they are drawn.
 
-    With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer than mtp.num_layers.
+    With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer
+    than mtp.num_layers.
     """
     weights_path = config.mtp.weights
     folder = config.model.path if weights_path == AUTO else "" if weights_path == RANDOM else weights_path
@@ -45,8 +46,8 @@ def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     if weights_path == AUTO and not available:
         return None
     raise ModelError(
-        f"mtp.num_layers is {depths}, and {folder} has weights of {plural(available, 'depth')} of multi-token prediction; "
-        "set "
+        f"mtp.num_layers is {depths}, and {folder} has weights of {plural(available, 'depth')} of multi-token "
+        "prediction; set "
         + (f"mtp.num_layers = {available}, or " if available else "")
         + f'mtp.weights = "{RANDOM}" to begin with random ones'
     )

@@ -62,7 +62,8 @@ class StepDocuments:
             self.items = find_item_table(documents, lengths)
             if self.items is None:
                 raise DataError(
-                    f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes MediaDocuments, "
+                    f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes "
+                    f"MediaDocuments, "
                     "with an empty list of items where there are none"
                 )
         elif items is not None and len(items):

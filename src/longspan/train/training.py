@@ -317,8 +317,8 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
     """Return `prepare`'s options for what layers keep for backward, and how often parameters are gathered."""
     if memory is not None:
         return {
-            "measures": memory.measures,
-            "host_bytes": memory.host.kept,
+            "checkpoint_policies": memory.measures,
+            "offload_bytes": memory.host.kept,
             "reshard_after_forward": not memory.gathered_once,
             "sync_each_batch": not memory.summed_once,
             "mlp_tile_tokens": memory.mlp_tile_tokens,
@@ -408,12 +408,12 @@ class Training:
     def take_step(
         self, plan: Plan, documents: Any, step: int, host_work: Callable[[], None] | None = None
     ) -> StepResult:
-        """Take the optimizer step `step`, from 0, at its learning rate; `meanwhile` as of `run_step`."""
+        """Take the optimizer step `step`, from 0, at its learning rate; `host_work` as of `run_step`."""
         config = self.config.train
         self.world.prepare(plan)
         if self.config.lora.dropout:  # a step has the same masks after a restart, whatever ran before it
             torch.manual_seed(zlib.crc32(repr((config.seed, step, self.world.rank)).encode()))
-        schedule = Schedule.of(config)
+        schedule = Schedule.of(self.config.optimizer, config.steps)
         rate = schedule.lr_at(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * (group["initial_lr"] / schedule.lr) if rate else 0.0  # optimizer.lr may be 0
@@ -423,7 +423,7 @@ class Training:
             documents,
             self.world,
             optimizer=self.optimizer,
-            max_grad_norm=config.max_grad_norm or None,
+            max_grad_norm=self.config.optimizer.max_grad_norm or None,
             step=step + 1,  # for errors, which count from 1
             router=self.router,
             mtp=mtp_loss(self.config),

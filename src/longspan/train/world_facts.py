@@ -50,7 +50,7 @@ def gather_facts(
         steps=steps,
         budget=budget,
         gpu=gpu,
-        state_numbers=optimizer_state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
+        state_numbers=optimizer_state_numbers(config.optimizer, lora=config.lora.rank > 0, dtype=config.model.dtype),
         scan_kernels=not (torch.cuda.is_available() and fla_unsupported_reason(torch.device("cuda"))),
         **more,
     )
@@ -65,8 +65,8 @@ def resolve_on_ranks(
 ) -> Resolved:
     """Decide on the first rank what the configuration leaves open, as hosts may round times differently; all enter it.
 
-    The plan of memory is None where train.plan_memory and rows leave nothing to choose, and on CPUs without `memory_bytes`.
-    Raises ConfigError, on every rank, where nothing fits.
+    The plan of memory is None where train.plan_memory and rows leave nothing to choose, and on CPUs without
+    `device_memory_limit`. Raises ConfigError, on every rank, where nothing fits.
     """
 
     def work() -> Resolved:

@@ -77,8 +77,8 @@ def subject_of(folder: Path, config: RunConfig, *flags: str) -> RunConfig:
 def test_a_degree_is_the_nearest_that_divides_the_slots(slots: int, degree: int, rows: int) -> None:
     entry, line = entry_at(load_config(None, BASE), slots)
     assert (entry.context_parallel_size, entry.max_tokens_per_slot) == (degree, rows)
-    assert ("eval_context_parallel_size 8 -> " in line) == (degree < 8)
-    assert ("eval_max_tokens_per_slot 64 -> 100" in line) == (rows > 64)
+    assert ("evaluation.context_parallel_size 8 -> " in line) == (degree < 8)
+    assert ("evaluation.max_tokens_per_slot 64 -> 100" in line) == (rows > 64)
 
 
 def test_heads_and_levels_follow() -> None:
@@ -89,7 +89,7 @@ def test_heads_and_levels_follow() -> None:
     levels = {"evaluation.cp_comm_type": "a2a+p2p", "evaluation.hierarchical_context_parallel_sizes": [2, 4]}
     entry, line = entry_at(load_config(None, BASE | levels), 6)
     assert entry.hierarchical_context_parallel_sizes == (2, 3)
-    assert "eval_hierarchical_context_parallel_sizes (2, 4) -> (2, 3)" in line
+    assert "evaluation.hierarchical_context_parallel_sizes (2, 4) -> (2, 3)" in line
 
 
 def test_what_a_flag_gave_stays(tmp_path: Path) -> None:
@@ -97,21 +97,21 @@ def test_what_a_flag_gave_stays(tmp_path: Path) -> None:
     entry, line = entry_at(config, 6, "evaluation.context_parallel_size", "evaluation.max_tokens_per_slot")
     assert entry == config.evaluation and not line
     dynamic = load_config(None, BASE | {"evaluation.planner": "dynamic"})
-    flagged = subject_of(tmp_path, dynamic, f"--{DEGREE}", "4").context.evaluation
+    flagged = subject_of(tmp_path, dynamic, f"--{DEGREE}", "4").evaluation
     assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 4)
 
 
 def test_a_degree_of_0_is_that_of_training(tmp_path: Path) -> None:
     config = load_config(None, BASE | {"context.context_parallel_size": 2})
-    assert subject_of(tmp_path, config, f"--{DEGREE}", "0").context.evaluation.context_parallel_size == 2
+    assert subject_of(tmp_path, config, f"--{DEGREE}", "0").evaluation.context_parallel_size == 2
 
 
 def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given(tmp_path: Path) -> None:
     config = load_config(None, BASE | {"evaluation.cp_comm_type": "a2a"})
-    entry = subject_of(tmp_path, config, f"--{DEGREE}", "auto").context.evaluation
+    entry = subject_of(tmp_path, config, f"--{DEGREE}", "auto").evaluation
     assert (entry.context_parallel_size, entry.cp_comm_type) == ("auto", "auto")
     flags = f"--{DEGREE}", "auto", "--evaluation.cp_comm_type", "a2a"
-    assert subject_of(tmp_path, config, *flags).context.evaluation.cp_comm_type == "a2a"
+    assert subject_of(tmp_path, config, *flags).evaluation.cp_comm_type == "a2a"
 
 
 def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
@@ -125,7 +125,7 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
 
 def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_training() -> None:
     sets = [{"name": "long", "path": "x", "max_dynamic_context_parallel_size": 8}, {"name": "other", "path": "x"}]
-    keys = {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 4, "eval": sets}
+    keys = {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 4, "evaluation.sets": sets}
     keys |= {"context.max_dynamic_context_parallel_size": 4, "evaluation.planner": "dynamic"}
     same, own = load_config(None, BASE | keys), load_config(None, BASE | keys | {LEAST: 2})
     for config, ranges in ((same, [(4, 4), (4, 4), (4, 8), (4, 4)]), (own, [(4, 4), (2, 4), (2, 8), (2, 4)])):
@@ -138,8 +138,8 @@ def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_traini
     entry, _ = entry_at(fitted, 2, longest=1001)
     assert (PlannerConfig.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
     assert changes_line(layout_changes(same, fitted), 2) == f"on 2 ranks: {LEAST} 4 -> 2"
-    with pytest.raises(ConfigError, match=r"eval\.long\.max_dynamic_context_parallel_size = 0"):
-        check_longest_of_set(same, same.eval[0], Layout(16), 8 * 2048 + 1, "a file")
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.long\.max_dynamic_context_parallel_size = 0"):
+        check_longest_of_set(same, same.evaluation.sets[0], Layout(16), 8 * 2048 + 1, "a file")
 
 
 def test_a_run_that_trains_at_degrees_2_to_4_evaluates_at_8(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_run_that_trains_at_degrees_2_to_4_evaluates_at_8(tmp_path: Path) -> N
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:
     config = load_config(None, BASE | {"evaluation.max_tokens_per_slot": "auto"})
-    config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot="auto"))
+    config = replace(config, evaluation=replace(config.evaluation, max_tokens_per_slot="auto"))
     assert entry_at(config, 1, longest=100)[0].max_tokens_per_slot == 8192
     assert entry_at(config, 1, longest=10000) == (
         replace(config.evaluation, context_parallel_size=1, max_tokens_per_slot=10000),

@@ -69,7 +69,11 @@ def _errors_in(home: Layout, cases: Sequence[Case], options: dict[str, Any], exa
             if name not in plain:
                 plain[name] = take_step(prepare_untried(MODELS[name](), world, **options), plan, world)
             loss, gradients = plain[name]
-            how: dict[str, Any] = {"measures": words, "segment_layers": size, "mlp_tile_tokens": rows} | options
+            how: dict[str, Any] = {
+                "checkpoint_policies": words,
+                "segment_layers": size,
+                "mlp_tile_tokens": rows,
+            } | options
             tried = home == TWO and not errors  # trials of rows take as long as two steps
             model = (prepare if tried else prepare_untried)(MODELS[name](), world, **how)
             here, of_rank = take_step(model, plan, world)

@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from longspan import Layout, LongspanError, MtpLoss, World, plan_fixed, run_step
+from longspan import Layout, LongspanError, World, plan_fixed, run_step
 from longspan.checkpoint import load_checkpoint, save_checkpoint
 from longspan.errors import CommError, LossError, ModelError
 from longspan.model import add_mtp, load_model, prepare, preset_config, save_model
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.mtp import count_depths, find_published_naming, translate_published_name
+from longspan.mtp import MtpLoss
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer
 from tests.model.mtp.dense import LENGTHS, adapted, with_depths

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import Document, DocumentLoss, Layout, MtpLoss, World, prepare, run_step
+from longspan import Document, DocumentLoss, Layout, World, prepare, run_step
 from longspan.doctor.stock import compute_in_float64
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.mtp import MtpLoss
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import run_ranks
 from tests.model.mtp.dense import LENGTHS, WEIGHT, Answer, adapted, dense, with_depths

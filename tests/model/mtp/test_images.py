@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longspan import Group, Layout, MicroBatch, MtpLoss, SequenceShard, World, plan_fixed, prepare, run_step
+from longspan import Group, Layout, MicroBatch, SequenceShard, World, plan_fixed, prepare, run_step
 from longspan.bridge.bridge import AHEAD, embedding_arguments
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.multimodal.multimodal_model import _SpliceHook  # pyright: ignore[reportPrivateUsage]
 from longspan.model.vision.image_tokens import image_tokens
+from longspan.mtp import MtpLoss
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
 from longspan.testing import run_ranks
 from tests.model.mtp.dense import WEIGHT, add_drawn_depths, dense

@@ -8,13 +8,14 @@ import peft
 import pytest
 from torch import nn
 
-from longspan import Layout, World, disable_adapter, prepare, run_step
+from longspan import Layout, World, prepare, run_step
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.layers import is_in_projector, towers_beside_text_model
 from longspan.model.take_apart import freeze_image_modules
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
+from longspan.train import disable_adapter
 from tests.model.lora.adapted import drawn
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, answer_of, documents_of

@@ -21,11 +21,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from longspan import MtpLoss, add_mtp
+from longspan import add_mtp
 from longspan.comm import World
 from longspan.model.layers import decoder_layers
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.seams import norms
+from longspan.mtp import MtpLoss
 from longspan.plan import Plan, plan_fixed
 from longspan.plan.memory import stage_bytes
 from longspan.train import run_step

@@ -79,8 +79,9 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(trained: Trained) 
 def test_a_run_goes_on_at_another_home(trained: Trained, home: str, tmp_path: Path) -> None:
     config, losses = trained
     other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", HOMES[home])
-    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
-    other = replace(other, context=replace(context, max_tokens_per_slot=128).set_evaluation(max_tokens_per_slot=128))
+    alone = {"context_parallel_size": 1, "max_tokens_per_slot": 128}
+    context, evaluation = replace(config.context, **alone), replace(config.evaluation, **alone)
+    other = replace(other, context=context, evaluation=evaluation)
     resumed = losses_of_run(other, 2)
     assert len(train_rows(other)) == 3 and farthest(resumed[:3], losses[:3]) <= 1e-9
     wanted = adapter(config)

@@ -49,7 +49,7 @@ def _train(rank: int, config: RunConfig, size: int) -> Trained:
         patch.setattr(training, "prepare", prepare_noting)
         train_rank(rank, replace(config, train=train, run=run), 2)
     trained = _read(Path(run.dir))
-    assert list(asked["options"].measures) == trained.memory["measures"]
+    assert list(asked["options"].checkpoint_policies) == trained.memory["measures"]
     assert asked["options"].reshard_after_forward is not trained.memory["gathered_once"]
     return trained
 

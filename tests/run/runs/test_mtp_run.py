@@ -48,9 +48,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def alone(config: RunConfig, folder: Path) -> RunConfig:
-    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=128).set_evaluation(max_tokens_per_slot=128)
-    return replace(config, context=context, run=replace(config.run, dir=str(folder)))
+    alone = {"context_parallel_size": 1, "max_tokens_per_slot": 128}
+    context, evaluation = replace(config.context, **alone), replace(config.evaluation, **alone)
+    return replace(config, context=context, evaluation=evaluation, run=replace(config.run, dir=str(folder)))
 
 
 def test_losses_of_depths_are_those_of_one_rank(trained: Trained, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_pure_bfloat16_says_what_it_loses_and_rounds_by_chance_on_request(tmp_pa
     config = small_config(tmp_path, model__dtype="bfloat16", **keys)
     assert lines_of(0, config, 1).count("updates below 1/512 of a weight are rounded away") == 1
     by_chance = replace(config, run=replace(config.run, dir=str(tmp_path / "by chance")))
-    by_chance = replace(by_chance, train=replace(by_chance.train, stochastic_rounding=True))
+    by_chance = replace(by_chance, optimizer=replace(by_chance.optimizer, stochastic_rounding=True))
     assert "rounded away" not in lines_of(0, by_chance, 1) and _dtypes(by_chance) == {torch.bfloat16}
     again = gone_on_from_the_first_checkpoint(by_chance, tmp_path / "again")
     lines_of(0, again, 1)

@@ -294,7 +294,7 @@ def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_pe
     config = small_config(
         tmp_path, train__epochs=2.0, train__tokens_per_step=tokens_per_step, optimizer__warmup_steps=0
     )
-    config, lines = replace(config, data=replace(config.data, eval_documents=2)), list[str]()
+    config, lines = replace(config, evaluation=replace(config.evaluation, documents=2)), list[str]()
     set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lines.append)
     assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
 

@@ -196,7 +196,7 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     few = {"context__max_tokens_per_slot": 40, "evaluation__context_parallel_size": 1}
     few |= {"evaluation__max_tokens_per_slot": 64, "evaluation__documents": 4, "model__num_labels": 1}
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
-    few["eval"] = [{"name": "other", "path": str(tmp_path / "other.jsonl"), "documents": 3}]
+    few["evaluation.sets"] = [{"name": "other", "path": str(tmp_path / "other.jsonl"), "documents": 3}]
     pairs = config_of(tmp_path / "pairs", base, PAIRS, train__center_rewards_coefficient=0.1, **few)
     classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
     numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, evaluation__documents=2)
@@ -216,7 +216,8 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     check_run(numbers, NUMBERS, stock(base, 1))
     again = gone_on_from_the_first_checkpoint(pairs, tmp_path / "again")
     context = replace(again.context, context_parallel_size=1, max_tokens_per_slot=256)
-    train_rows(replace(again, context=context.set_evaluation(max_tokens_per_slot=256)), 1)
+    evaluation = replace(again.evaluation, max_tokens_per_slot=256)
+    train_rows(replace(again, context=context, evaluation=evaluation), 1)
     check_run(again, PAIRS, stock(base, 1))
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from longspan import MediaDocuments, Plan, World, plan_dynamic, run_step
+from longspan import Plan, World, plan_dynamic, run_step
+from longspan.multimodal import MediaDocuments
 from longspan.testing import run_ranks
 from longspan.train.terms.encoders import plan_waves_ahead
 from tests.train.multimodal.cases import Case, few_pairs, pairs

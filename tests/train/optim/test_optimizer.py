@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from longspan.checkpoint.checkpoint import setting_names_by_parameter
 from longspan.comm import World
-from longspan.config.sections import TrainConfig
+from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
@@ -126,20 +126,19 @@ def test_the_decay_of_wsd_is_a_tenth_unless_given_and_longer_runs_share_what_com
     assert short.lr_at(39) == pytest.approx(0.2)
 
 
-WSD: dict[str, Any] = {"schedule": "wsd", "steps": 20}
+WSD: dict[str, Any] = {"lr_schedule": "wsd"}
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"schedule": "cosine", "decay_steps": 5}, 'decay_steps is 5 and optimizer.lr_schedule is "cosine"'),
         (WSD | {"warmup_steps": 15, "decay_steps": 6}, "15 and 6 steps of decay .* than the 20"),
         (WSD | {"warmup_steps": 19}, "19 and 2 steps of decay"),
     ],
 )
 def test_decays_that_have_no_place(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Schedule.of(TrainConfig(**keys))
+        Schedule.of(OptimizerSection(**keys), 20)
 
 
 # ---- names and arguments

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan import Document, DocumentLoss, MediaDocuments, World, plan_dynamic, run_step, token_log_probs
+from longspan import Document, DocumentLoss, World, plan_dynamic, run_step, token_log_probs
+from longspan.multimodal import MediaDocuments
 from longspan.testing import run_ranks
 from longspan.train import LossTokens
 from tests.model.stock import gradients_of

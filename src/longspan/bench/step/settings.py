@@ -11,7 +11,15 @@ from longspan.cli.plans.planning import SourceFlags, read_lengths
 from longspan.config.defaults import compute_dtype, resolve_defaults, set_local_folders
 from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
-from longspan.config.sections import ContextConfig, MachineSection, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.config.sections import (
+    ContextConfig,
+    MachineSection,
+    ModelConfig,
+    OptimizerSection,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
@@ -28,7 +36,7 @@ if TYPE_CHECKING:
 
 
 PLANNERS = ("padded", "fixed", "dynamic")
-SECTIONS = ("model", "parallel", "context", "train")
+SECTIONS = ("model", "parallel", "context", "train", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +70,7 @@ class StepFlags(BenchFlags, SourceFlags):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=lambda: ContextConfig(cp_comm_type="auto"))
     train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     run: MachineSection = field(default_factory=MachineSection)
     peak_tflops: float = 0.0
     """Peak TFLOP/s of a device, for the model FLOPs utilisation; 0: the vendor's figure for a known GPU."""
@@ -315,9 +324,10 @@ def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Se
     """With learning rate 0, for documents of up to `longest` tokens. The configuration is checked first, with the rate
     that it gives or else 1, as a run must have one.
     """
-    data = replace(config.data, max_document_tokens=longest, eval_documents=0)
-    train = replace(config.train, lr=config.optimizer.lr if config.optimizer.lr != NOT_GIVEN else 1.0)
-    config = replace(config, data=data, train=train)
+    data = replace(config.data, max_document_tokens=longest)
+    evaluation = replace(config.evaluation, documents=0)
+    optimizer = replace(config.optimizer, lr=config.optimizer.lr if config.optimizer.lr != NOT_GIVEN else 1.0)
+    config = replace(config, data=data, evaluation=evaluation, optimizer=optimizer)
     for planner in planners:
         check_config(replace(config, context=replace(config.context, planner=planner)), ranks)
-    return replace(config, train=replace(config.train, lr=0.0))
+    return replace(config, optimizer=replace(config.optimizer, lr=0.0))

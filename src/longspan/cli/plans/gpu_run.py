@@ -21,7 +21,6 @@ from longspan.run.checks import (
     check_lora,
     check_model_keys,
     check_mtp_section,
-    check_number_bounds,
     check_parallel,
     check_plans,
     check_precision,
@@ -40,7 +39,6 @@ class GpuRun:
     @classmethod
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "GpuRun":
         check_model_keys(config, training=False)  # optimizer.lr may be left out, as nothing is trained here
-        check_number_bounds(config, training=False)
         home = home_of(config.parallel, gpus.count)
         for check in (check_precision, check_keys_needed_by_keys, check_lora, check_mtp_section):
             check(config)
@@ -71,7 +69,6 @@ class GpuRun:
         return MemoryBudget(device=device, host=self.gpus.host_bytes)
 
     def facts(self, lengths_of_step: Callable[[int], Sequence[int]], steps: int, **more: Any) -> Facts:
-        train = self.config.train
         lora = self.config.lora.rank > 0
         return Facts(
             home=self.home,
@@ -80,7 +77,7 @@ class GpuRun:
             lengths_of_step=lengths_of_step,
             steps=steps,
             budget=self.budget,
-            state_numbers=optimizer_state_numbers(train, lora=lora, dtype=self.config.model.dtype),
+            state_numbers=optimizer_state_numbers(self.config.optimizer, lora=lora, dtype=self.config.model.dtype),
             **more,
         )
 

@@ -232,26 +232,28 @@ def checkpoint_measure(checkpointing: bool | str, *, offload: bool = False) -> C
 class RecomputationFeature(Feature):
     """What layers keep for backward, what they recompute, and what waits on the host.
 
-    A rank's arena on the host begins with `host_bytes`; with 0 it grows in the first step. Of `segment_layers` layers
-    in a row that recompute, only the first one's input waits for backward; 0: no segments.
+    A rank's arena on the host begins with `offload_bytes`; with 0 it grows in the first step. Of `segment_layers`
+    layers in a row that recompute, only the first one's input waits for backward; 0: no segments.
     """
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
         options = self.options
         self._offload: HostOffload | None = None
-        if options.measures is None:
+        if options.checkpoint_policies is None:
             measures = checkpoint_measure(options.activation_checkpointing, offload=options.offload_activations)
         else:
-            measures = options.measures
+            measures = options.checkpoint_policies
             for name in ("activation_checkpointing", "offload_activations"):
                 if (value := getattr(options, name)) not in (False, "none"):
-                    raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
+                    raise ModelError(
+                        f"checkpoint_policies say what each layer keeps, and {name} is {value!r}; use one of them"
+                    )
         # for all layers; else of each decoder layer and then of each depth
         self._is_one = isinstance(measures, str)
         self._measures = [measures] if isinstance(measures, str) else [*measures]
         if wrong := [word for word in self._measures if word not in CHECKPOINT_POLICIES]:
-            raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
+            raise ModelError(f"checkpoint_policies has {wrong[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
 
     def refuse(self, model: PreTrainedModel) -> None:
         size = self.options.segment_layers
@@ -267,8 +269,8 @@ class RecomputationFeature(Feature):
         if not self._is_one and len(self._measures) != layers + depths:
             depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
             raise ModelError(
-                f"measures has {len(self._measures)} words; {type(model).__name__} has {layers} decoder layers"
-                f"{depths_text}: give one word for each, or one for all"
+                f"checkpoint_policies has {len(self._measures)} words; {type(model).__name__} has {layers} decoder "
+                f"layers{depths_text}: give one word for each, or one for all"
             )
         for name, layer, measure in self._layer_measures(model):
             supported = model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")
@@ -287,7 +289,7 @@ class RecomputationFeature(Feature):
         if self.world.home.slots > 1 and any(word.startswith("selective") for word in self._measures):
             check_same_kernels(execution, self.world)
         if any(word.endswith("+host") for word in self._measures):
-            size = self.options.host_bytes
+            size = self.options.offload_bytes
             if size:
                 check_free_host_memory(size, self.world, "activations on the host take")
             arena = HostArena(self.world.device, size)

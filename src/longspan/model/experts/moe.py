@@ -109,7 +109,8 @@ def make_router_statistics(
         if coefficients.any:
             raise ModelError(
                 f"{architecture_name(model)} has no routers whose losses are known; set the balance "
-                "and z losses (train.router_aux_loss_coef, train.router_z_loss_coef) to 0; transformers defines such losses "
+                "and z losses (train.router_aux_loss_coef, train.router_z_loss_coef) to 0; transformers defines such "
+                "losses "
                 "where a configuration has router_aux_loss_coef"
             )
         return None

@@ -148,7 +148,9 @@ class FixedMemory:
 
     @property
     def measures(self) -> tuple[CheckpointPolicy, ...]:
-        """The measures that layers may have, in the order of CHECKPOINT_POLICIES. Raises PlanError where the keys leave none.
+        """The measures that layers may have, in the order of CHECKPOINT_POLICIES. Raises PlanError where the keys
+        leave none.
+
         "none" and "exchanged" have no form on the host: with `offload` true "none" is a choice only if `measure` is not
         fixed, for the layers that fit without moving. "exchanged" is a form of "selective".
         """
@@ -162,7 +164,8 @@ class FixedMemory:
             measures.append("exchanged")
         if not measures:
             raise PlanError(
-                f"no measure keeps {self.measure!r} with offload {self.offload}; use one of {', '.join(CHECKPOINT_POLICIES)}"
+                f"no measure keeps {self.measure!r} with offload {self.offload}; use one of "
+                f"{', '.join(CHECKPOINT_POLICIES)}"
             )
         return tuple(sorted(measures, key=CHECKPOINT_POLICIES.index))
 

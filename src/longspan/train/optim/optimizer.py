@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
-from longspan.config.sections import TrainConfig
+from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_block, local_tensor
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
@@ -40,7 +40,7 @@ _BIAS_OR_NORM = re.compile(r"bias$|(norm\d*|ln_\w+)\.[^.]+$")  # the parameter i
 class OptimizerChoice:
     """An optimizer's class and what it is called with.
 
-    >>> choice = OptimizerChoice.from_section(TrainConfig(optimizer="torch.optim.NAdam"))
+    >>> choice = OptimizerChoice.from_section(OptimizerSection(class_="torch.optim.NAdam"))
     >>> optimizer = choice.build(parameter_groups(model, choice.weight_decay))
     """
 
@@ -50,12 +50,12 @@ class OptimizerChoice:
     arguments: tuple[tuple[str, Any], ...] = ()  # other than lr and weight_decay
 
     @classmethod
-    def from_section(cls, train: TrainConfig) -> "OptimizerChoice":
-        """Read the choice of [train]. Raises ConfigError for a class that cannot train, or for its arguments."""
-        arguments = parse_optimizer_arguments(train.optimizer, train.optimizer_arguments)
-        if train.optimizer == "adamw":
-            arguments = {"betas": train.betas} | arguments
-        return cls(train.optimizer, train.lr, train.weight_decay, tuple(arguments.items()))
+    def from_section(cls, optimizer: OptimizerSection) -> "OptimizerChoice":
+        """Read the choice of [optimizer]. Raises ConfigError for a class that cannot train, or for its arguments."""
+        arguments = parse_optimizer_arguments(optimizer.class_, optimizer.arguments)
+        if optimizer.class_ == "adamw":
+            arguments = {"betas": optimizer.betas} | arguments
+        return cls(optimizer.class_, optimizer.lr, optimizer.weight_decay, tuple(arguments.items()))
 
     @property
     def is_one_pass(self) -> bool:

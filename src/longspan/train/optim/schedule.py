@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.config.sections import TrainConfig
+from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 
 Shape = Literal["cosine", "linear", "constant", "wsd"]
@@ -32,25 +32,20 @@ class Schedule:
     decay: int = 0
 
     @classmethod
-    def of(cls, train: TrainConfig) -> "Schedule":
-        """Read the schedule of [train]. Raises ConfigError for a decay that does not fit in the steps."""
+    def of(cls, optimizer: OptimizerSection, steps: int) -> "Schedule":
+        """Read the schedule of [optimizer]. Raises ConfigError for a decay that does not fit in the steps."""
         schedule = cls(
-            steps=train.steps,
-            lr=train.lr,
-            warmup=train.warmup_steps,
-            min_ratio=train.min_lr_ratio,
-            shape=train.schedule,
-            decay=train.decay_steps,
+            steps=steps,
+            lr=optimizer.lr,
+            warmup=optimizer.warmup_steps,
+            min_ratio=optimizer.min_lr_ratio,
+            shape=optimizer.lr_schedule,
+            decay=optimizer.decay_steps,
         )
-        if train.decay_steps and train.schedule != "wsd":
+        if schedule.shape == "wsd" and schedule.warmup + schedule.decay_steps > steps:
             raise ConfigError(
-                f'optimizer.decay_steps is {train.decay_steps} and optimizer.lr_schedule is "{train.schedule}", which falls from '
-                'the warm-up to the end; use optimizer.lr_schedule = "wsd", or 0'
-            )
-        if train.schedule == "wsd" and train.warmup_steps + schedule.decay_steps > train.steps:
-            raise ConfigError(
-                f"optimizer.warmup_steps {train.warmup_steps} and {schedule.decay_steps} steps of decay "
-                f"(optimizer.decay_steps) are more than the {train.steps} steps of the run; shorten them, or train longer"
+                f"optimizer.warmup_steps {schedule.warmup} and {schedule.decay_steps} steps of decay "
+                f"(optimizer.decay_steps) are more than the {steps} steps of the run; shorten them, or train longer"
             )
         return schedule
 

@@ -1,15 +1,15 @@
 """How many numbers an optimizer keeps for each weight. torch is imported only for those that must be counted."""
 
-from longspan.config.sections import TrainConfig
+from longspan.config.sections import OptimizerSection
 from longspan.plan.memory.settings import MOMENTS
 
 
-def optimizer_state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
+def optimizer_state_numbers(section: OptimizerSection, *, lora: bool = False, dtype: str = "float32") -> float:
     """Return how many numbers of state the optimizer keeps for each weight, counted on a small matrix if need be."""
-    if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
+    if section.class_ == "sgd" and any(argument.startswith("momentum") for argument in section.arguments):
         return 1.0
-    if train.optimizer in MOMENTS:
-        return MOMENTS[train.optimizer]
+    if section.class_ in MOMENTS:
+        return MOMENTS[section.class_]
     import torch
 
     from longspan.model.load import torch_dtype
@@ -17,7 +17,7 @@ def optimizer_state_numbers(train: TrainConfig, *, lora: bool = False, dtype: st
 
     matrix = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch_dtype("float32" if lora else dtype)))
     matrix.grad = torch.zeros_like(matrix)
-    optimizer = OptimizerChoice.from_section(train).build([matrix])
+    optimizer = OptimizerChoice.from_section(section).build([matrix])
     optimizer.step()
     size = sum(x.nbytes for x in optimizer.state[matrix].values() if isinstance(x, torch.Tensor))
     return round(size / matrix.nbytes, 3)  # rounded: the count of steps does not show

@@ -1,0 +1,140 @@
+"""`longspan upgrade`: rewrite a configuration file of version 0.3 with the keys of now; comments stay."""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from longspan.cli.flags import Word, parse_flags
+from longspan.config.renamed import OLD_SETS, RENAMED, SETS, renamed_value, upgraded_tables
+from longspan.errors import ConfigError, plural
+from longspan.files import write_atomically
+
+
+@dataclass(frozen=True)
+class UpgradeFlags:
+    """Rewrite a configuration of version 0.3 with the keys of now. Comments stay; a file that has the keys of now is
+    left as it is.
+
+    longspan upgrade run.toml                    rewrite it, and say what changed
+
+    longspan upgrade run.toml --dry-run          print the new text alone
+    """
+
+    file: Annotated[str, Word("FILE.toml", "a configuration file", "run.toml")]
+    """The configuration file."""
+    dry_run: bool = False
+    """Print the new text, and write nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; returns 0."""
+    flags = parse_flags(UpgradeFlags, argv, "longspan upgrade")
+    path = Path(flags.file)
+    try:
+        text = path.read_text(encoding="utf-8")
+        new_text, changes = upgrade_text(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; give a configuration file in TOML") from error
+    if flags.dry_run:
+        print(new_text, end="")
+        return 0
+    if changes:
+        write_atomically(path, new_text)
+    print("\n".join([*changes, f"{path}: {plural(len(changes), 'change')}"]))
+    return 0
+
+
+def upgrade_text(text: str) -> tuple[str, list[str]]:
+    """Return the text of a configuration with the keys of now, and a line for each change.
+
+    >>> upgrade_text('[train]\\nmemory = "none"  # by hand\\n')
+    ('[train]\\nplan_memory = false  # by hand\\n', ['train.memory is train.plan_memory = false'])
+
+    Raises ConfigError for a file whose keys do not stand below [section], ValueError for a text that is not TOML.
+    """
+    import tomlkit
+    from tomlkit.items import Table
+
+    tables = tomllib.loads(text)
+    changes = list(_list_changes(tables))
+    if not changes:
+        return text, []
+    document = tomlkit.parse(text)
+    moved: dict[str, list[tuple[Any, Any]]] = {}
+    for section in [name for name, table in document.items() if isinstance(table, Table)]:
+        _rename_keys(document, section, moved)
+    sets = document.pop(OLD_SETS, None)
+    for section, items in moved.items():
+        table = document.get(section)
+        if table is None:
+            document.add(tomlkit.nl())
+            document.add(section, table := tomlkit.table())
+        for key, item in items:
+            table.add(item) if key is None else table.append(key, item)
+    new_text = tomlkit.dumps(document).rstrip("\n") + "\n"
+    if sets is not None:
+        new_text += "\n" + "\n".join(f"[[{SETS}]]\n{tomlkit.dumps(table).strip()}\n" for table in sets)
+    if tomllib.loads(new_text) != upgraded_tables(tables):
+        raise ConfigError(
+            "this file's keys stand in another form than key = value below [section]: change them by hand"
+        )
+    return new_text, changes
+
+
+def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
+    for section, table in tables.items():
+        for key, value in table.items() if isinstance(table, Mapping) else ():
+            old = f"{section}.{key}"
+            new = RENAMED.get(old, old)
+            new_value = renamed_value(new, value)
+            if new != old or new_value != value:
+                yield f"{old} is {new}" + (f" = {str(new_value).lower()}" if new_value != value else "")
+    if OLD_SETS in tables:
+        yield f"[[{OLD_SETS}]] is [[{SETS}]]"
+
+
+def _rename_keys(document: Any, section: str, moved: dict[str, list[tuple[Any, Any]]]) -> None:
+    """Make a section anew; what belongs to other sections, with the comments right above it, is put into `moved`."""
+    import tomlkit
+    from tomlkit.items import Comment
+
+    table = tomlkit.table()
+    comments = list[Any]()
+    for key, item in document[section].value.body:
+        if isinstance(item, Comment):
+            comments.append(item)
+            continue
+        old = f"{section}.{key.key}" if key is not None else ""
+        new_section, _, name = RENAMED.get(old, old).partition(".")
+        place: Any = table
+        if key is not None and new_section != section:
+            place = moved.setdefault(new_section, [])
+        entries: list[tuple[Any, Any]] = [(None, comment) for comment in comments]
+        comments = []
+        entries.append((key and name, _with_new_value(f"{new_section}.{name}", item) if key else item))
+        for entry in entries:
+            if place is not table:
+                place.append(entry)
+            else:
+                table.add(entry[1]) if entry[0] is None else table.append(*entry)
+    for comment in comments:
+        table.add(comment)
+    if any(key is not None for key, _ in table.value.body):
+        document[section] = table
+    else:
+        document.remove(section)
+
+
+def _with_new_value(key: str, item: Any) -> Any:
+    import tomlkit
+
+    value = item.unwrap()
+    new_value = renamed_value(key, value)
+    if new_value == value:
+        return item
+    result = tomlkit.item(new_value)
+    result.trivia.comment_ws = item.trivia.comment_ws
+    result.trivia.comment = item.trivia.comment
+    return result

@@ -1,0 +1,95 @@
+"""Keys of version 0.3: their page, the files that `longspan upgrade` rewrites, and configurations of older runs."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from longspan.cli.main import main
+from longspan.cli.upgrade import upgrade_text
+from longspan.config.file import config_keys, load_config
+from longspan.config.renamed import RENAMED, VALUES, upgrade_table, upgraded_tables
+from longspan.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "upgrade.md"
+OLD = """\
+# a run of 0.3
+[model]
+preset = "qwen3-tiny"
+
+[data]
+turns = "split"
+eval_documents = 3
+
+[context]  # who shares documents
+planner = "fixed"
+eval_context_parallel_size = 4
+
+[train]
+steps = 3
+# the peak
+lr = 1e-3  # and down
+memory = "none"
+float8 = "rows"
+save_every = 2
+
+[[eval]]
+name = "books"
+path = "books"  # on disk
+"""
+NEW = """\
+# a run of 0.3
+[model]
+preset = "qwen3-tiny"
+
+[data]
+split_turns = true
+
+[context]  # who shares documents
+planner = "fixed"
+
+[train]
+steps = 3
+plan_memory = false
+float8 = "rowwise"
+"""
+
+
+def test_every_new_key_is_a_key_and_no_old_one_is() -> None:
+    assert set(RENAMED.values()) | set(VALUES) <= set(config_keys())
+    assert not set(RENAMED) & set(config_keys())
+
+
+def test_the_page_has_the_table() -> None:
+    assert upgrade_table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_file_is_rewritten_with_its_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(OLD)
+    assert main(["upgrade", str(file), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert file.read_text() == OLD and text.startswith(NEW)
+    assert main(["upgrade", str(file)]) == 0
+    assert "train.memory is train.plan_memory = false" in capsys.readouterr().out and file.read_text() == text
+    assert "# the peak\nlr = 1e-3  # and down" in text and 'path = "books"  # on disk' in text
+    assert tomllib.loads(text) == upgraded_tables(tomllib.loads(OLD))
+    config = load_config(file)
+    assert (config.optimizer.lr, config.checkpoint.every, config.evaluation.sets[0].name) == (1e-3, 2, "books")
+    assert main(["upgrade", str(file)]) == 0 and file.read_text() == text
+    assert upgrade_text(text) == (text, [])
+
+
+def test_keys_in_another_form_are_refused() -> None:
+    with pytest.raises(ConfigError, match="another form"):
+        upgrade_text('train.lr = 1.0\ntrain.memory = "none"\n')
+
+
+def test_the_configuration_of_an_older_run_is_read_in_its_folder_alone(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(OLD)
+    with pytest.raises(ConfigError, match=r"train.lr in .*: it is optimizer.lr now \(longspan upgrade "):
+        load_config(file)
+    (tmp_path / "run.json").write_text("{}")
+    config = load_config(file)
+    assert config.optimizer.lr == 1e-3 and not config.train.plan_memory and config.evaluation.documents == 3
