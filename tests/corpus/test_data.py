@@ -226,10 +226,10 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
     rows = [{"text": f"a text {i}", "source": "web", f"key {i}": 1} for i in range(30)]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(builder, "BATCH_BYTES", 500)
-    one = build(tmp_path / "1", texts, cache=str(tmp_path / "cache 1"), said=said[0])
+    one = build(tmp_path / "1", texts, cache_dir=str(tmp_path / "cache 1"), said=said[0])
     monkeypatch.setattr(recipes, "_IN_PROCESS_BYTES", {"text": 0})
     monkeypatch.setattr(recipes, "usable_cores", lambda: 2)
-    several = build(tmp_path / "2", texts, cache=str(tmp_path / "cache 2"), said=said[1])
+    several = build(tmp_path / "2", texts, cache_dir=str(tmp_path / "cache 2"), said=said[1])
     assert [ids_of(several, d) for d in range(len(several))] == [ids_of(one, d) for d in range(len(one))]
     (keys, keys_of_several) = ([line for line in lines if "nothing reads" in line] for lines in said)
     assert keys == keys_of_several and keys[0].count("key ") == 30, said
@@ -339,7 +339,7 @@ def test_other_settings_of_a_tokenizer_make_other_documents_in_the_same_cache(tm
     folder, texts, cache = tmp_path / "tokenizer", tmp_path / "texts", str(tmp_path / "cache")
     train_tokenizer(["hello there"], 300).save_pretrained(make_folder(folder))
     (make_folder(texts) / "a.txt").write_text("hello <tool> there " * 5)
-    keys = {"tokenizer": str(folder), "cache": cache, "max_document_tokens": 0}
+    keys = {"tokenizer": str(folder), "cache_dir": cache, "max_document_tokens": 0}
     before = build(tmp_path, texts, **keys)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["added_tokens_decoder"] = {str(load_tokenizer(folder).size): {"content": "<tool>", "normalized": False}}
@@ -486,6 +486,6 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     count = documents if isinstance(documents, int) else 1  # one in ten of twelve
     count += form == "sources"  # one of each
     assert (len(held_out), len(others)) == (count, 12 - count) == (order.held_out_texts, order.training_texts)
-    assert (corpus.texts is None) == (len(corpus) == 12) == (not {"turns", "max_document_tokens"} & {*keys})
+    assert (corpus.texts is None) == (len(corpus) == 12) == (not {"split_turns", "max_document_tokens"} & {*keys})
     line = documents_line(config, order)
     assert f"; {count} text" in line and ("of 11 texts to train on" in line or len(trained) == 11 or count > 1)

@@ -182,7 +182,7 @@ def test_masks_and_labels_are_cut_with_their_tokens(tmp_path: Path, other: bool)
 def test_a_cache_of_none_is_refused(tmp_path: Path) -> None:
     path = rows_as("jsonl", tmp_path / "rows", [{"text": text} for text in TEXTS])
     with pytest.raises(DataError, match=r'data\.cache_dir is "none", and tokens are always kept; name a folder'):
-        corpus_of(tmp_path, path=str(path), cache="none")
+        corpus_of(tmp_path, path=str(path), cache_dir="none")
 
 
 def test_bad_rows_are_errors_or_counted(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_bad_rows_are_errors_or_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl, line 2: needs text"):
         corpus_of(tmp_path, path=str(path))
     said = list[str]()
-    corpus = corpus_of(tmp_path, said, path=str(path), on_bad="skip")
+    corpus = corpus_of(tmp_path, said, path=str(path), on_bad_row="skip")
     assert len(corpus) == 3 and corpus.manifest.left_out.bad_rows == 5
     assert (
         said[-1].startswith('left out 5 bad rows (data.on_bad_row = "skip"): rows.jsonl, line') and "2 more" in said[-1]
@@ -208,7 +208,7 @@ def test_turns_without_a_target_give_no_document(tmp_path: Path) -> None:
     blank = {"messages": chat["messages"][:2]}
     path = rows_as("jsonl", tmp_path / "rows", [blank, chat, blank])
     write_folder(tmp_path / "tokenizer", "qwen3")  # whose generation settings the folder of a run lacks
-    assert len(corpus_of(tmp_path, path=str(path), turns="split", max_document_tokens=0)) == 1
+    assert len(corpus_of(tmp_path, path=str(path), split_turns=True, max_document_tokens=0)) == 1
 
 
 def test_sources_keep_their_order_and_kind(tmp_path: Path) -> None:
@@ -249,14 +249,14 @@ def test_a_compressed_file_that_was_cut_off_is_refused_also_where_bad_rows_are_s
     for damaged in (b"", whole[:7], whole[: len(whole) // 2], whole[:-1], b"no such stream"):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"rows.{form} .*cannot be decompressed, perhaps it was cut off: "):
-            corpus_of(tmp_path, path=str(path), on_bad="skip")
+            corpus_of(tmp_path, path=str(path), on_bad_row="skip")
 
 
 def test_byte_order_marks_of_files_that_were_joined(tmp_path: Path) -> None:
     mark, path = b"\xef\xbb\xbf", tmp_path / "rows.jsonl"
     rows = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
     path.write_bytes(b"".join(rows))
-    plain = contents(corpus_of(tmp_path, path=str(path), cache=str(tmp_path / "plain")))
+    plain = contents(corpus_of(tmp_path, path=str(path), cache_dir=str(tmp_path / "plain")))
     path.write_bytes(mark + rows[0] + mark + b"\n" + mark + b"".join(rows[1:]) + mark)
     assert contents(corpus_of(tmp_path, path=str(path))) == plain
 

@@ -278,7 +278,7 @@ CASES: dict[str, tuple[Any, str]] = {
         "processes (torchrun --nproc-per-node 2; accelerate launch --cpu starts only one)",
     ),
     "no degree": (lambda: _make(longspan={"context_parallel_size": -2}), "context_parallel_size is -2"),
-    "bytes": (lambda: _make(longspan={"memory_bytes": -1}), "memory_bytes is -1; it must be at least 0"),
+    "bytes": (lambda: _make(longspan={"device_memory_limit": -1}), "device_memory_limit is -1; it must be at least 0"),
     "rows": (
         lambda: _make(
             longspan={

@@ -386,7 +386,7 @@ def not_a_number(run: Run) -> None:
 
 
 DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": "64", "cp_comm_type": "p2p"}
-MEMORY = {"memory_bytes": 3_000_000}
+MEMORY = {"device_memory_limit": 3_000_000}
 MUTATIONS: dict[str, Change] = {
     "gradients are divided by the number of ranks": (
         "hf.steps", 'return at["coefficient"] * log_probs', 'return at["coefficient"] * log_probs / 2'
@@ -412,7 +412,7 @@ CASES = (
     *(regularized, of_weights_alone, of_cross_entropy, two_passes, early_optimizer, early_scheduler),
     (train, AUTO | {"eval_context_parallel_size": "1"}),
     (stopped, MEMORY | {"cp_comm_type": "auto"}),
-    (own_loader, DYNAMIC | {"memory_bytes": 1 << 30}),
+    (own_loader, DYNAMIC | {"device_memory_limit": 1 << 30}),
     (with_metrics, {"context_parallel_size": 1, "eval_context_parallel_size": "2"}),
 )
 

@@ -53,9 +53,8 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return FakeSaver.written
 
 
-def saves_of(rank: int = 0, done: int = 0, **keys: Any) -> Saves:
-    config = load_config()
-    config = replace(config, train=replace(config.train, **keys))
+def saves_of(keys: dict[str, object], rank: int = 0, done: int = 0) -> Saves:
+    config = load_config(None, keys)
     world = SimpleNamespace(rank=rank, home=SimpleNamespace(ranks=(0, 1)), timeout=60.0)
     order = SimpleNamespace(version=2, begin_of_step=lambda step: step)
     run: Any = SimpleNamespace(
@@ -69,7 +68,9 @@ def test_the_first_ranks_clock_counts_from_the_last_checkpoint(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    first, second, never = saves_of(save_minutes=2.0), saves_of(rank=1, save_minutes=2.0), saves_of(save_minutes=0.0)
+    first, second, never = (
+        saves_of({"checkpoint.minutes": minutes}, rank) for minutes, rank in ((2.0, 0), (2.0, 1), (0.0, 0))
+    )
     answers = []
     for seconds in (100.0, 130.0, 200.0, 260.0):
         now[0] = seconds
@@ -83,7 +84,7 @@ def test_the_first_ranks_clock_counts_from_the_last_checkpoint(
 @pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize(("done", "due"), [(0, False), (3, True), (4, False), (6, True), (7, True)])
 def test_steps_between_checkpoints_and_the_last(done: int, due: bool) -> None:
-    saves = saves_of(save_every=3, steps=7)
+    saves = saves_of({"checkpoint.every": 3, "train.steps": 7})
     saves.done = done
     assert saves.is_checkpoint_due(minutes_over=False) == due and saves.is_checkpoint_due(minutes_over=True)
 
@@ -110,7 +111,7 @@ def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
     saved: list[tuple[int, int]], error: LongspanError, saves: bool, left: str
 ) -> None:
     error = type(error)(str(error)) if not error.on_all_ranks else error
-    run = saves_of(done=4)
+    run = saves_of({}, done=4)
     with pytest.raises(type(error)) as raised, run.save_before_errors():
         run.done += 1
         raise error
@@ -122,7 +123,7 @@ def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
 def test_nothing_new_is_not_saved_and_a_disk_that_is_full_is_said(
     saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = saves_of(done=4)
+    run = saves_of({}, done=4)
     with pytest.raises(RunFolderError), run.save_before_errors():
         raise on_all_ranks(RunFolderError("full"))
     assert not saved

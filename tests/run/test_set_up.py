@@ -79,8 +79,9 @@ NEXT, HOME = preset_config("qwen3-next-tiny", vocab_size=2048), Layout(4)
 LENGTHS = [[300] * 12, [900, 400, 20, 7]]
 
 
-def chosen(model: Any = NEXT, heads: int = 8, **given: Any) -> tuple[ContextConfig, str]:
-    keys = {f"context.{key}": value for key, value in given.items()}
+def chosen(model: Any = NEXT, heads: int = 8, **given: Any) -> tuple[RunConfig, str]:
+    names = {key: f"evaluation.{key[5:]}" if key.startswith("eval_") else f"context.{key}" for key in given}
+    keys = {names[key]: value for key, value in given.items()}
     config = load_config(None, {"model.preset": "qwen3-next-tiny"} | keys)
     assert check_config(config, 4) == HOME
     model = deepcopy(model)
@@ -88,21 +89,21 @@ def chosen(model: Any = NEXT, heads: int = 8, **given: Any) -> tuple[ContextConf
     machine = Machine.cpus()
     steps: Any = {"lengths_of_step": LENGTHS.__getitem__, "steps": 2}
     config, reason = choose_partition(config, Facts(home=HOME, machine=machine, model=model, gpu=False, **steps))
-    return config.context, reason
+    return config, reason
 
 
 @pytest.mark.parametrize("planner", ["fixed", "dynamic"])
 def test_a_hybrid_has_contiguous_rows_and_exchanges_heads(planner: str) -> None:
-    context, reason = chosen(planner=planner, context_parallel_size=4)
-    assert (context.partition, context.cp_comm_type) == ("contiguous", "a2a")
-    assert context.evaluation.cp_comm_type == "a2a"
+    config, reason = chosen(planner=planner, context_parallel_size=4)
+    assert (config.context.partition, config.context.cp_comm_type) == ("contiguous", "a2a")
+    assert config.evaluation.cp_comm_type == "a2a"
     assert reason.startswith("contiguous under a2a, by cost; ") and "zigzag under p2p" in reason
 
 
 def test_padded_documents_of_a_hybrid_are_in_zigzag() -> None:
     """Contiguous slots have unlike numbers of real rows, and the head skips padding."""
-    context, reason = chosen(planner="padded", context_parallel_size=4)
-    assert (context.partition, context.cp_comm_type) == ("zigzag", "a2a")
+    config, reason = chosen(planner="padded", context_parallel_size=4)
+    assert (config.context.partition, config.context.cp_comm_type) == ("zigzag", "a2a")
     assert reason.startswith("zigzag under a2a, by cost; ")
 
 
@@ -118,23 +119,27 @@ def test_padded_documents_of_a_hybrid_are_in_zigzag() -> None:
     ],
 )
 def test_what_the_user_says_is_kept(given: dict[str, Any], expected: tuple[Any, Any]) -> None:
-    context, _ = chosen(**given)
-    assert context.cp_comm_type == expected[1] and context.partition in ("zigzag", "contiguous")
-    assert expected[0] in (None, context.partition)
+    config, _ = chosen(**given)
+    assert config.context.cp_comm_type == expected[1] and config.context.partition in ("zigzag", "contiguous")
+    assert expected[0] in (None, config.context.partition)
 
 
 def test_evaluations_follow_unless_they_say_otherwise() -> None:
-    context, _ = chosen(eval_context_parallel_size=4, eval_cp_comm_type="all_gather")
-    assert context.evaluation.cp_comm_type == "all_gather"
+    config, _ = chosen(eval_context_parallel_size=4, eval_cp_comm_type="all_gather")
+    assert config.evaluation.cp_comm_type == "all_gather"
     wide, _ = chosen(heads=2, context_parallel_size=2, eval_context_parallel_size=4)  # 2 heads, 4 slots
-    assert (wide.cp_comm_type, wide.partition, wide.evaluation.cp_comm_type) == ("a2a", "contiguous", "auto")
+    assert (wide.context.cp_comm_type, wide.context.partition, wide.evaluation.cp_comm_type) == (
+        "a2a",
+        "contiguous",
+        "auto",
+    )
     of_set = load_config(None, {"model.preset": "bamba-tiny"})
     assert set_default_partition(of_set).context.partition == "contiguous"
 
 
 def test_a_cost_without_states_leaves_contiguous_rows() -> None:
-    context, reason = chosen(preset_config("qwen3-tiny", vocab_size=2048))
-    assert (context.partition, context.cp_comm_type, reason) == ("contiguous", "auto", "")
+    config, reason = chosen(preset_config("qwen3-tiny", vocab_size=2048))
+    assert (config.context.partition, config.context.cp_comm_type, reason) == ("contiguous", "auto", "")
 
 
 def test_plans_of_a_choice_are_priced_as_they_run() -> None:
@@ -150,9 +155,9 @@ def test_other_models_stay_as_they_are() -> None:
     for preset in ("qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny"):
         assert not is_hybrid(ModelConfig(preset=preset))
         for given in ({}, {"context.partition": "auto"}):
-            context = load_config(None, {"model.preset": preset} | given).context
-            assert (context.partition, context.cp_comm_type) == ("zigzag", "p2p")
-            assert context.evaluation.cp_comm_type == "p2p"
+            config = load_config(None, {"model.preset": preset} | given)
+            assert (config.context.partition, config.context.cp_comm_type) == ("zigzag", "p2p")
+            assert config.evaluation.cp_comm_type == "p2p"
     assert not is_hybrid(ModelConfig(path="no/such/folder")) and is_hybrid(ModelConfig(preset="bamba-tiny"))
     assert 'partition = "auto"' in to_toml(load_config(None, {"model.preset": "bamba-tiny"}))
 

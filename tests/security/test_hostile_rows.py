@@ -27,7 +27,7 @@ def nested(levels: int) -> str:
 
 
 def documents(folder: Path, path: Path, **keys: Any) -> int:
-    return len(corpus_of(folder, path=str(path), on_bad="skip", max_document_tokens=0, **keys).lengths)
+    return len(corpus_of(folder, path=str(path), on_bad_row="skip", max_document_tokens=0, **keys).lengths)
 
 
 def test_long_rows_are_bad_in_files_of_every_kind(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ FILE = "max_tokens_per_slot.json"  # in the run's folder
 _SECTIONS = ("model", "parallel", "context", "lora", "mtp", "encoder")
 _KEYS = {
     "data": ("tokenizer", "vocab_size"),
+    "optimizer": ("class", "arguments", "stochastic_rounding"),
     "train": (
-        *("optimizer", "optimizer_arguments", "stochastic_rounding"),
-        *("activation_checkpointing", "offload_activations", "memory", "offload_optimizer_states"),
-        *("mlp_tile_tokens", "fused_norms", "float8", "memory_bytes"),
+        *("activation_checkpointing", "offload_activations", "plan_memory", "offload_optimizer_states"),
+        *("mlp_tile_tokens", "fused_norms", "float8", "device_memory_limit"),
     ),
 }
 

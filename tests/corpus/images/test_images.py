@@ -62,7 +62,7 @@ def build(folder: Path, model: Path, *, resumed: bool = False, log: Any = lambda
     """The corpus of the rows that are in a folder."""
     keys: dict[str, Any] = {
         "path": str(folder / "rows.jsonl"),
-        "cache": str(folder / "cache"),
+        "cache_dir": str(folder / "cache"),
         "max_document_tokens": 0,
     }
     corpus_settings, tokenizer = CorpusSettings(replace(DataConfig(), **keys | data)), load_tokenizer(model)
@@ -378,8 +378,10 @@ def test_broken_images_are_left_out_before_the_first_step(folder: Path, monkeypa
     frames = {"videos": [["0.png", "none.png"]], "text": "<video>"}
     rows = [{"image": name, "text": "<image>"} for name in (*(f"{kind}.png" for kind in kinds), f"large/{whole}")]
     rows += [frames]
-    assert any("left out 5 bad rows" in line for line in lines_of(folder, rows, on_bad="skip"))
-    documents = documents_of(corpus_of(folder, rows, folder / "model", on_bad="skip"), folder / "model", monkeypatch)
+    assert any("left out 5 bad rows" in line for line in lines_of(folder, rows, on_bad_row="skip"))
+    documents = documents_of(
+        corpus_of(folder, rows, folder / "model", on_bad_row="skip"), folder / "model", monkeypatch
+    )
     assert len(documents) == 1 and len(documents.items) == 1 and documents.read(0).grid == (1, 10, 10)
 
 

@@ -339,7 +339,8 @@ def test_epochs_without_a_document_are_an_error(tmp_path: Path) -> None:
         ConfigError, match=r"train.epochs is 1e-09, by which not one of 40 documents .* at least 0.03, or"
     ):
         set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lambda _: None)
-    few = replace(config, train=replace(config.train, epochs=0.03, warmup_steps=0))
+    train = replace(config.train, epochs=0.03)
+    few = replace(config, train=train, optimizer=replace(config.optimizer, warmup_steps=0))
     assert set_epoch_steps(few, order_lengths(few, np.full(40, 50)), lambda _: None).train.steps == 1
 
 

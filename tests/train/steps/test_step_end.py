@@ -107,7 +107,7 @@ def _same_results(home: Layout) -> None:
                 patched.setattr(step_end.HostCopy, "wait", _noting(events, "wait", step_end.HostCopy.wait))
                 patched.setattr(OnePassAdamW, "step", _noting(events, "update", OnePassAdamW.step))
                 host_work = partial(events.append, "meanwhile")
-                named = {"optimizer": optimizer, "meanwhile": host_work}
+                named = {"optimizer": optimizer, "host_work": host_work}
                 steps = [
                     run_step(model, plan, texts(LENGTHS, seed=i), world, max_grad_norm=norm, step=i + 1, **named)
                     for i, norm in enumerate((0.5, None, 1e6))
