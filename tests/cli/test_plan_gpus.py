@@ -103,12 +103,14 @@ def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: p
     (more, keys) = re.findall(r"; it fits (\d+) GPUs of [\d,]+ bytes, with (--context.*?); the longest", line)[0]
     assert not ask([*words, "--gpus", str(int(more) // 2)], capsys)["fits"]
     larger = ask([*words, "--gpus", more], capsys)
-    assert larger["fits"] and keys == " ".join(f"--{key} {value}" for key, value in larger["keys"].items())
+    assert larger["fits"] and keys == " ".join(
+        f"--{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in larger["keys"].items()
+    )
     assert main(["plan", *words, *keys.split(), "--gpus", more]) == 0
     capsys.readouterr()
     assert main(["plan", *words, "--train.device_memory_limit", str(3 << 30), "--train.offload_optimizer_states"]) == 2
     words = (
-        r"--train.offload_optimizer_states true, or leave train.device_memory_limit and "
+        r"--train.offload_optimizer_states true --train.plan_memory true, or leave train.device_memory_limit and "
         r"train.offload_optimizer_states out; the longest"
     )
     assert re.search(words, capsys.readouterr().err)
@@ -405,9 +407,10 @@ def test_bytes_of_gpus_are_given_or_those_of_their_name(gpu_bytes: int) -> None:
 
 CONFIG = """
 model.config = "{folder}"
-data = {{ path = "{folder}/texts", vocab_size = 300, cache = "{folder}/cache", max_document_tokens = 4000 }}
+data = {{ path = "{folder}/texts", vocab_size = 300, cache_dir = "{folder}/cache", max_document_tokens = 4000 }}
 context.context_parallel_size = 2
-train = {{ lr = 1e-4, tokens_per_step = 4000, epochs = 2 }}
+train = {{ tokens_per_step = 4000, epochs = 2 }}
+optimizer = {{ lr = 1e-4 }}
 run.dir = "{folder}/run"
 """
 SMALL_MODEL = MODEL | {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 512}

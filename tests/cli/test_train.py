@@ -232,7 +232,10 @@ REFUSED = [
     ("--compare nowhere", "there is no run nowhere"),
     ("--split test", "--split is 'test' and there is no --data"),
     ("--data a=x --data a=y", "--data x and y are both named 'a'"),
-    ("--context.cp_comm_type a2a", "--context.cp_comm_type is a key of training; evaluation reads --context.eval_"),
+    (
+        "--context.cp_comm_type a2a",
+        "--context.cp_comm_type is a key of training; evaluation reads --evaluation.cp_comm_type",
+    ),
     ("--context.mode free", "--context.mode is a key of training, and evaluation does not read it"),
     ("--parallel.tp 3 --world 2", "2 ranks are not divisible by tp 3 x pp 1 = 3"),
     ("--evaluation.context_parallel_size 2", "evaluation.context_parallel_size 2 does not divide 1 slot"),

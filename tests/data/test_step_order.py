@@ -101,10 +101,10 @@ def test_a_text_is_held_out_with_all_of_its_documents() -> None:
         # Where every document is a text, the same are drawn with the numbers of texts and without.
         whole = StepOrder(np.ones(40), tokens_per_step=99, seed=seed, eval_documents=7)
         assert {*whole.evaluation} == held_out
-    with pytest.raises(DataError, match=r"eval_documents 40 leaves nothing .* 40 texts; hold out at most 39"):
+    with pytest.raises(DataError, match=r"evaluation.documents 40 leaves nothing .* 40 texts; hold out at most 39"):
         StepOrder(lengths, tokens_per_step=99, seed=0, eval_documents=40, texts=texts)
     for held_out in (101, 500):
-        words = rf"eval_documents {held_out} leaves nothing .* 101 texts; hold out at most 100"
+        words = rf"evaluation.documents {held_out} leaves nothing .* 101 texts; hold out at most 100"
         with pytest.raises(DataError, match=words):
             order(held_out=held_out)
     mixture = Mixture(np.repeat([0, 1], [99, 2]), (1.0, 1.0))

@@ -108,9 +108,13 @@ def test_every_measure_is_the_plain_step(home: Layout, names: list[str], most: i
 
 def test_other_words_and_numbers_of_words_are_refused() -> None:
     with World(Layout(ranks=1), backend="gloo") as world:
-        with pytest.raises(ModelError, match="measures has 'some'; use none, exchanged, selective, full, selective"):
+        with pytest.raises(
+            ModelError, match="checkpoint_policies has 'some'; use none, exchanged, selective, full, selective"
+        ):
             prepare(tiny("qwen3"), world, checkpoint_policies="some")
-        with pytest.raises(ModelError, match="measures has 3 words; Qwen3ForCausalLM has 2 decoder layers: give one"):
+        with pytest.raises(
+            ModelError, match="checkpoint_policies has 3 words; Qwen3ForCausalLM has 2 decoder layers: give one"
+        ):
             prepare(tiny("qwen3"), world, checkpoint_policies=("none", "full", "full"))
         with pytest.raises(ModelError, match="has 2 decoder layers and 2 depths of multi-token prediction"):
             prepare(with_depths("qwen3", 2), world, checkpoint_policies=("none", "full"))

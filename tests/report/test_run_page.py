@@ -137,6 +137,18 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
     assert [note for note in notes if note not in words] == []
 
 
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [("", True), ('[checkpoint]\ndir = "/far"\n', False), ('[run]\ncheckpoints = "/far"\n', False)],
+    ids=["in the folder", "elsewhere", "elsewhere, of 0.3"],
+)
+def test_checkpoints_are_listed_where_they_stand_in_the_folder(tmp_path: Path, config: str, shown: bool) -> None:
+    run = write_run(tmp_path, steps=1)
+    (run / "config.toml").write_text(config)
+    (run / "checkpoints/step-000001").mkdir(parents=True)
+    assert ("in the folder: step 1" in words_of(report_of(run))) is shown
+
+
 COLUMNS = {"grad_norm": "Gradient norm", "tokens_per_second": "Speed", "efficiency": "Rows used", "loss": ""}
 COLUMNS |= {"memory_bytes": "Peak memory", "lr": "Learning rate", "seconds": "Time of a step"}
 

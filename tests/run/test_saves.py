@@ -1,7 +1,6 @@
 """When a run saves, what it does before an error, and which checkpoint is the best."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

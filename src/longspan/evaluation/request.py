@@ -203,7 +203,9 @@ def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
     """List the keys of the layout that have another value now; one that was "auto" is none."""
     old = before.tables()
     new = now.tables()
-    names = ((section, key) for section in ("parallel", "context", "evaluation", "encoder") for key in new[section])
+    keys = {section: new[section] for section in ("parallel", "context", "encoder")}
+    keys["evaluation"] = now.evaluation.plan_keys
+    names = ((section, key) for section in keys for key in keys[section])
     changes = (Change(f"{section}.{key}", old[section][key], new[section][key]) for section, key in names)
     return tuple(change for change in changes if change.before not in (change.now, AUTO))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from longspan.config.renamed import upgraded_tables
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.files import json_safe_values, parse_json
 from longspan.plan import Plan
@@ -246,7 +247,7 @@ def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     words = file.read_text(encoding="utf-8", errors="replace")
     try:
-        return words, tomllib.loads(words)
+        return words, upgraded_tables(tomllib.loads(words))  # also of version 0.3
     except (ValueError, RecursionError) as error:
         notes.append(f"{file.name} could not be read: {error}")
         return words, {}

@@ -255,7 +255,7 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
 def save_sections(run: RunFolder) -> Iterator[Part]:
     folder = run.path / "checkpoints"
     parts = list[Part]()
-    if folder.is_dir() and not run.configured_value("run", "checkpoints"):
+    if folder.is_dir() and not run.configured_value("checkpoint", "dir"):
         unfinished = {step_of(path) for path in folder.iterdir() if is_unfinished(path)} - {-1}  # -1: no step
         complete = sorted(map(step_of, complete_checkpoints(folder)))
         for words, steps in (("in the folder", complete), ("being written, or not complete", sorted(unfinished))):

@@ -107,7 +107,7 @@ def check_set_length(configuration: PreTrainedConfig, model: ModelConfig, longes
     if limit is not None and tokens > limit:
         factor = f"model.rope_factor = {smallest_scaling_factor(configuration, tokens):g}"
         longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
-        cut = f"cut documents with eval.{name}.max_document_tokens = {limit}"
+        cut = f"cut documents with evaluation.sets.{name}.max_document_tokens = {limit}"
         raise ConfigError(
             f"the longest document has {tokens} tokens (of set {name!r}), and the model knows {limit} positions "
             f"(max_position_embeddings of its configuration, and model.rope_scaling); set {longer}, or {cut}"

@@ -269,7 +269,7 @@ def test_columns_of_images_in_a_table(folder: Path, monkeypatch: pytest.MonkeyPa
     ours = shown(folder, OURS, monkeypatch)
     for key, columns in (("image", ()), ("picture", ("image=picture",))):
         parquet.write_table(pyarrow.Table.from_pylist([{key: image, "messages": WHO}]), path)
-        assert shown(folder, {}, monkeypatch, path=str(path), columns=columns) == ours
+        assert shown(folder, {}, monkeypatch, path=str(path), rename_columns=columns) == ours
     rows = [{"images": images, "text": "<image> who?"} for images in ([{"path": "0.png"}], None)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(DataError, match=r"rows\.parquet, row 2: its texts name 1 image, and the row has 0"):

@@ -318,11 +318,11 @@ def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path)
 
 
 def test_line_of_what_is_no_target() -> None:
-    assert unseen_line(LeftOut(), "together") is None
+    assert unseen_line(LeftOut(), split_turns=False) is None
     line = "not in the rendered texts, so no targets: 2 other texts of assistant turns"
-    assert unseen_line(LeftOut(unseen_texts=2), "together") == line
-    assert unseen_line(LeftOut(blank_turns=1), "together") == "no targets, as they are blank: 1 assistant turn"
+    assert unseen_line(LeftOut(unseen_texts=2), split_turns=False) == line
+    assert unseen_line(LeftOut(blank_turns=1), split_turns=False) == "no targets, as they are blank: 1 assistant turn"
     line = "not in the rendered texts, so no targets: 62 thoughts of assistant turns"
-    assert unseen_line(LeftOut(unseen_thoughts=62), "split") == line
+    assert unseen_line(LeftOut(unseen_thoughts=62), split_turns=True) == line
     advice = "data.split_turns = true trains each turn as at inference, with its thought if the template has it"
-    assert unseen_line(LeftOut(unseen_thoughts=62), "together") == f"{line}; {advice}"
+    assert unseen_line(LeftOut(unseen_thoughts=62), split_turns=False) == f"{line}; {advice}"

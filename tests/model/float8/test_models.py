@@ -166,7 +166,7 @@ def refusals(rank: int) -> tuple[str, str]:
     words, narrow = list[str](), preset_config("qwen3-tiny", vocab_size=64)
     narrow.intermediate_size = 16 * 17
     with World(Layout(ranks=range(2), tp=2), backend=backend()) as world:
-        for setting in ("rows", "tensor"):
+        for setting in ("rowwise", "tensor"):
             with pytest.raises(ModelError) as error:
                 prepare(random_model(), world, float8=setting)
             words.append(str(error.value))
@@ -185,4 +185,4 @@ def test_what_cannot_be_in_float8_is_refused_on_every_rank() -> None:
             "as of 5 more; leave float8 out",
         ):
             assert part in words, words
-        assert 'float8 is \'tensor\'; use "rows" (one scale a row), or "" for none' in of_tensor
+        assert 'float8 is \'tensor\'; use "rowwise" (one scale a row), or "" for none' in of_tensor

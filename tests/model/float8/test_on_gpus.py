@@ -144,7 +144,7 @@ KINDS = ("qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "bam
 @pytest.mark.parametrize(("preset", "compiled"), [*((preset, "none") for preset in KINDS), (KINDS[0], "layers")])
 def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str, compiled: str) -> None:
     lengths, losses = (300, 700, 24), list[float]()
-    for float8 in ("", "rows"):
+    for float8 in ("", "rowwise"):
         with World(Layout(ranks=1)) as world:
             model = load_model(config=preset_config(preset, vocab_size=64), dtype="float32", seed=0)
             model = prepare(

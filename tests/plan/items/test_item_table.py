@@ -121,7 +121,7 @@ def test_every_row_is_encoded_once_and_needed_where_its_position_is(
             r"item 0 \(image of document 0\) and item 2 \(audio of document 0\) both take position 4",
         ),
         *(
-            ([item], r"item 0 is .*; (give Item\(document|its document is an integer and its spans pairs)")
+            ([item], r"item 0 is .*; (give MediaItem\(document|its document is an integer and its spans pairs)")
             for item in (
                 (0, ((1, 4),)),
                 MediaItem(0, (1, 4)),

@@ -69,7 +69,7 @@ def test_what_a_run_says_of_its_depths(trained: Trained) -> None:
     assert folder.train["mtp_loss_2"].tolist() == losses["mtp_loss_2"]
     page = write_report(folder.path).read_text(encoding="utf-8")
     assert "Multi-token prediction" in page and "depth 2" in page
-    assert "depths = 2" in to_toml(config)
+    assert "num_layers = 2" in to_toml(config)
 
 
 @pytest.mark.parametrize("home", [pytest.param("tp", marks=pytest.mark.whole), "pp"])

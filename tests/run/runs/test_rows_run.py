@@ -84,7 +84,7 @@ def test_a_file_is_evaluated_as_the_run_reads_it(
     path = rows_as("jsonl", tmp_path / "rows", [*rows[:4], {"messages": [{"role": "nobody"}]}, long])
     train = rows_as("jsonl", tmp_path / "train", rows[4:])
     keys: dict[str, Any] = {
-        "data__split_turns": "split",
+        "data__split_turns": True,
         "data__on_bad_row": "skip",
         "data__max_text_bytes": 2000,
         **ALONE,

@@ -159,7 +159,7 @@ OF_MEMORY = (
     "train.offload_activations",
 )
 OF_MEMORY += ("train.offload_optimizer_states", "train.mlp_tile_tokens", GATHERS)  # keys by which less may fit
-SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
+SHOWN = ("train", "optimizer", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
 OF_MODELS = ("model.dtype", "model.compute_dtype")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 

@@ -100,7 +100,7 @@ def reward_loss(
 ) -> DocumentLoss:
     """Return the loss of pairs (chosen, rejected) of documents, numbered as in the plan, for `loss=` of `run_step`.
 
-    >>> run_step(model, plan, documents, world, optimizer, loss=pair_loss([(0, 1), (2, 3)]))
+    >>> run_step(model, plan, documents, world, optimizer, loss=reward_loss([(0, 1), (2, 3)]))
 
     −log σ(chosen − rejected − margin) + coefficient · (chosen + rejected)², the mean over pairs, as TRL's RewardTrainer
     has it: one score (L = 1) of each document. Raises LossError for another number of margins than of pairs.
