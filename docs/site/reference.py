@@ -25,6 +25,7 @@ from longspan.cli.flags import TrainFlags, flag_types, word_fields
 from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
+from longspan.cli.upgrade import UpgradeFlags
 from longspan.config.file import kind_text
 from longspan.config.keys import class_texts, section_keys, section_texts
 from longspan.config.sections import section_kinds
@@ -61,6 +62,7 @@ FLAGS: dict[str, Any] = {
     "export": ExportFlags,
     "plan": PlanFlags,
     "report": ReportFlags,
+    "upgrade": UpgradeFlags,
     "doctor": DoctorFlags,
     "examples": ExamplesFlags,
     "bench step": StepFlags,
