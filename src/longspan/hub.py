@@ -77,11 +77,15 @@ def hub_name(folder: Path) -> str:
     return f"{cached[2]}/{cached[3]}" if cached and folder.parent.name == "snapshots" else ""
 
 
-def _cached_folder(snapshot: Callable[..., str], repo: str, options: dict[str, Any], *, weights: bool) -> str | None:
+def _cached_folder(
+    snapshot: Callable[..., str], repo: str, options: dict[str, Any], *, weights: bool
+) -> str | None:
     """None also for a folder without weights, of which only config.json was needed before."""
     try:
         folder = snapshot(repo, local_files_only=True, **options)
-    except OSError:  # huggingface_hub's LocalEntryNotFoundError, and for files that are missing IncompleteSnapshotError
+    except (
+        OSError
+    ):  # huggingface_hub's LocalEntryNotFoundError, and for files that are missing IncompleteSnapshotError
         return None
     return folder if not weights or any(any(Path(folder).glob(pattern)) for pattern in _WEIGHTS) else None
 
@@ -93,7 +97,9 @@ def check_push_access(name: str) -> None:
     from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
-        raise ConfigError(f"--push {name} needs a login to the hub, and there is none; hf auth login, or set HF_TOKEN")
+        raise ConfigError(
+            f"--push {name} needs a login to the hub, and there is none; hf auth login, or set HF_TOKEN"
+        )
     try:
         HfApi().whoami()
     except Exception as error:

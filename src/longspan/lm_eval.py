@@ -108,7 +108,9 @@ class LongspanLM(TemplateLM):
         ]
         options = EvaluationOptions(
             name="lm-eval",
-            document_metrics={"likeliest": lambda x: (x.logits.argmax(-1) == x.targets, torch.ones_like(x.targets))},
+            document_metrics={
+                "likeliest": lambda x: (x.logits.argmax(-1) == x.targets, torch.ones_like(x.targets))
+            },
         )
         result = evaluate(self._model, documents, self._choice, self._world, options)
         pairs = zip(result.document_losses, result.document_metrics["likeliest"], strict=True)

@@ -34,7 +34,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
                                     "rows = target_rows(batch)[1:]\n"), "PlanError"),
     "stale rotary positions": (("comm.shard", "position_ids=to_device(positions, device)",
                                 "position_ids=to_device(positions // 2, device)"), "document"),
-    "losses multiplied by cp": ((SUMS, "parts = [self._losses,", "parts = [self._losses * world.home.slots,"),
+    "losses multiplied by cp": ((SUMS, "            self._losses,\n", "            self._losses * world.home.slots,\n"),
                                 "document"),
     "losses counted by every tp rank": (
         (SUMS, "counts_here = world.coordinates.tp == 0", "counts_here = True"), "PlanError"),

@@ -54,7 +54,9 @@ def all_gather_forward(
     return out, [Saved(q, k, v, out, lse)]
 
 
-def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
+def all_gather_backward(
+    dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall
+) -> Gradients:
     """Return the gradients of the local rows; those of k and v in the accumulation dtype."""
     (saved,) = saved_slices
     q, k, v, out, lse = saved
@@ -135,7 +137,9 @@ class _GradientSums:
         widths = [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
         for i, into in enumerate(total.split(widths, 1)):
-            sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)])
+            sum_rows(
+                into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)]
+            )
         return total
 
     def _collect_slice(self) -> None:

@@ -388,7 +388,9 @@ class _Backward:
         if self._is_local:
             q, *kv, dout, out = arrived  # k and v only with the first of the slices that share them
             k, v = self._shared_kv = tuple(kv) or self._shared_kv
-            saved = Saved(q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
+            saved = Saved(
+                q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse
+            )
         else:
             (dout,) = arrived
             saved = swap.saved_of_slice(self._saved, slice_index)
@@ -400,7 +402,9 @@ class _Backward:
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
     def _send_gradients(self, slice_index: int, gradient_slice: slice, gradients: Sequence[Tensor]) -> None:
-        self._leaving.append((slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients")))
+        self._leaving.append(
+            (slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients"))
+        )
 
 
 def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:

@@ -98,7 +98,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, late
         raise AttentionError(f"{shapes}: k and v need equal heads, q and k equal head sizes")
     heads, kv_heads = q.shape[1], k.shape[1]
     if not kv_heads or heads % kv_heads or not heads or not q.shape[2] or not v.shape[2]:
-        raise AttentionError(f"{shapes}: {kv_heads} key/value heads do not divide {heads} query heads, or a size is 0")
+        raise AttentionError(
+            f"{shapes}: {kv_heads} key/value heads do not divide {heads} query heads, or a size is 0"
+        )
 
 
 def _check_plain_tensor(name: str, x: Tensor) -> None:
@@ -141,7 +143,9 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise AttentionError(f"sinks is a {type(sinks).__name__}; give a tensor of one logit per query head")
     _check_plain_tensor("sinks", sinks)
     if tuple(sinks.shape) != (q.shape[1],):
-        raise AttentionError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)")
+        raise AttentionError(
+            f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)"
+        )
     if not sinks.is_floating_point() or sinks.device != q.device:
         raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
 
@@ -258,11 +262,15 @@ def check_indices(indices: Tensor | None, q: Tensor, shard: SequenceShard, argum
         raise AttentionError(f"indices is a {type(indices).__name__}; give a tensor of positions for each row")
     _check_plain_tensor("indices", indices)
     if indices.ndim != 2 or len(indices) != len(q):
-        raise AttentionError(f"indices has shape {tuple(indices.shape)}; give positions for each row: ({len(q)}, k)")
+        raise AttentionError(
+            f"indices has shape {tuple(indices.shape)}; give positions for each row: ({len(q)}, k)"
+        )
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
         raise AttentionError(f"indices is {indices.dtype} on {indices.device}; give int32 on {q.device}")
     if indices.device.type == "cpu" and indices.numel() and (least := int(indices.min())) < -1:  # a GPU would wait
-        raise AttentionError(f"indices has {least}; give positions in the row's own document from 0, or -1 for none")
+        raise AttentionError(
+            f"indices has {least}; give positions in the row's own document from 0, or -1 for none"
+        )
     if not arguments.causal or shard.has_spans:
         got = "causal=False" if not arguments.causal else "a shard with spans"
         raise AttentionError(f"indices choose among earlier keys, got {got}; call without indices")
@@ -311,7 +319,9 @@ def pack_call(
     choices = comm_choices(shard, arguments, call)
     kernel = choose_kernel(call, arguments.kernel)
     parts = (
-        _pack_part(shard_part, choices[shard_part.index] if shard_part.index >= 0 else CommChoice("p2p"), call, shard)
+        _pack_part(
+            shard_part, choices[shard_part.index] if shard_part.index >= 0 else CommChoice("p2p"), call, shard
+        )
         for shard_part in shard.parts
     )
     is_short = kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS
@@ -621,7 +631,9 @@ def _attend_parts(
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast would round products of float32 scores to half precision."""
-    return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
+    return (
+        torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
+    )
 
 
 def _join_rows_of_parts(

@@ -161,7 +161,9 @@ class Members:
         The rows are listed member after member.
         """
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
-        places = (_inverse_index(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
+        places = (
+            _inverse_index(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None)
+        )
         return [to_device(x, self.device) for x in places]
 
     def launches(self, owner: int | None) -> tuple[Launch, ...]:
@@ -512,12 +514,13 @@ class Kernel:
             return f"needs a head size of {self.head_sizes}, got {got}"
         if unsupported := call.features - self.features:
             only_spans = call.spans and call.mask.window is None  # kernels compute spans as windows
-            extra = " and ".join("spans" if only_spans and name == "window" else name for name in sorted(unsupported))
+            extra = " and ".join(
+                "spans" if only_spans and name == "window" else name for name in sorted(unsupported)
+            )
             return f"needs a call without {extra}, got {extra}"
         if missing := self.required - call.features:
-            return (
-                f"needs a call with {' and '.join(sorted(self.required))}, got none of {' and '.join(sorted(missing))}"
-            )
+            needed = " and ".join(sorted(self.required))
+            return f"needs a call with {needed}, got none of {' and '.join(sorted(missing))}"
         if call.deterministic and not self.deterministic:
             return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
         return self.unsupported_reason(call.device)
@@ -565,13 +568,17 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], call: AttendCall) -> None:
+def add_block(
+    total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], call: AttendCall
+) -> None:
     """Add to `total` the attention of q (T, N, H) to this block's k (Tk, K, H), v (Tk, K, Hv)."""
     assert call.kernel is not None
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
         block_call = call.for_rows(rows)
-        out, lse = call.kernel.forward(take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), launch, block_call)
+        out, lse = call.kernel.forward(
+            take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), launch, block_call
+        )
         total.add(rows, out, lse)
 
 

@@ -61,7 +61,9 @@ def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
     elif members.degree == 1:
         yield members.launches(0), k, v
     else:
-        for owner, (block_k, block_v) in RingBlocks(members.channel, (k, v), members.counts, "attention ring forward"):
+        for owner, (block_k, block_v) in RingBlocks(
+            members.channel, (k, v), members.counts, "attention ring forward"
+        ):
             yield members.launches(owner), block_k, block_v
 
 
@@ -87,7 +89,11 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
     group_gradients = list[Gradients]()
     for kv, q in groups:
         group_saved = Saved(
-            saved.q[:, q], saved.k[:, kv].contiguous(), saved.v[:, kv].contiguous(), saved.out[:, q], saved.lse[:, q]
+            saved.q[:, q],
+            saved.k[:, kv].contiguous(),
+            saved.v[:, kv].contiguous(),
+            saved.out[:, q],
+            saved.lse[:, q],
         )
         gradients = _backward_of_head_slice(dout[:, q], group_saved, members, call.for_heads(q.start, q.stop))
         dq[:, q] = gradients.q
@@ -170,7 +176,9 @@ def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) ->
     saved_heads = Saved(q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads])
     dq_part = RowSum(tuple(saved_heads.q.shape), saved_heads.q)
     launches = members.launches(members.member)
-    addends = block_gradients(dq_part, dout[:, heads], saved_heads, launches, call.for_heads(heads.start, heads.stop))
+    addends = block_gradients(
+        dq_part, dout[:, heads], saved_heads, launches, call.for_heads(heads.start, heads.stop)
+    )
     gradients = sum_addends(addends, saved_heads.k, saved_heads.v)
     dq.add_heads(heads, dq_part.result())
     return gradients

@@ -110,7 +110,9 @@ def copy_rows(
     at = row
     if HAS_INDEX:
         at = tl.load(index + row)
-    _move_columns(a + at * a_row + member * a_member, a_into + row * a_into_row + member * a_into_member, a_width, A)
+    _move_columns(
+        a + at * a_row + member * a_member, a_into + row * a_into_row + member * a_into_member, a_width, A
+    )
     if COUNT > 1:
         _move_columns(
             b + at * b_row + member * b_member, b_into + row * b_into_row + member * b_into_member, b_width, B
@@ -216,7 +218,9 @@ def deltas(
     head = pair % heads
     column = tl.arange(0, WIDTH)
     inside = (pair < pairs)[:, None] & (column < size)[None, :]
-    dout_block = tl.load(dout + (row * dout_row + head * dout_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    dout_block = tl.load(
+        dout + (row * dout_row + head * dout_head)[:, None] + column[None, :], mask=inside, other=0.0
+    )
     out_block = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
     products = dout_block.to(tl.float32) * out_block.to(tl.float32)
     tl.store(delta + pair, tl.sum(products, 1), mask=pair < pairs)

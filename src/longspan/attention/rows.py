@@ -231,7 +231,9 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _copy_pairs(moves: Sequence[Move]) -> None:
     if can_run_row_kernels(moves[0][1]):
         pairs = [(_contiguous_rows(source), into) for source, into in moves]
-        whole_rows = [_Move(x, x.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for x, into in pairs]
+        whole_rows = [
+            _Move(x, x.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for x, into in pairs
+        ]
         _launch_copies(whole_rows, None, len(moves[0][1]), 1)
         return
     for source, into in moves:
@@ -253,7 +255,9 @@ def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
     return x if covers_all_rows(rows, x.shape[0]) else x[rows]
 
 
-def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def join_columns(
+    tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """Join rows of tensors (rows, …) of one dtype side by side: (rows, columns), in `dtype` (None: the tensors' own).
 
     With `index` only the rows that it lists are joined, in its order. A single contiguous tensor without `index` comes
@@ -333,7 +337,9 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
     if dtype == torch.float32 and can_run_row_kernels(dout):
         return fused_deltas(*(x if x.stride(2) == 1 else x.contiguous() for x in (dout, out)))
     at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
-    sums = [(a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)]
+    sums = [
+        (a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)
+    ]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
@@ -351,7 +357,11 @@ def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -
 
 def heads_as_numbers(heads: Tensor) -> Tensor:
     """View heads as the numbers (R, n) that `numbers_as_heads` made them of, in the accumulation dtype."""
-    return heads.clone(memory_format=torch.contiguous_format).view(accumulation_dtype(heads.dtype))[..., 0].contiguous()
+    return (
+        heads.clone(memory_format=torch.contiguous_format)
+        .view(accumulation_dtype(heads.dtype))[..., 0]
+        .contiguous()
+    )
 
 
 def pad_heads(x: Tensor, size: int) -> Tensor:

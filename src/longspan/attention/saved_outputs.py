@@ -77,7 +77,9 @@ class Recording:
             result = compute()
             self._calls.append((tree_map(lambda x: self._keep_output(x, inputs), result), checksums))
             return result
-        assert self._next < len(self._calls), "a recomputed layer calls attention more often than its forward pass did"
+        assert self._next < len(self._calls), (
+            "a recomputed layer calls attention more often than its forward pass did"
+        )
         call, checksums_before = self._calls[self._next]
         if checksums is not None:
             same = (checksums == checksums_before).all()

@@ -500,7 +500,9 @@ def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
     """Tiles whose last row and last key are at one position stay as they are, so that all of them keep one mask."""
     left, right = _find_hiding_limits(tiles)
     after = tiles.right > 0
-    return tiles._replace(left=np.where(after & ~left, -1, tiles.left), right=np.where(after & ~right, -1, tiles.right))
+    return tiles._replace(
+        left=np.where(after & ~left, -1, tiles.left), right=np.where(after & ~right, -1, tiles.right)
+    )
 
 
 def split_left_limits(tiles: TileArrays) -> TileArrays:

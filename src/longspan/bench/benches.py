@@ -40,7 +40,9 @@ class BenchFlags:
         if self.repeats < 1 or self.warmup < 0:
             raise ConfigError(f"--repeats {self.repeats} --warmup {self.warmup}: at least 1 and 0")
         if self.out and Path(self.out).is_dir():
-            raise ConfigError(f"--out {self.out} is a folder; give a file in it, such as {Path(self.out, 'out.json')}")
+            raise ConfigError(
+                f"--out {self.out} is a folder; give a file in it, such as {Path(self.out, 'out.json')}"
+            )
         if self.out.endswith(".md"):
             raise ConfigError(
                 f"--out {self.out}: the record is JSON, its table goes beside it; give {self.out[:-3]}.json"
@@ -99,7 +101,9 @@ def write_unfinished_record(record: dict[str, Any], out: str) -> None:
 def origin_text(record: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     commit = f" Commit {record['commit']}." if "commit" in record else ""
-    return f"Machine: {machine_text(record['machine'])}. Versions: {packages}.{commit} Command: `{record['command']}`."
+    return (
+        f"Machine: {machine_text(record['machine'])}. Versions: {packages}.{commit} Command: `{record['command']}`."
+    )
 
 
 def change_layer_count(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":

@@ -104,7 +104,10 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: b
 
     attention = fit_line("attention", "flops", "flops a row", "calls")
     if flop := attention.get("flops"):
-        figures |= {"attention_flops_per_second": 1 / flop, "half_speed_rows": attention.get("flops a row", 0.0) / flop}
+        figures |= {
+            "attention_flops_per_second": 1 / flop,
+            "half_speed_rows": attention.get("flops a row", 0.0) / flop,
+        }
     if byte := fit_line("memory", "bytes", "calls").get("bytes"):
         figures["memory_bytes_per_second"] = 1 / byte
     machine = replace(base, **figures)
@@ -138,7 +141,9 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: b
     if not known and "product_flops_per_second" in figures:
         ratio = figures["product_flops_per_second"] / base.product_flops_per_second
         figures["expert_flops_per_second"] = base.expert_flops_per_second * ratio
-    assumed = tuple(n for n in [*base.float_fields(), *LEVELS] if n not in figures or n == "expert_flops_per_second")
+    assumed = tuple(
+        n for n in [*base.float_fields(), *LEVELS] if n not in figures or n == "expert_flops_per_second"
+    )
     machine = replace(base, **figures, assumed=False, assumed_parts=assumed)
     return Calibration(machine, tuple(samples), tuple(fitted[sample.name] for sample in samples))
 
@@ -218,7 +223,9 @@ class Trial(NamedTuple):
 
 def calibrate_on_rank(rank: int, flags: "CalibrateFlags", ranks: int, backend: str) -> Measured:
     """Open a world and measure everything; returns the same on every rank."""
-    with World(Layout(ranks), backend=None if backend == "nccl" else "gloo", timeout=flags.timeout_seconds) as world:
+    with World(
+        Layout(ranks), backend=None if backend == "nccl" else "gloo", timeout=flags.timeout_seconds
+    ) as world:
         bench = _Bench(flags, world)
         return Measured(bench.measure_samples(), device_name(world.device), world.node_size, bench.seconds)
 
@@ -304,15 +311,21 @@ class _Bench:
             plan = self._plan_step(FEW_ROWS, documents, batches)
             if groups > 1:
                 whole = plan.micro_batches[0].groups
-                split = [Group(g.slots, (d,), (n,)) for g in whole for d, n in zip(g.documents, g.lengths, strict=True)]
+                split = [
+                    Group(g.slots, (d,), (n,)) for g in whole for d, n in zip(g.documents, g.lengths, strict=True)
+                ]
                 plan = replace(plan, micro_batches=(MicroBatch(tuple(split)),))
             layers = self.shape.decoder_layers * batches
             counts = {"steps": 1, "layers": layers, "groups": layers * groups, "documents": layers * documents}
-            yield Trial(CalibrationSample(part="host", name=f"host: {name}", counts=counts), self._make_step_call(plan))
+            yield Trial(
+                CalibrationSample(part="host", name=f"host: {name}", counts=counts), self._make_step_call(plan)
+            )
 
     def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
         home = self.replicas.home
-        plan = plan_fixed([length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length)
+        plan = plan_fixed(
+            [length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length
+        )
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
         return plan
 
@@ -366,7 +379,9 @@ class _Bench:
             x = torch.zeros(count, device=self.world.device)
             name = f"memory: {8 * count:,} bytes read and written"
             counts = {"calls": 1, "bytes": 8.0 * count}
-            yield Trial(CalibrationSample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4)
+            yield Trial(
+                CalibrationSample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4
+            )
 
     def _message_trials(self) -> Iterator[Trial]:
         """Between the slots of a host, and between hosts. Sizes are the bytes that a slot sends or receives itself; of
@@ -406,7 +421,9 @@ class _Bench:
             )
             yield from self._trials_of_sizes("across", "point", lambda n: self._make_shift_call(ring, n))
 
-    def _trials_of_sizes(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
+    def _trials_of_sizes(
+        self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]
+    ) -> Iterator[Trial]:
         for size in MESSAGE_BYTES[self.device]:
             turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
             name = f"{kind} {level}: {size:,} bytes"
@@ -516,7 +533,12 @@ def make_record(calibration: Calibration, measured: Measured, about: dict[str, A
         "measured": calibration.machine.to_json(),
         "mean_error": calibration.mean_error,
         "samples": [
-            {"what": sample.name, "part": sample.part, "measured_seconds": sample.seconds, "fitted_seconds": seconds}
+            {
+                "what": sample.name,
+                "part": sample.part,
+                "measured_seconds": sample.seconds,
+                "fitted_seconds": seconds,
+            }
             for sample, seconds in zip(calibration.samples, calibration.fitted_seconds, strict=True)
         ],
     }

@@ -157,7 +157,9 @@ class RowExchange:
     @property
     def received_rows(self) -> tuple[int, int]:
         """How many rows arrive here from other members, forward and backward (0 where nothing flows back)."""
-        return sum(self._moves_there.receives), sum(self._moves_back.receives) if self._moves_back is not None else 0
+        return sum(self._moves_there.receives), sum(
+            self._moves_back.receives
+        ) if self._moves_back is not None else 0
 
     def back(self, gradient: Tensor) -> Tensor:
         """Return the gradient of this member's rows of `have` from that of its rows of `need`."""

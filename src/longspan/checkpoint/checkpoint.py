@@ -44,7 +44,13 @@ from longspan.checkpoint.files import (
     require_local_root,
     write_damage_notes,
 )
-from longspan.checkpoint.storage import DTYPES, SafetensorsReader, SafetensorsWriter, first_failure_text, read_metadata
+from longspan.checkpoint.storage import (
+    DTYPES,
+    SafetensorsReader,
+    SafetensorsWriter,
+    first_failure_text,
+    read_metadata,
+)
 from longspan.comm import World, leave_together
 from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
@@ -213,7 +219,9 @@ def join_contents_of_ranks(
     """Return the JSON files of a checkpoint, and the digests of its other files, from what each rank has written."""
     numbers = {name: x for _, values in written for name, x in values.numbers.items()}
     settings = {name: keys for _, values in written for name, keys in values.settings.items()}
-    return {STATE: state, OPTIMIZER: OptimizerValues(numbers, settings)._asdict()}, [digests for digests, _ in written]
+    return {STATE: state, OPTIMIZER: OptimizerValues(numbers, settings)._asdict()}, [
+        digests for digests, _ in written
+    ]
 
 
 def read_optimizer_values(path: Path) -> OptimizerValues:
@@ -246,7 +254,9 @@ def contents_to_save(
         optimizer.state.clear()
         moments = {name: value for name, value in moments.items() if not name.startswith(MOMENTS)}
     values = OptimizerValues.from_entries(moments)
-    moments = {name: x for name, x in moments.items() if not name.startswith(SETTINGS) and name not in values.numbers}
+    moments = {
+        name: x for name, x in moments.items() if not name.startswith(SETTINGS) and name not in values.numbers
+    }
     tensors: Any = {"model": entries_trained_with_adapter(model, entries) if weights else {}, "optimizer": moments}
     error = None
     for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):

@@ -38,7 +38,13 @@ from longspan.model.add_depths import add_mtp
 from longspan.model.kinds import belongs_to_adapter, is_adapted, peft_modules
 from longspan.model.layers import MTP, mtp_blocks
 from longspan.model.load import find_score_class, torch_dtype
-from longspan.model.lora import CONFIGURATION, WEIGHTS, entries_inside_modules, largest_trained_modules, write_adapter
+from longspan.model.lora import (
+    CONFIGURATION,
+    WEIGHTS,
+    entries_inside_modules,
+    largest_trained_modules,
+    write_adapter,
+)
 from longspan.model.mtp import find_published_naming
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
@@ -61,7 +67,9 @@ from longspan.train.run_depths import add_configured_depths, find_depth_weights
 from longspan.train.training import add_configured_adapter, load_run_model
 
 
-def add_run_depths(run: RunConfig, empty: PreTrainedModel, log: LogLine, *, published: bool) -> Callable[[str], str]:
+def add_run_depths(
+    run: RunConfig, empty: PreTrainedModel, log: LogLine, *, published: bool
+) -> Callable[[str], str]:
     """Add a run's depths to the stock model `empty`; return what turns our name of a weight into its name in the files.
 
     With `published` they get the names of published models of the family, where it has them: then the model's
@@ -73,7 +81,9 @@ def add_run_depths(run: RunConfig, empty: PreTrainedModel, log: LogLine, *, publ
         return str
     blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
     blocks = blocks[: len(blocks) // depths]  # of the first depth; every depth has blocks of the same types
-    rename = find_published_naming(text.model_type, text.num_hidden_layers, depths, len(blocks)) if published else None
+    rename = (
+        find_published_naming(text.model_type, text.num_hidden_layers, depths, len(blocks)) if published else None
+    )
     title = f"{plural(depths, 'depth')} of multi-token prediction"
     if rename is None:
         log(f"{title}: under {MTP}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
@@ -98,7 +108,9 @@ class SavedAdapter(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
-def make_saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
+def make_saved_adapter(
+    run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]
+) -> SavedAdapter:
     """Return a run's adapter with the tensors that its checkpoint has `stored`, by their names in the stock model.
 
     Names and scalings are found by adding what [lora] describes to a model without weights. Other tensors are of

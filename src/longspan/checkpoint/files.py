@@ -18,7 +18,9 @@ from longspan.files import parse_json, write_durably
 def require_local_root(root: str | Path) -> Path:
     """Return the folder of this name. Raises CheckpointError for the URL of a store."""
     if "://" in str(root):
-        raise CheckpointError(f"{root} is no folder: mount the store on all machines, and name the folder of the mount")
+        raise CheckpointError(
+            f"{root} is no folder: mount the store on all machines, and name the folder of the mount"
+        )
     return Path(root)
 
 
@@ -97,7 +99,9 @@ def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
     good = [path for path in complete_checkpoints(root) if _looks_good(path)]
     if keep and len(good) > keep:
         oldest = step_of(good[keep - 1])
-        for path in (path for path in complete_checkpoints(root) if step_of(path) < oldest and step_of(path) != best):
+        for path in (
+            path for path in complete_checkpoints(root) if step_of(path) < oldest and step_of(path) != best
+        ):
             remove_folder(path)
 
 
@@ -118,7 +122,9 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
     return [path for path in paths if path not in unfinished]
 
 
-def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
+def newest_good_checkpoint(
+    paths: Sequence[Path], check: Check, log: LogLine
+) -> tuple[Path | None, dict[Path, str]]:
     """Return the first of `paths` (the newest first) that passes `check`, and what is wrong with those before it.
 
     Returns None for no paths. Raises CheckpointError if there are paths and none passes.
@@ -179,7 +185,9 @@ def read_state(path: Path) -> dict[str, Any]:
     """Raises CheckpointError for a state that is missing or damaged, or of another format."""
     _read_manifest(path)
     state = read_checkpoint_json(path / STATE)
-    return {**state, "config": upgraded_tables(state["config"])} if "config" in state else state  # also of version 0.3
+    return (
+        {**state, "config": upgraded_tables(state["config"])} if "config" in state else state
+    )  # also of version 0.3
 
 
 def _list_checkpoints(root: Path) -> list[Path]:

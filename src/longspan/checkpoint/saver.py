@@ -25,7 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
-from longspan.checkpoint.checkpoint import OptimizerValues, contents_to_save, join_contents_of_ranks, save_checkpoint
+from longspan.checkpoint.checkpoint import (
+    OptimizerValues,
+    contents_to_save,
+    join_contents_of_ranks,
+    save_checkpoint,
+)
 from longspan.checkpoint.files import (
     Digest,
     checkpoint_path,
@@ -422,7 +427,9 @@ class CheckpointSaver:
         self._planner = make_save_planner()  # ranks may have kept different plans
         if self._world.control.any_rank(not save.ended.wait(_ENDS)):
             self._background = False  # the group may have a message of these threads under way
-            self._log("the next checkpoints are written while training waits: the threads of this one have not ended")
+            self._log(
+                "the next checkpoints are written while training waits: the threads of this one have not ended"
+            )
         if failures:  # an error of the first rank, which publishes, stands without a number
             reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
         else:

@@ -165,7 +165,9 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         with self._waiting:
             if chunks:
                 name = shard_name(plan.storage_data["shard_index"] - 1)
-                self.digests[name] = write_chunks(self.path / name, chunks, lambda chunk: resolve(items[chunk.name]))
+                self.digests[name] = write_chunks(
+                    self.path / name, chunks, lambda chunk: resolve(items[chunk.name])
+                )
         future = Future[Any]()
         future.set_result([])  # nothing is written of all ranks' results
         return future
@@ -250,7 +252,9 @@ def unreadable_data_text(file: Path, error: Exception) -> str:
     reason = f"holds something else than tensors and plain values, or is damaged ({type(error).__name__})"
     if match := re.search(r"GLOBAL (\S+)", " ".join(str(error).split())):
         reason = f"names {match[1]}, which is neither a tensor nor a plain value and may be code"
-    return f"{file} {reason}; nothing of it was run. Copy it again from where it was saved, or use another checkpoint"
+    return (
+        f"{file} {reason}; nothing of it was run. Copy it again from where it was saved, or use another checkpoint"
+    )
 
 
 def first_failure_text(error: BaseException) -> str:

@@ -10,7 +10,14 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig
 
 from longspan.cli.machine import set_gpu_environment
-from longspan.cli.processes import Processes, choose_processes, has_torchrun, prints_results, run_on_ranks, usable_gpus
+from longspan.cli.processes import (
+    Processes,
+    choose_processes,
+    has_torchrun,
+    prints_results,
+    run_on_ranks,
+    usable_gpus,
+)
 from longspan.doctor.cases import (
     Case,
     CaseSet,
@@ -86,7 +93,9 @@ def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
-    proof = _prove_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
+    proof = _prove_cases(
+        config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout
+    )
     if not proof.worlds:  # no ranks came up, and every outcome says why
         raise CommError(proof.outcomes[0].message)
     return proof
@@ -107,7 +116,9 @@ def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
 def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedConfig) -> list[Case]:
     exact_dtypes: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
     rounded_dtypes: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
-    first, second = (exact_dtypes, rounded_dtypes) if processes.backend == "gloo" else (rounded_dtypes, exact_dtypes)
+    first, second = (
+        (exact_dtypes, rounded_dtypes) if processes.backend == "gloo" else (rounded_dtypes, exact_dtypes)
+    )
     ranks = processes.ranks
     text_set: CaseSet = "basic" if has_only_image_text_class(config) else case_set
     cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]

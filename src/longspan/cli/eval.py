@@ -9,7 +9,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from longspan.cli.flags import Groups, Repeated, Word, check_flags_at_least, parse_flags, split_flags, write_text_file
+from longspan.cli.flags import (
+    Groups,
+    Repeated,
+    Word,
+    check_flags_at_least,
+    parse_flags,
+    split_flags,
+    write_text_file,
+)
 from longspan.cli.processes import (
     Device,
     choose_processes,
@@ -209,11 +217,17 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
         if key in PLAN_KEYS:
             raise ConfigError(f"--context.{key} is a key of training; evaluation reads --evaluation.{key}")
         if key == "mode":
-            raise ConfigError(f"--context.{key} is a key of training, and evaluation does not read it; leave it out")
+            raise ConfigError(
+                f"--context.{key} is a key of training, and evaluation does not read it; leave it out"
+            )
 
 
-def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]) -> Subject:
-    explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)}
+def _make_subject(
+    argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]
+) -> Subject:
+    explicit = {
+        f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)
+    }
     run_dir = weights.run_dir
     own = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
     if run_dir is not None:
@@ -301,7 +315,9 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
     return home
 
 
-def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts: Starts) -> tuple[SubjectResult, ...]:
+def eval_rank(
+    rank: int, request: EvalRequest, ranks: int, backend: str, starts: Starts
+) -> tuple[SubjectResult, ...]:
     """Evaluate on one rank. What imports torch is imported here, as a part of the start that is timed (`starts`)."""
     starts.end_part("processes")
     outlive_output(None, ["stderr"])

@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     if not flags.name:
         lines = {path.relative_to(root).as_posix(): first_sentence(path) for path in paths}
         width = max(map(len, lines))
-        print(as_json(lines) if flags.json else "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
+        print(
+            as_json(lines) if flags.json else "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+        )
         return 0
     chosen = _choose_examples(flags.name, root, paths)
     written = _copy_examples(chosen, root, Path(flags.folder), overwrite=flags.overwrite)
@@ -74,10 +76,14 @@ def first_sentence(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").splitlines()
     # of a docstring the first paragraph, else the lines of the comment
     is_docstring = lines[0].startswith('"""')
-    first_lines = takewhile(str.strip, lines) if is_docstring else takewhile(lambda line: line.startswith("#"), lines)
+    first_lines = (
+        takewhile(str.strip, lines) if is_docstring else takewhile(lambda line: line.startswith("#"), lines)
+    )
     text = " ".join(line.removeprefix("#").strip() for line in first_lines).removeprefix('"""')
     # Up to closing quotes, a full stop behind a word or bracket (not that of "e.g."), or the command to run it.
-    sentence = re.split(r'[.:]? ?"""|(?<=\w\w)[.](?: |$)|(?<=[)`])[.:](?: |$)| longspan train ', text, maxsplit=1)[0]
+    sentence = re.split(r'[.:]? ?"""|(?<=\w\w)[.](?: |$)|(?<=[)`])[.:](?: |$)| longspan train ', text, maxsplit=1)[
+        0
+    ]
     sentence = sentence.rstrip(":")
     return sentence if len(sentence) <= _WIDEST else re.split(r"[,;:] ", sentence, maxsplit=1)[0]
 

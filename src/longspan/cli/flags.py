@@ -124,7 +124,9 @@ def _default_text(kind: Any, flag: str, text: str) -> str:
     of_run = bool(key) and "config" not in word_fields(kind)  # without a file, keys have the values of a run
     if of_run or "Default" in text or value is False or value in ("", (), NOT_GIVEN):
         return ""
-    shown = value if isinstance(value, tuple) else (f"{value:g}" if isinstance(value, float) else str(value).lower(),)
+    shown = (
+        value if isinstance(value, tuple) else (f"{value:g}" if isinstance(value, float) else str(value).lower(),)
+    )
     return f" (default: {' '.join(map(str, shown))})"
 
 
@@ -323,7 +325,9 @@ def _flag_hint(flag: str, values: Sequence[str], types: Mapping[str, Any], prog:
     if flags := flags_of(key for key in (*types, *_SHORT) if key.endswith("." + flag[2:])):
         return f"did you mean {flags[0]!r}?"
     hint = nearest_hint(flag_text(flag), map(flag_text, types), prefix="--")
-    return f"{prog} --help-all lists those that it has" if hint.startswith("known: ") and len(types) > _FEW else hint
+    return (
+        f"{prog} --help-all lists those that it has" if hint.startswith("known: ") and len(types) > _FEW else hint
+    )
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,9 @@ def error_lines(error: LongspanError) -> str:
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         label = f"\x1b[1;31m{label}\x1b[0m"
     notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
-    return "\n".join([f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)])
+    return "\n".join(
+        [f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)]
+    )
 
 
 def _escape_controls(text: str) -> str:

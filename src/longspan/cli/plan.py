@@ -166,7 +166,9 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
     """
     check_flags_at_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, cp=0, min_cp=1, max_cp=0)
     if 0 < flags.max_cp < flags.min_cp:
-        raise ConfigError(f"--min-cp is {flags.min_cp} and --max-cp {flags.max_cp}; give a --max-cp that is not less")
+        raise ConfigError(
+            f"--min-cp is {flags.min_cp} and --max-cp {flags.max_cp}; give a --max-cp that is not less"
+        )
     if not (ranks := flags.world or flags.slots * flags.tp * flags.pp):
         raise ConfigError(
             "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; or ask "
@@ -209,7 +211,9 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
 def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> tuple[Plan, str]:
     """Make the plan; also returns why the rows of a hybrid are dealt out as they are ("" for others)."""
     if flags.planner == "dynamic" and flags.cp:
-        raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
+        raise ConfigError(
+            "--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed"
+        )
     planner = flags.planner
     if planner == AUTO:  # as a run's key: degrees that are given decide it
         limited = (flags.min_cp, flags.max_cp) != (1, 0)

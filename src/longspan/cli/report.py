@@ -61,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
     if run_dir.is_file() or flags.out:
-        raise ConfigError(f"--follow takes the folder of a run, and no --out; {run_dir} as a plan: leave --follow out")
+        raise ConfigError(
+            f"--follow takes the folder of a run, and no --out; {run_dir} as a plan: leave --follow out"
+        )
     if not 0 <= flags.port < 1 << 16:
         raise ConfigError(f"--port is {flags.port}; give one from 1 to 65535, or 0 for any free one")
     from longspan.report.follow import Follower

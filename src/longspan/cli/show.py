@@ -60,7 +60,9 @@ def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence
     targets[: len(targets) if sample.stops else 1] = False  # nothing predicts the first token, or what is scored
     what = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
     runs = [f"{plural(len(sample.ids), 'token')}, {what or plural(int(targets.sum()), 'target')}\n"]
-    for is_target, tokens in groupby(_token_texts(sample.ids.tolist(), targets.tolist(), engine), key=itemgetter(0)):
+    for is_target, tokens in groupby(
+        _token_texts(sample.ids.tolist(), targets.tolist(), engine), key=itemgetter(0)
+    ):
         text = "·".join(text for _, text in tokens)
         runs.append(f"{marks[0]}{text}{marks[1]}" if is_target else text)
     return runs[0] + "·".join(runs[1:]).rstrip("\n")

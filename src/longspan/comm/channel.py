@@ -161,7 +161,12 @@ class Channel:
         itself is copied. One call of the members' own communicator where there is one.
         """
         into = x.new_empty((sum(receives), *x.shape[1:]))
-        assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (what, x.shape, sends, receives)
+        assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (
+            what,
+            x.shape,
+            sends,
+            receives,
+        )
         communicator = self._groups.communicator(self.ranks)
         if communicator is not None:
             return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), what)
@@ -215,7 +220,9 @@ class Channel:
         (counts[index], …).
         """
         bounds = [(start, start + count) for start, count in zip(self.starts(counts), counts, strict=True)]
-        return self.all_gather_rows(x, counts, what).then(lambda buffer: [buffer[start:stop] for start, stop in bounds])
+        return self.all_gather_rows(x, counts, what).then(
+            lambda buffer: [buffer[start:stop] for start, stop in bounds]
+        )
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """Start `all_gather` so that `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
@@ -354,7 +361,9 @@ class Channels:
                 )
             slot = self._place.slot
             if slot not in slots:
-                raise CommError(f"rank {self._rank} is slot {slot}, which is not a member of slots {excerpt(slots)}")
+                raise CommError(
+                    f"rank {self._rank} is slot {slot}, which is not a member of slots {excerpt(slots)}"
+                )
             ranks = tuple(self._plane[slot] for slot in slots)
             self._by_slots[slots] = Channel(self._groups, ranks, slots.index(slot), self._device)
         return self._by_slots[slots]

@@ -53,7 +53,9 @@ def _read_last_collective_text() -> str:
     unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
     if unfinished is not None:
         return f"{_entry_text(unfinished)}, {unfinished['state']}"
-    entries = sorted([*nccl[-1:], *_entries("_dump_fr_trace_json")[-1:]], key=lambda entry: entry["time_created_ns"])
+    entries = sorted(
+        [*nccl[-1:], *_entries("_dump_fr_trace_json")[-1:]], key=lambda entry: entry["time_created_ns"]
+    )
     return _entry_text(entries[-1]) if entries else ""
 
 
@@ -65,7 +67,9 @@ def _entries(function: str) -> list[dict[str, Any]]:
 
 def _entry_text(entry: dict[str, Any]) -> str:
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    sizes = ", ".join(f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False))
+    sizes = ", ".join(
+        f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    )
     return f'{entry["profiling_name"]} number {number} of the group "{entry["process_group"][1]}"' + (
         f", {sizes}" if sizes else ""
     )
@@ -140,7 +144,9 @@ class FailureReports:
     Its methods raise RuntimeError where the store does not answer, except for `post_departure`.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str, server: str = "the launcher") -> None:
+    def __init__(
+        self, rank: int, ranks: Sequence[int], root: Store, prefix: str, server: str = "the launcher"
+    ) -> None:
         self._rank = rank
         self._ranks = tuple(ranks)
         self._prefix = prefix
@@ -225,12 +231,16 @@ class FailureReports:
                 remaining = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
                 own_error = any(not entry["echo"] for entry in departures.values())
                 causes = self._cause_lines(departures, missing, deaths) or _outlier_lines(remaining, operation)
-                return FailureReport(tuple(causes), tuple(_activity_lines(remaining, operation)), own_error, self._rank)
+                return FailureReport(
+                    tuple(causes), tuple(_activity_lines(remaining, operation)), own_error, self._rank
+                )
             time.sleep(0.05)
 
     def server_text(self) -> str:
         """Who serves the store, and on which node, rank 0's: the cause where it does not answer."""
-        node = "" if self.nodes is None else f" on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])},"
+        node = (
+            "" if self.nodes is None else f" on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])},"
+        )
         return f"{self.server}, which serves the store{node or ','} does not answer: killed, cut off or stopped"
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
@@ -239,7 +249,9 @@ class FailureReports:
         """
         processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
         deaths = {
-            rank: f"ended, or was killed: process {pid} is gone" for rank, pid in processes.items() if has_ended(pid)
+            rank: f"ended, or was killed: process {pid} is gone"
+            for rank, pid in processes.items()
+            if has_ended(pid)
         }
         posted = [rank for rank in missing[:64] if self.has_died(rank)]
         return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}

@@ -140,7 +140,9 @@ class ProcessGroups:
         """Drop every reference; returns the groups to destroy, which no world shares."""
         for shareable in self._used:
             shareable.users -= 1
-        unused = [candidate.group for candidate in self._used if candidate.users == 0 and candidate.group is not None]
+        unused = [
+            candidate.group for candidate in self._used if candidate.users == 0 and candidate.group is not None
+        ]
         for shareables in self.shareable.values():
             shareables[:] = [candidate for candidate in shareables if candidate.users]
         self._used.clear()
@@ -237,7 +239,9 @@ class Meshes:
         """Axes of size 1 are left out, but for those over slots."""
         ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
-        dims = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
+        dims = [
+            i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1
+        ]
         names = tuple(axes[i] for i in dims)
         for i in dims:
             if axes[i] in self._axis_groups:
@@ -274,7 +278,9 @@ class Meshes:
 
     def _check_axis(self, axis: str, size: int) -> None:
         if size == 1:
-            raise CommError(f"the home has {axis} 1, so it has no {axis} mesh; use Layout(ranks=…, {axis}=2) or more")
+            raise CommError(
+                f"the home has {axis} 1, so it has no {axis} mesh; use Layout(ranks=…, {axis}=2) or more"
+            )
 
 
 def _forget_shardings() -> None:

@@ -53,7 +53,9 @@ def raise_open_file_limit(size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = OTHER_FILES + CONNECTIONS * size
     if soft != resource.RLIM_INFINITY and soft < need:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard)
+        )
 
 
 def choose_device(backend: str | None, device: torch.device | str | None, local_rank: int) -> torch.device:
@@ -177,7 +179,9 @@ def _register_rank(world_store: Store, place: Place) -> bool:
 
 def _leave_unopened_world(world_store: Store, place: Place) -> bool:
     """Where rank 0 decided first, the key that says that it opened the world may follow up to a second later."""
-    if world_store.add(_DECIDED, 1) != 1 and any(_is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)):
+    if world_store.add(_DECIDED, 1) != 1 and any(
+        _is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)
+    ):
         return False
     world_store.add(f"joined/{place.rank}", -1)
     world_store.set(f"rank/{place.rank}", "left")

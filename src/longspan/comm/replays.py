@@ -43,7 +43,9 @@ class Replay:
         if self._graph is None:
             self._inputs = [torch.empty_like(x) for x in tensors]
             self._graph, self._results = record(lambda: run(*self._inputs))
-            self._written = [x for x in self._results if isinstance(x, Tensor) and id(x) not in map(id, self._inputs)]
+            self._written = [
+                x for x in self._results if isinstance(x, Tensor) and id(x) not in map(id, self._inputs)
+            ]
             _recorded.append(self)
             forget_replays(KEPT)
         with self._watch.enter_operation("attention, replayed", self._watch.ranks) as operation:

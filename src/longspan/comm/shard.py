@@ -69,7 +69,9 @@ class ShardPart(Immutable):
         member = group.slots.index(slot)
         counts = group.shares.counts
         stop = start + counts[member]
-        self._set(group=group, index=index, member=member, start=start, stop=stop, counts=counts, world_key=world_key)
+        self._set(
+            group=group, index=index, member=member, start=start, stop=stop, counts=counts, world_key=world_key
+        )
 
     @property
     def degree(self) -> int:
@@ -80,7 +82,9 @@ class ShardPart(Immutable):
         return self.group.shares.segments(self.member if member is None else member)
 
     def __repr__(self) -> str:
-        return f"ShardPart(group {self.index}, member {self.member} of {self.degree}, rows {self.start}:{self.stop})"
+        return (
+            f"ShardPart(group {self.index}, member {self.member} of {self.degree}, rows {self.start}:{self.stop})"
+        )
 
 
 def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
@@ -212,7 +216,9 @@ class Derived(Immutable):
 
     def add_items(self, leaf: Tensor, spliced: Mapping[int, RowsAt], added: Mapping[int, RowsAt]) -> None:
         self._set(
-            leaves=(*self.leaves, leaf), spliced=_join_rows(self.spliced, spliced), added=_join_rows(self.added, added)
+            leaves=(*self.leaves, leaf),
+            spliced=_join_rows(self.spliced, spliced),
+            added=_join_rows(self.added, added),
         )
 
 
@@ -327,9 +333,9 @@ class SequenceShard(Immutable):
         if padded_rows == self.local_rows:
             return self
         padding = padded_rows - real
-        return SequenceShard(self.micro_batch, self.slot, self.world_key, self.device, padding, self.seed)._with_spans(
-            self.spans
-        )
+        return SequenceShard(
+            self.micro_batch, self.slot, self.world_key, self.device, padding, self.seed
+        )._with_spans(self.spans)
 
     def with_spans(self, spans: SpansOfDocuments) -> "SequenceShard":
         """Return the same shard with runs of rows that see each other in both directions, as tokens of an image may.
@@ -343,7 +349,9 @@ class SequenceShard(Immutable):
         Raises LayoutError, naming the document, for runs that are empty, overlap or lie outside the document.
         """
         groups = self.micro_batch.groups
-        return self._with_spans(tuple(Spans.from_documents(spans, group.documents, group.lengths) for group in groups))
+        return self._with_spans(
+            tuple(Spans.from_documents(spans, group.documents, group.lengths) for group in groups)
+        )
 
     def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
         shard = object.__new__(SequenceShard)
@@ -377,11 +385,15 @@ class SequenceShard(Immutable):
         if x.shape[0] != self.tokens:
             raise LayoutError(f"scatter got {x.shape[0]} rows, the micro-batch has {self.tokens} packed rows")
         if not (x.dtype.is_floating_point or x.dtype.is_complex):
-            lowest, highest = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+            lowest, highest = (
+                (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+            )
             if not (lowest <= fill <= highest and fill == int(fill)):
                 limits = f"give a whole number from {lowest} to {highest}"
                 raise LayoutError(f"scatter cannot fill {x.dtype} with {fill}; {limits}")
-        local = x[self.rows.clamp(min=0).to(x.device)] if self.tokens else x.new_zeros((self.local_rows, *x.shape[1:]))
+        local = (
+            x[self.rows.clamp(min=0).to(x.device)] if self.tokens else x.new_zeros((self.local_rows, *x.shape[1:]))
+        )
         if not any(part.index < 0 or part.group.pad_to is not None for part in self.parts):
             return local
         is_padding = (self.rows < 0).to(x.device).view(-1, *[1] * (x.ndim - 1))

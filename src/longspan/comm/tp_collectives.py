@@ -24,7 +24,9 @@ Gradient = Literal["identical", "partial"]
 GATHER_GRADIENTS = "gather of gradients over tp"
 
 # torch 2.13 renamed reduce_scatter_tensor.
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 @break_graphs_around
@@ -163,7 +165,9 @@ def _slice_of_this_rank(x: Tensor, world_key: int, dim: int) -> Tensor:
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)
 
 
-def _apply_collective(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+def _apply_collective(
+    x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
     if not torch.is_grad_enabled():  # in evaluation a node of autograd, nine a layer, would only cost the host
         return forward(x)
     return _Collective.apply(x, forward, backward)  # pyright: ignore[reportReturnType]

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from longspan.comm.failure_reports import ANSWER_SECONDS, Activity, FailureReport, FailureReports, last_collective_text
+from longspan.comm.failure_reports import (
+    ANSWER_SECONDS,
+    Activity,
+    FailureReport,
+    FailureReports,
+    last_collective_text,
+)
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.plain_text import excerpt
@@ -78,7 +84,11 @@ class Operation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, RuntimeError) and not isinstance(error, LongspanError) and not is_out_of_memory(error):
+            if (
+                isinstance(error, RuntimeError)
+                and not isinstance(error, LongspanError)
+                and not is_out_of_memory(error)
+            ):
                 raise self.watch.failure_error(self, error) from error
             self.watch.finished = self.what
         finally:
@@ -161,7 +171,9 @@ class Watch:
     def report_leaving(self, error: BaseException) -> None:
         """Tell the others, before this rank goes, that it leaves with an error."""
         if self.reports is not None:
-            self.reports.post_departure(error_in_one_line(error), echo=bool(getattr(error, "seen_from_outside", False)))
+            self.reports.post_departure(
+                error_in_one_line(error), echo=bool(getattr(error, "seen_from_outside", False))
+            )
 
     def failure_error(self, operation: Operation, error: BaseException) -> CommError:
         """Return the error to raise for a collective that failed here, with a failure report.
@@ -179,7 +191,9 @@ class Watch:
             f"{'; '.join(report.causes)}"
         )
         if report.reporter in (self.rank, -1):
-            text = "\n  ".join([text, *report.activities, *self.notes, f"the backend said: {error_in_one_line(error)}"])
+            text = "\n  ".join(
+                [text, *report.activities, *self.notes, f"the backend said: {error_in_one_line(error)}"]
+            )
         else:
             text = f"{text} (rank {report.reporter} prints what each rank does)"
         failure = (CommError if report.own_error else RankLostError)(text)
@@ -199,7 +213,9 @@ class Watch:
             text = f"in {operation} for {time.monotonic() - operation.started:.1f} s"
             name = operation.what
         elif (operation := self.collective_on_device()) is not None:
-            text = f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
+            text = (
+                f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
+            )
             name = operation.what
         elif (operation_of_others := self.named) is None:
             text = f"computing in step {self.step}, after '{self.finished}'"
@@ -248,7 +264,9 @@ class AnsweringThread:
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
         self._silent_since = math.inf  # when the store gave no answer first, of the questions since the last answer
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._answer_until_stopped, name="longspan failure reports", daemon=True)
+        self._thread = threading.Thread(
+            target=self._answer_until_stopped, name="longspan failure reports", daemon=True
+        )
 
     def start(self) -> None:
         if self.watch.reports is not None:

@@ -55,7 +55,9 @@ _shareable = WeakKeyDictionary[ProcessGroup, ByRanks]()  # of open worlds, by th
 def world_of(key: int) -> "World":
     """Return the open world with this key. Raises CommError where it has been left."""
     if key not in _worlds:
-        raise CommError(f"world {key} has been left (open worlds: {sorted(_worlds) or 'none'}); use it inside its with")
+        raise CommError(
+            f"world {key} has been left (open worlds: {sorted(_worlds) or 'none'}); use it inside its with"
+        )
     return _worlds[key]
 
 
@@ -125,7 +127,9 @@ class World:
         place = _torchrun_place(self.home) if self._made_default else _existing_place(self.home)
         self._set_rank_and_device(place)
         raise_open_file_limit(place.size)
-        store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
+        store = (
+            shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
+        )
         self._open_channels(place, store, wait_for_all_ranks(store, place, self.timeout))
         return self
 
@@ -155,7 +159,9 @@ class World:
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
         self.watch.open_watches = _watches_of_open_worlds
         self.watch.step = max((watch.step for watch in _watches_of_open_worlds()), default=0)
-        self.process_groups: ProcessGroups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
+        self.process_groups: ProcessGroups = ProcessGroups(
+            backend=self.backend, timeout=self.timeout, watch=self.watch
+        )
         self.meshes: Meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key: int = next(_keys)
         _worlds[self.key] = self
@@ -234,7 +240,9 @@ class World:
         group. Raises CommError where ranks hold different plans or the plan is for another number of slots.
         """
         if plan.slots != self.home.slots:
-            raise CommError(f"the plan is for {plan.slots} slots, the home has {self.home.slots}; plan for this home")
+            raise CommError(
+                f"the plan is for {plan.slots} slots, the home has {self.home.slots}; plan for this home"
+            )
         self.control.compare_digests(plan.digest())
         self.channels.make_communicators(plan)
 
@@ -320,7 +328,9 @@ def _store_server() -> str:
 def _check_rank_count(home: Layout, size: int) -> None:
     if sorted(home.ranks) != list(range(size)):
         came = (
-            "1 process was started, rank 0" if size == 1 else f"{size:,} processes were started, ranks 0 to {size - 1}"
+            "1 process was started, rank 0"
+            if size == 1
+            else f"{size:,} processes were started, ranks 0 to {size - 1}"
         )
         raise CommError(
             f"the home has {plural(len(home.ranks), 'rank')} {excerpt(home.ranks)}, but {came}; start "

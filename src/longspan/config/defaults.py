@@ -135,7 +135,9 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
         model=replace(model, path=path, config=source),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, **others),
-    ).with_sets(replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets)
+    ).with_sets(
+        replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets
+    )
 
 
 def absolute_path(value: Any) -> Any:
@@ -150,7 +152,9 @@ def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
     """Documents on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part."""
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
     degrees = {"context": math.gcd(2, slots), "evaluation": math.gcd(4, slots)}
-    config = _set_defaults(config, {f"{key}.context_parallel_size": degree for key, degree in degrees.items()} | _DEMO)
+    config = _set_defaults(
+        config, {f"{key}.context_parallel_size": degree for key, degree in degrees.items()} | _DEMO
+    )
     rows = max(1024, 2048 // max(1, config.context.context_parallel_size))
     return _set_defaults(config, {"context.max_tokens_per_slot": rows})
 

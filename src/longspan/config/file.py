@@ -51,7 +51,10 @@ def read_file(path: str | Path) -> RunConfig:
         hint = nearest_hint(path.name, [file.name for file in path.parent.glob("*.toml")])
         advice = hint if hint.startswith("did you mean") else "give a TOML file"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; {advice}") from error
-    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
     if path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl")):
         tables = upgraded_tables(tables)  # of a run that version 0.3 began
@@ -132,7 +135,9 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
         hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(section, names)
         raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
+        raise ConfigError(
+            f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below"
+        )
     if section == "data" and isinstance(columns := values.get("rename_columns"), Mapping):
         pairs = [f"{ours}={theirs}" if isinstance(theirs, str) else theirs for ours, theirs in columns.items()]
         values = {**values, "rename_columns": pairs}
@@ -162,7 +167,9 @@ def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
         for number, table in enumerate(tables)
     ]
     pairs = zip(labels, tables, strict=True)
-    return _collect_values_or_errors(partial(_set_keys, TABLES[name](), label, table, source) for label, table in pairs)
+    return _collect_values_or_errors(
+        partial(_set_keys, TABLES[name](), label, table, source) for label, table in pairs
+    )
 
 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
@@ -187,7 +194,11 @@ def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
-    return f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest_hint(key, siblings).replace("'", f"'{label}.", 1)
+    return (
+        f"did you mean {elsewhere[0]!r}?"
+        if elsewhere
+        else nearest_hint(key, siblings).replace("'", f"'{label}.", 1)
+    )
 
 
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:

@@ -508,7 +508,9 @@ def check_memory_keys(train: TrainConfig, *, gpu: bool | None = None) -> None:
     where = ""
     # None: as on a GPU, where more is allowed
     if kind == AUTO and not chooses_measures(train, gpu=gpu is not False):
-        where = "on CPUs without train.device_memory_limit" if train.plan_memory else "under train.plan_memory = false"
+        where = (
+            "on CPUs without train.device_memory_limit" if train.plan_memory else "under train.plan_memory = false"
+        )
     if train.offload_activations and (kind == "none" or where):
         kind = f'"{AUTO}", which is "none" {where}' if where else '"none"'
         raise ConfigError(

@@ -157,7 +157,9 @@ class _CorpusOfRun:
             self._log(line)
         build = partial(build_documents, recipe, log=self._log)
         try:
-            documents, built = self._cache.open_or_build_documents(recipe.key, _documents_are_whole, build, self._log)
+            documents, built = self._cache.open_or_build_documents(
+                recipe.key, _documents_are_whole, build, self._log
+            )
         except OSError as error:
             raise cache_error(self._cache.folder, error) from error
         self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (data.cache_dir)")
@@ -286,7 +288,9 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
     manifest = corpus.manifest
     parts = [f"{plural(len(corpus.sources), 'file')} of {', '.join(paths)}"]
     if set(manifest.kinds) != {"text"}:
-        parts.append(f"{plural(manifest.rows, 'row')} of {', '.join(map(display_kind, dict.fromkeys(manifest.kinds)))}")
+        parts.append(
+            f"{plural(manifest.rows, 'row')} of {', '.join(map(display_kind, dict.fromkeys(manifest.kinds)))}"
+        )
     parts += [plural(len(corpus), "document"), plural(int(corpus.lengths.sum()), "token")]
     if manifest.images:
         parts.append(plural(manifest.images, "image"))

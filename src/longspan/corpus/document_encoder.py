@@ -138,7 +138,9 @@ class _BatchDocuments:
         except UnicodeDecodeError:
             self._notes.skipped.append(piece.chunk.name)
 
-    def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
+    def add_documents(
+        self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]
+    ) -> None:
         """`places` are those of the rows (file, position)."""
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
         samples = encoding.encode(rows)
@@ -160,7 +162,9 @@ class _BatchDocuments:
         codes = encode_labels(sample.ids, sample.labels)
         largest_id = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
-            self.add_bad_row(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {largest_id}"))
+            self.add_bad_row(
+                BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {largest_id}")
+            )
             return
         uncut = [(image.start, image.stop) for image in sample.images]
         most_tokens = self._encoder.longest
@@ -172,7 +176,9 @@ class _BatchDocuments:
             self.add_bad_row(BadRow(where, reason))
             return
         ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
-        self._notes.largest = max(self._notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0])
+        self._notes.largest = max(
+            self._notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0]
+        )
         file, position = place
         if sample.stops:
             pieces = [slice(start, stop) for start, stop in pairwise((0, *sample.stops))]
@@ -219,7 +225,9 @@ class _BatchDocuments:
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
         table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         lengths, targets, files, positions, hashes = (column.copy() for column in table.T)
-        return Encoded(ids, codes, lengths, targets, files, positions, hashes, self._notes, self._images, self._numbers)
+        return Encoded(
+            ids, codes, lengths, targets, files, positions, hashes, self._notes, self._images, self._numbers
+        )
 
 
 def _refusal_of_lengths(lengths: Sequence[int], most_tokens: int) -> str:
@@ -278,7 +286,9 @@ IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more
 Batch = Sequence[FileChunk]
 
 
-def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
+def encode_batches(
+    encoder: DocumentEncoder, batches: Iterable[Batch], workers: int
+) -> Iterator[tuple[Batch, Encoded]]:
     """Yield each batch with its documents, in order, encoded by `workers` processes (0 and 1: by this one).
 
     In flight are two batches for each worker: one that it encodes, and one that waits. A batch of more than

@@ -100,7 +100,9 @@ class FileSums:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
             return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, digest, path)
         except UnicodeEncodeError as error:
-            raise DataError(f"the path {path!r} of a file of the corpus is not UTF-8; give it another name") from error
+            raise DataError(
+                f"the path {path!r} of a file of the corpus is not UTF-8; give it another name"
+            ) from error
         except OSError as error:
             raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
 
@@ -146,7 +148,16 @@ _ROWS = (*_TABLES, ".txt")  # files that may be splits; a train.py beside a test
 _NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying)([-._ ].*)?")
 _STATE = "state.json"  # which save_to_disk of the package datasets writes
 # Not prose that a person wrote: tests, other people's packages, tables that scripts generated.
-_NOT_STDLIB = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+_NOT_STDLIB = {
+    "site-packages",
+    "dist-packages",
+    "lib-dynload",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
 
 
 def find_files(
@@ -186,7 +197,9 @@ def find_files(
     return {name: walked[name] for name in names}
 
 
-def find_rows(path: str, split: str, *, leave_out: Sequence[Path] = (), key: str = "data.path") -> Iterator[CorpusFile]:
+def find_rows(
+    path: str, split: str, *, leave_out: Sequence[Path] = (), key: str = "data.path"
+) -> Iterator[CorpusFile]:
     """Yield the files of the parts of a split, in order, each with the rows that are taken; numbers count from 0.
 
     Files are read to count their rows where a part takes some. Raises DataError as `find_files` does, and for no row.

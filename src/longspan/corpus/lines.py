@@ -78,7 +78,9 @@ def rows_line(encoding: RowEncoding) -> str:
     parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
     surrounding_tokens = f"each text {' and '.join(parts)}"
     if not parts:
-        surrounding_tokens = "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+        surrounding_tokens = (
+            "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+        )
     elif opening:  # an end without a beginning may be longspan's own
         surrounding_tokens += ", as the tokenizer says"
     if encoding.settings.parse_special_tokens:
@@ -92,7 +94,9 @@ def rows_line(encoding: RowEncoding) -> str:
         scored = "both documents of each pair" if encoding.kind == PAIRS else "each document, which has a label,"
         return f"{rows_hold(encoding.kind)}: {surrounding_tokens}; the model scores {scored} at the last token"
     if encoding.kind in CHATS:  # others may have no template
-        targets = "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
+        targets = (
+            "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
+        )
         if encoding.template.has_marks(None):
             targets = "whose {% generation %} marks name the targets"
         source = encoding.tokenizer.template_file or encoding.tokenizer.folder

@@ -53,8 +53,12 @@ class Recipe:
         # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
         further_settings = [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
         further_settings += ["texts"] * self.records_texts
-        version = TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
-        digest = hashlib.sha256(json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode())
+        version = (
+            TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
+        )
+        digest = hashlib.sha256(
+            json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode()
+        )
         for file, source in zip(self.files, self.sources, strict=True):
             rows = "" if file.rows is None else f" {file.rows}"
             digest.update(f"{file.source} {source.sha256} {source.name}{rows}\n".encode())
@@ -185,4 +189,6 @@ def _check_kinds(kinds: Collection[str], settings: CorpusSettings) -> None:
             "a model that scores, or give a loss of your own in a loop (docs/losses.md)"
         )
     if PAIRS in kinds and len(kinds) > 1:
-        raise DataError(f"rows of {paths} are pairs and also {' and '.join({*kinds} - {PAIRS})}; train on one of them")
+        raise DataError(
+            f"rows of {paths} are pairs and also {' and '.join({*kinds} - {PAIRS})}; train on one of them"
+        )

@@ -155,7 +155,8 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
 
 def _too_deep_row(where: str, line: bytes) -> BadRow:
     return BadRow(
-        where, f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_line_beginning(line)}"
+        where,
+        f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_line_beginning(line)}",
     )
 
 
@@ -363,7 +364,9 @@ class LineFile(RowFile):
                 self._stream = self._open_lines(raw)
             if not self._compressed:
                 self._stream.seek(position)
-            while (distance := position - self._stream.tell()) > 0 and self._stream.read(min(distance, CHUNK_BYTES)):
+            while (distance := position - self._stream.tell()) > 0 and self._stream.read(
+                min(distance, CHUNK_BYTES)
+            ):
                 pass
             line = self._stream.readline()
         return parse_line(line, f"{self.name}, byte {position}", self._folder)
@@ -450,7 +453,11 @@ class TableFile(RowFile):
         pyarrow: Any = import_reader("pyarrow", self.name)
         try:
             return read(self.path)
-        except (OSError, ValueError, pyarrow.ArrowException) as error:  # also of names of columns that are not UTF-8
+        except (
+            OSError,
+            ValueError,
+            pyarrow.ArrowException,
+        ) as error:  # also of names of columns that are not UTF-8
             raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error}") from error
 
 

@@ -81,7 +81,9 @@ class Splits(NamedTuple):
 def find_splits(root: Path, names: Collection[str]) -> Splits:
     if (root / SAVED_SPLITS).is_file():
         return Splits({name: name.partition("/")[0] for name in names if "/" in name}, is_declared=True)
-    declared = {name: split for files in _card_files(root, names).values() for name, split in files.items() if split}
+    declared = {
+        name: split for files in _card_files(root, names).values() for name, split in files.items() if split
+    }
     by_name = dict[str, str]()
     for name in names:
         shard = _SHARD.search(name.lower())

@@ -154,7 +154,9 @@ class TextTokenizer:
     @cached_property
     def special_names(self) -> frozenset[str]:
         """The names of the special tokens."""
-        return frozenset(token.content for token in self.engine.get_added_tokens_decoder().values() if token.special)
+        return frozenset(
+            token.content for token in self.engine.get_added_tokens_decoder().values() if token.special
+        )
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files for transformers' AutoTokenizer into a folder, which is made if it is not there."""

@@ -68,7 +68,9 @@ class Document:
         columns = values if weights is None else {"weights": weights, **values}
         self._values = self._read_values(columns)
         if len(self._labels) != len(self._ids):
-            raise DataError(f"a document has {len(self._labels)} labels for {len(self._ids)} token ids; give one each")
+            raise DataError(
+                f"a document has {len(self._labels)} labels for {len(self._ids)} token ids; give one each"
+            )
 
     def __len__(self) -> int:
         return len(self._ids)

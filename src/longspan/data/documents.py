@@ -57,7 +57,9 @@ class Corpus:
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
                 raise
-            raise DataError(f"{documents_folder} is not a corpus: {error}; remove it and it is built again") from error
+            raise DataError(
+                f"{documents_folder} is not a corpus: {error}; remove it and it is built again"
+            ) from error
         self.rows_read = 0
         self.pad = -1  # no token: the last has the score
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.

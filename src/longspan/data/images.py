@@ -93,7 +93,9 @@ class ImageTable:
 
     def __init__(self, folder: Path) -> None:
         self._ends = map_array(folder / _ENDS)
-        self._columns: dict[str, npt.NDArray[Any]] = {name: map_array(_column_file(folder, name)) for name in _COLUMNS}
+        self._columns: dict[str, npt.NDArray[Any]] = {
+            name: map_array(_column_file(folder, name)) for name in _COLUMNS
+        }
         # An empty file cannot be mapped.
         self._paths = np.memmap(folder / _PATHS, mode="r") if len(self._ends) else np.zeros(0, np.uint8)
 

@@ -72,7 +72,11 @@ class GrowingArray:
         self._file.close()
 
     def _write_header(self) -> None:  # numpy leaves room for any number in the shape
-        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.count,)}
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self._dtype),
+            "fortran_order": False,
+            "shape": (self.count,),
+        }
         np.lib.format.write_array_header_1_0(self._file, header)
 
 

@@ -144,9 +144,8 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     line += f" of {plural(held_out, 'document')}" * (held_out != order.held_out_texts)
     line += " held out (evaluation.documents)"
     if not _has_exact_epochs(config, order) and train.tokens_per_step > stream.tokens:
-        line += (
-            f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads some documents more than once"
-        )
+        line += f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads some documents "
+        line += "more than once"
     return line
 
 

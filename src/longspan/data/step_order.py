@@ -154,7 +154,9 @@ class StepOrder:
 
     def targets_of_step(self, step: int) -> int | None:
         """Count the tokens that the documents of a step predict; None: all but the first of each."""
-        return None if self.targets is None else int(self.targets[[*self.documents_of_step(step)]].sum(dtype=np.int64))
+        return (
+            None if self.targets is None else int(self.targets[[*self.documents_of_step(step)]].sum(dtype=np.int64))
+        )
 
     def select(self, corpus: Corpus, step: int) -> CorpusDocuments:
         return corpus.select(self.documents_of_step(step))
@@ -193,7 +195,9 @@ class StepOrder:
         index = start - stream_part.first
         last_end = self.ends.next_end(start)
         while True:
-            end_index = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
+            end_index = (
+                int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
+            )
             end = stream_part.first + end_index
             if end_index < len(stream_part.ids) or end >= last_end:
                 return self._end_without_repeats(start, min(max(end, start + 1), last_end))

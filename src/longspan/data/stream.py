@@ -52,7 +52,9 @@ class Epochs:
         keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]
         cells = self._permute_cells(cells, keys)
         while (beyond := cells >= np.uint64(self._count)).any():
-            cells[beyond] = self._permute_cells(cells[beyond], [key if len(key) == 1 else key[beyond] for key in keys])
+            cells[beyond] = self._permute_cells(
+                cells[beyond], [key if len(key) == 1 else key[beyond] for key in keys]
+            )
         return cells.astype(np.int64)
 
     def _permute_cells(self, cells: Words, keys: list[Words]) -> Words:
@@ -174,7 +176,9 @@ def shuffled_sources(
             )
         tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[source_held_out].sum(dtype=np.int64))
         count = stop - first - len(source_held_out)
-        sources.append(ShuffledSource(first, stop, source_held_out, tokens, weight, Epochs(count, seed, EPOCH, number)))
+        sources.append(
+            ShuffledSource(first, stop, source_held_out, tokens, weight, Epochs(count, seed, EPOCH, number))
+        )
     return tuple(sources)
 
 
@@ -277,7 +281,8 @@ class DocumentStream:
         """
         used, used_tokens = self._marks[number]
         candidates = [
-            source.document_ids(start, n) for source, start, n in zip(self.sources, used, self._candidates, strict=True)
+            source.document_ids(start, n)
+            for source, start, n in zip(self.sources, used, self._candidates, strict=True)
         ]
         # The source's tokens before each candidate, and after the last.
         before = [start + self._document_ends(ids) for start, ids in zip(used_tokens, candidates, strict=True)]

@@ -48,7 +48,11 @@ class Case:
     @property
     def name(self) -> str:
         degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
-        cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
+        cp = {
+            "one": f"cp {self.cp}",
+            "several": f"several micro-batches, cp 1 to {self.cp}",
+            "dynamic": "dynamic plan",
+        }
         kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")
         features = {
             f"{self.partition} rows": self.partition != "zigzag",
@@ -130,7 +134,9 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
     return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in cases)
 
 
-def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
+def list_contiguous_cases(
+    name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)
+) -> tuple[Case, ...]:
     """List cases in which a slot has consecutive rows, as state-space layers need; a2a only where its degree divides
     the ranks.
     """
@@ -148,7 +154,12 @@ def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = 
     cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
         cp = 2 if ranks >= 4 else 1
-        encoder_cases = [Case(encoder=2), Case(cp=2, encoder=2), Case(tp=2, cp=cp, encoder=2), Case(pp=2, encoder=2)]
+        encoder_cases = [
+            Case(encoder=2),
+            Case(cp=2, encoder=2),
+            Case(tp=2, cp=cp, encoder=2),
+            Case(pp=2, encoder=2),
+        ]
         cases += [replace(case, dtype=dtype) for dtype in dtypes for case in encoder_cases]
     return tuple(cases)
 

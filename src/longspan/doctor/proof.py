@@ -109,7 +109,8 @@ class Proof:
     @property
     def good(self) -> bool:
         refused_images = (
-            self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused" for outcome in self.outcomes
+            self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused"
+            for outcome in self.outcomes
         )
         pairs = zip(self.outcomes, refused_images, strict=True)
         return bool(self.outcomes) and all(outcome.good or is_remark for outcome, is_remark in pairs)
@@ -211,7 +212,9 @@ class CaseRun:
         self.documents: Any = (
             make_item_documents(task.config, task.image_documents) if first.encoder else task.documents
         )
-        options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
+        options = PrepareOptions(
+            activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel
+        )
         encoder: Any = None
         if first.encoder:
             home = Layout(len(task.home.ranks), tp=first.encoder)
@@ -301,7 +304,9 @@ class ProofRanks:
     launch: Launch | None = None
 
 
-def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
+def prove(
+    config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo"
+) -> tuple[Outcome, ...]:
     """Prove every case for a model of this configuration with random weights, over local processes.
 
     >>> outcomes = prove(shrink_configuration(config), list_cases("basic", ranks=3), ranks=3)

@@ -80,7 +80,9 @@ def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocum
     if any(of_videos):
         items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
     images = [x for kind in (0, 1) for document in documents for x in _split_items(document, document.images)[kind]]
-    tokens = [Document(d.ids, loss_mask=np.arange(len(d.ids)) >= d.prefix) if d.prefix else d.ids for d in documents]
+    tokens = [
+        Document(d.ids, loss_mask=np.arange(len(d.ids)) >= d.prefix) if d.prefix else d.ids for d in documents
+    ]
     return MediaDocuments(tokens, items, images, lambda number: documents[number].positions)
 
 
@@ -403,6 +405,8 @@ def _compute_expected_answer(
     if answer is None:
         return Expected(exact, max(EXACT[dtype], most_rounding), whole=True)
     error = _worst_error(answer, exact)
-    near_ties = error > max(EXACT[dtype], most_rounding) and bool(getattr(config.get_text_config(), "index_topk", 0))
+    near_ties = error > max(EXACT[dtype], most_rounding) and bool(
+        getattr(config.get_text_config(), "index_topk", 0)
+    )
     tolerance = max(EXACT[dtype], ROUNDING * error if error <= most_rounding else 0.0)
     return Expected(answer, tolerance, near_ties=near_ties)

@@ -81,4 +81,6 @@ def _suggest_names(name: str) -> str:
     by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
     matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)
     names = f"did you mean {', '.join(by_word[word] for word in matches)}? " if matches else ""
-    return f"{names}Give a folder with a config.json, a class such as Qwen3ForCausalLM, or a model_type such as qwen3"
+    return (
+        f"{names}Give a folder with a config.json, a class such as Qwen3ForCausalLM, or a model_type such as qwen3"
+    )

@@ -223,7 +223,12 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
 
 
 def load_saved_model(
-    checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
+    checked: CheckedWeights,
+    config: RunConfig,
+    configuration: PreTrainedConfig,
+    world: World,
+    *,
+    images: bool = False,
 ) -> tuple[AnyModel, int]:
     """Load the prepared model with the weights; returns the model, and the steps that trained it (0 for a folder)."""
     checkpoint = checked.checkpoint
@@ -286,7 +291,9 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
     first = request.subjects[0]
     heads = query_heads(configuration)
-    context = first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context
+    context = (
+        first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context
+    )
     usual = set_node_size(set_default_partition(replace(subject.config, context=context)), world)
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
     choice = PlannerConfig.evaluation(config, heads=heads)

@@ -149,7 +149,9 @@ def evaluate(
     )
 
 
-def _checked_step_inputs(model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World) -> StepInputs:
+def _checked_step_inputs(
+    model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World
+) -> StepInputs:
     if isinstance(choice, Plan):
         return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model

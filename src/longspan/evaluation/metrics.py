@@ -144,7 +144,9 @@ def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
     for dotted in names:
         module, _, name = dotted.rpartition(".")
         if not module:
-            raise ConfigError(f"{key} has {dotted!r}; give a function with its module, as in package.module.function")
+            raise ConfigError(
+                f"{key} has {dotted!r}; give a function with its module, as in package.module.function"
+            )
         function = import_object(dotted, f"{key} has {dotted!r}")
         if not callable(function):
             raise ConfigError(
@@ -176,7 +178,11 @@ class RowSums:
     """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step."""
 
     def __init__(
-        self, lengths: Sequence[int], options: EvaluationOptions, world: World, score_loss: "LossFunction | None" = None
+        self,
+        lengths: Sequence[int],
+        options: EvaluationOptions,
+        world: World,
+        score_loss: "LossFunction | None" = None,
     ) -> None:
         """`score_loss` is the loss of a model whose rows have scores."""
         # of a user's metric: the passes go on, so that no rank leaves the others in a collective
@@ -305,7 +311,13 @@ class RowSums:
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
         metrics = self._metrics.cpu().numpy()
         document_metrics = self._document_metrics
-        parts = [self._losses, self._positions.ravel(), metrics.ravel(), document_metrics.ravel(), np.array(numbers)]
+        parts = [
+            self._losses,
+            self._positions.ravel(),
+            metrics.ravel(),
+            document_metrics.ravel(),
+            np.array(numbers),
+        ]
         flat = np.concatenate([*(part * counts_here for part in parts), [float(self.error is not None)]])
         flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")
         documents, positions, metrics, document_metrics, numbers, failures = np.split(

@@ -132,7 +132,9 @@ def parse_named_paths(words: Sequence[str]) -> dict[str, str]:
         if not name or not path:
             raise ConfigError(f"--data is {word!r}; give NAME=PATH, or PATH")
         if name in paths:
-            raise ConfigError(f"--data {paths[name]} and {path} are both named {name!r}; give each a name: NAME=PATH")
+            raise ConfigError(
+                f"--data {paths[name]} and {path} are both named {name!r}; give each a name: NAME=PATH"
+            )
         paths[name] = path
     return paths
 
@@ -226,7 +228,9 @@ class SetResult:
     @property
     def comm_types(self) -> list[str]:
         """The types by which groups of more than one slot shared documents; a group may have one for each layer."""
-        groups = [group for batch in self.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
+        groups = [
+            group for batch in self.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1
+        ]
         types = [group.cp_comm_type for group in groups]
         return sorted({name for names in types for name in ((names,) if isinstance(names, str) else names)})
 
@@ -257,7 +261,9 @@ def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, An
     if len(first.sets) == 1:
         record = first.sets[0].evaluation.row() | record
     for other in others:
-        record["compare"] = other.record() | {"differences": [asdict(row) for row in differences_by_set(first, other)]}
+        record["compare"] = other.record() | {
+            "differences": [asdict(row) for row in differences_by_set(first, other)]
+        }
     return record
 
 
@@ -302,7 +308,9 @@ def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
         inside = (bucket.first <= lengths) & (lengths <= bucket.last)
         if inside.any():
             in_bucket = sums[inside].sum(0) / counts[inside].sum()
-            by_length.append((bucket.first, bucket.last, float(in_bucket[0]), float(in_bucket[1]), int(inside.sum())))
+            by_length.append(
+                (bucket.first, bucket.last, float(in_bucket[0]), float(in_bucket[1]), int(inside.sum()))
+            )
     return Difference(
         name=first.evaluation.name,
         first=float(means[0]),

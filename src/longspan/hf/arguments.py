@@ -15,7 +15,8 @@ from longspan.run.checks import check_keys_needed_by_keys, check_parallel, check
 
 _SECTIONS = {  # of the configuration; other keys are those of [context]
     **dict.fromkeys(
-        ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward", "sync_each_batch"), "parallel"
+        ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward", "sync_each_batch"),
+        "parallel",
     ),
     **dict.fromkeys(("plan_memory", "device_memory_limit"), "train"),
     "machine": "run",
@@ -44,7 +45,9 @@ class LongspanArguments:
     """
 
     planner: str = _argument("", "auto, fixed, dynamic or padded; empty: auto, or fixed with a degree")
-    context_parallel_size: int = _argument(NOT_GIVEN, "ranks that share a document in training; 0: the fastest degree")
+    context_parallel_size: int = _argument(
+        NOT_GIVEN, "ranks that share a document in training; 0: the fastest degree"
+    )
     min_dynamic_context_parallel_size: int = _argument(1, "smallest degree of dynamic plans")
     max_dynamic_context_parallel_size: int = _argument(0, "largest degree of dynamic plans; 0: no limit")
     max_tokens_per_slot: str = _argument(
@@ -60,8 +63,12 @@ class LongspanArguments:
     mode: str = _argument("auto", "lockstep, free or auto: who waits in training")
     eval_planner: str = _argument("", "planner of evaluation; empty: as in training, or fixed with a degree")
     eval_context_parallel_size: str = _argument("", "ranks that share a document in evaluation; auto: the fastest")
-    eval_min_dynamic_context_parallel_size: int = _argument(NOT_GIVEN, "smallest degree of evaluation; as in training")
-    eval_max_dynamic_context_parallel_size: int = _argument(NOT_GIVEN, "largest degree of evaluation; as in training")
+    eval_min_dynamic_context_parallel_size: int = _argument(
+        NOT_GIVEN, "smallest degree of evaluation; as in training"
+    )
+    eval_max_dynamic_context_parallel_size: int = _argument(
+        NOT_GIVEN, "largest degree of evaluation; as in training"
+    )
     eval_max_tokens_per_slot: str = _argument("", "rows of a micro-batch on a slot in evaluation")
     eval_cp_comm_type: str = _argument("", "communication type of evaluation")
     eval_hierarchical_context_parallel_sizes: list[int] = field(

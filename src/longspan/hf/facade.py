@@ -245,12 +245,21 @@ class Facade:
         out = self._loss_output(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
-        value_tables: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
+        value_tables: Mapping[str, Any] = {
+            name: table_of(name, dtype) for name in self.head.values if name != "top1"
+        }
         top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
         # not asked of the head
         no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
         return TokenOutput(
-            {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _label_mask(labels), "is_top1": top1}
+            {
+                **out,
+                **no_values,
+                **value_tables,
+                "log_probs": leaf,
+                "label_mask": _label_mask(labels),
+                "is_top1": top1,
+            }
         )
 
     def _answer_scores(self, batch: Mapping[str, Any], labels: Any) -> TokenOutput:
@@ -290,7 +299,9 @@ class Facade:
             wide = values[:-1].double() if values.dtype == torch.float64 else values[:-1].float()
             label = torch.as_tensor(document.labels()[1:], device=values.device)  # of each row's next token
             scores = wide.log_softmax(-1).gather(1, label.clamp(min=0)[:, None])[:, 0]
-            log_probs[place.row, place.start + 1 : place.stop] = torch.where(label != NO_TARGET, scores, 0.0).double()
+            log_probs[place.row, place.start + 1 : place.stop] = torch.where(
+                label != NO_TARGET, scores, 0.0
+            ).double()
         if labels is None:
             return TokenOutput(logits=table)
         dtype = torch.float64 if table.dtype == torch.float64 else torch.float32

@@ -185,7 +185,9 @@ class FilesPart(StockTrainer):
         """With the groups go the rows of a step, in which data order is counted, and the seed of dropout's masks."""
         optimizer = self._torch_optimizer()
         root = Path(output_dir)
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
         groups = tree_map(lambda value: value.item() if isinstance(value, Tensor) else value, groups)
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
         step = self.state.global_step

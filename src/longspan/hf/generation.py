@@ -181,7 +181,9 @@ class GenerationPart(StockTrainer):
                 deque(weights, maxlen=0)  # the other ranks gather to the end
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
-        return self._result_of_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
+        return self._result_of_first_rank(
+            lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers"
+        )
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
         rewards = super()._calculate_rewards
@@ -199,7 +201,9 @@ class GenerationPart(StockTrainer):
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             return result, logged, self.state.num_input_tokens_seen, random_states
 
-        result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run_on_first(work_and_note_state, what)
+        result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run_on_first(
+            work_and_note_state, what
+        )
         if not is_first_rank(self.world):
             self.__dict__.update(logged)
             self.state.num_input_tokens_seen = tokens

@@ -128,7 +128,9 @@ def refuse_model_kind(maybe_wrapped: Any) -> None:
 def is_score_model(model: Any) -> bool:
     """Return whether a model is one of transformers' classifiers over a decoder, prepared or not."""
     scores = any(kind.__name__.endswith(SCORE_HEADS) for kind in type(model).__mro__)
-    is_decoder = scores and type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not model.config.is_encoder_decoder
+    is_decoder = (
+        scores and type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not model.config.is_encoder_decoder
+    )
     return is_decoder and find_score_head(model) is not None
 
 

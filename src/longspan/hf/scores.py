@@ -45,7 +45,9 @@ class CalledScores(NamedTuple):
 def loss_by_coefficients(scores: Tensor, at: LossTokens) -> Tensor:
     """Return the sum of a row's scores times their coefficients."""
     table = scores.reshape(len(at), -1)
-    return sum((at[f"{COEFFICIENT}_{i}"] * table[:, i] for i in range(table.shape[1])), start=table.new_zeros(len(at)))
+    return sum(
+        (at[f"{COEFFICIENT}_{i}"] * table[:, i] for i in range(table.shape[1])), start=table.new_zeros(len(at))
+    )
 
 
 def read_scored_batch(batch: Mapping[str, Any], pad: int | None, *, tokens: bool) -> BatchDocuments:
@@ -78,7 +80,9 @@ def read_scored_batch(batch: Mapping[str, Any], pad: int | None, *, tokens: bool
     return BatchDocuments(tuple(documents), rows.places, rows.shape)
 
 
-def make_leaf(rows: BatchDocuments, values: TokenScores, model: Any, device: torch.device, *, tokens: bool) -> Tensor:
+def make_leaf(
+    rows: BatchDocuments, values: TokenScores, model: Any, device: torch.device, *, tokens: bool
+) -> Tensor:
     """Return scores (B, L), or (B, W, L) and 0 at padding, that take a gradient where gradients are enabled."""
     if tokens:
         table = np.zeros((*rows.shape, values.values.shape[1]))

@@ -71,7 +71,9 @@ def resolve_trainer(trainer: Any) -> Resolved:
     config = _run_config(trainer)
     args = trainer._stock_arguments
     default = {key.name: key.default for key in fields(args)}
-    if asks_for_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
+    if asks_for_recomputation(args) and any(
+        getattr(args, name, None) != default.get(name) for name in CHECKPOINTING
+    ):
         config = replace(config, train=replace(config.train, plan_memory=False, activation_checkpointing="full"))
     world = trainer.world
     model = unwrap_peft_model(trainer.model).config
@@ -107,7 +109,9 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     )
     if not training:
         return options
-    by_arguments = replace(config.train, activation_checkpointing="full" if asks_for_recomputation(args) else "none")
+    by_arguments = replace(
+        config.train, activation_checkpointing="full" if asks_for_recomputation(args) else "none"
+    )
     measures = options_of_memory_plan(replace(config, train=by_arguments), memory, training=True)
     return replace(options, compiled=config.train.compile, **measures)
 

@@ -33,7 +33,9 @@ class LongspanVLLM(VLLMGeneration):
 
     def sync_weights(self) -> None:
         with (
-            nullcontext() if self.mode == "server" else self._trainer._first_rank.call_on_others("vllm", "sync_weights")
+            nullcontext()
+            if self.mode == "server"
+            else self._trainer._first_rank.call_on_others("vllm", "sync_weights")
         ):
             super().sync_weights()
 
@@ -94,7 +96,9 @@ class RankAccelerator:
 
 @contextmanager
 def replace_vllm(trainer: Any) -> Iterator[None]:
-    modules_of_bases = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)]
+    modules_of_bases = [
+        sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)
+    ]
     modules = [module for module in modules_of_bases if vars(module).get("VLLMGeneration") is VLLMGeneration]
 
     def make_vllm(*args: Any, **keywords: Any) -> LongspanVLLM:

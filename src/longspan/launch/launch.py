@@ -50,7 +50,9 @@ def start_store_server() -> Any:
 
     listening = socket.create_server((LOOPBACK, 0), backlog=1024)
     port: int = listening.getsockname()[1]
-    return TCPStore(LOOPBACK, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return TCPStore(
+        LOOPBACK, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:

@@ -46,7 +46,9 @@ def stop_when_torchrun_is_gone() -> None:
     """Stop this process once the torchrun that started it is gone; nothing happens if another program started it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         torchrun = os.getppid()
-        stop_when_launcher_is_gone(lambda: os.getppid() != torchrun, with_message=os.environ.get("LOCAL_RANK") == "0")
+        stop_when_launcher_is_gone(
+            lambda: os.getppid() != torchrun, with_message=os.environ.get("LOCAL_RANK") == "0"
+        )
 
 
 def processes_of_torchrun() -> dict[int, int]:

@@ -141,7 +141,9 @@ def _run_rank(
 
 def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
     if spec.rank == 0:
-        write_error("ranks take longer to start: a module that they import uses CUDA as it is imported\n", err.number)
+        write_error(
+            "ranks take longer to start: a module that they import uses CUDA as it is imported\n", err.number
+        )
     parent = multiprocessing.parent_process()
     launcher = parent.sentinel if parent is not None else -1  # −1: there is none
     file = spec.folder / f"rank-{spec.rank}.pickle"
@@ -178,7 +180,9 @@ def continue_restarted_rank() -> NoReturn:
     for number in (pipe, out, err, launcher):
         if number >= 0:
             os.set_inheritable(number, False)
-    _run_rank(spec, connection.Connection(pipe), Descriptor(out), Descriptor(err), launcher if launcher >= 0 else None)
+    _run_rank(
+        spec, connection.Connection(pipe), Descriptor(out), Descriptor(err), launcher if launcher >= 0 else None
+    )
 
 
 def _answer_call(rank: int, task: RankTask, pipe: connection.Connection) -> None:

@@ -113,7 +113,9 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     summed = groups is not None
     groups = [range(len(source.members))] if groups is None else list(map(sorted, groups))
     distinct_blocks = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]
-    repeats = [len(distinct) < len(blocks) for distinct, blocks in zip(distinct_blocks, source.members, strict=True)]
+    repeats = [
+        len(distinct) < len(blocks) for distinct, blocks in zip(distinct_blocks, source.members, strict=True)
+    ]
     if summed:  # without repeats no member has a row more often than another
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
     arriving = _arriving_blocks(target, distinct_blocks, me, groups)
@@ -134,7 +136,9 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     )
 
 
-def _arriving_blocks(target: Blocks, distinct_blocks: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
+def _arriving_blocks(
+    target: Blocks, distinct_blocks: Sequence[Integers], me: int, groups: Groups
+) -> list[Integers]:
     """Return for each member the blocks that it brings here, in the order in which they are first needed.
 
     Of each group one member brings a block: this member itself if it has the block, else one of the group's members
@@ -346,7 +350,9 @@ class Exchange:
     def moves(self, rank: int) -> RowMoves:
         """Plan one rank's side of the exchange. Raises LayoutError for a rank that is not among its ranks."""
         if not 0 <= rank < self.degree:
-            raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
+            raise LayoutError(
+                f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})"
+            )
         if rank not in self._moves:
             have, need = self.blocks
             self._moves[rank] = plan_moves(have, need, rank)

@@ -169,7 +169,9 @@ class Partition(ABC):
         """
         runs = tuple(find_runs(member, rows) for member, rows in enumerate(rows_by_member))
         if not runs:
-            raise LayoutError("rows of 0 members are given; give one list of row ids, which may be empty, per member")
+            raise LayoutError(
+                "rows of 0 members are given; give one list of row ids, which may be empty, per member"
+            )
         return _ListedPartition(runs, len(runs))
 
     @staticmethod
@@ -202,7 +204,9 @@ class Partition(ABC):
 
     def _check_member(self, member: int) -> None:
         if not 0 <= member < self.degree:
-            raise LayoutError(f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})")
+            raise LayoutError(
+                f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})"
+            )
 
 
 @dataclass(frozen=True, repr=False)

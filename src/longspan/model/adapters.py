@@ -39,7 +39,9 @@ def find_adapter(model: nn.Module) -> Adapter | None:
             "one is trained; keep one: peft_model.delete_adapter(name)"
         )
     ((name, config),) = configs.items()
-    rates = (m.p for path, m in model.named_modules() if isinstance(m, nn.Dropout) and ".lora_dropout." in f".{path}.")
+    rates = (
+        m.p for path, m in model.named_modules() if isinstance(m, nn.Dropout) and ".lora_dropout." in f".{path}."
+    )
     return Adapter(name, config, max(rates, default=0.0))
 
 

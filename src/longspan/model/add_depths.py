@@ -123,7 +123,9 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
             f"add_mtp got depths={depths!r}; give a number from 1: tokens that are predicted beyond the next"
         )
     if is_prepared(model):
-        raise ModelError(f"this {name} was prepared already; call add_mtp before prepare, which places its parameters")
+        raise ModelError(
+            f"this {name} was prepared already; call add_mtp before prepare, which places its parameters"
+        )
     if hasattr(model, MTP):
         depth = len(mtp_depths(model))
         obstacle = f"multi-token prediction of depth {depth}" if depth else f"a module at {MTP!r}"

@@ -117,7 +117,9 @@ def _compile_layer(layer: nn.Module) -> None:
     layer_run = _LayerRun(layer, run, has_experts=has_experts)
     setattr(layer, IS_COMPILED, True)
     # In transformers 5.23 the class's forward runs the checkpoint; in 5.17 the call does.
-    in_forward = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
+    in_forward = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(
+        GradientCheckpointingLayer
+    )
     layer.forward = partial(_run_within_checkpoint, layer_run) if in_forward else layer_run
 
 

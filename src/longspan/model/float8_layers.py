@@ -33,7 +33,9 @@ MULTIPLE = 16  # of numbers: what products in float8 need of both widths of a ma
 _LEAST_WIDTH = 64
 _LEAST_CAPABILITY = (8, 9)
 # Routers that are plain linears, the gate of experts that every row visits, and one number a head in mixers.
-_GATES = frozenset(("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj"))
+_GATES = frozenset(
+    ("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
+)
 _OUT_SPLIT = (styles.COLWISE, styles.PACKED, styles.QKV, *styles.GATHERED)
 _IN_SPLIT = (styles.ROWWISE, styles.SPLIT_INPUT)
 
@@ -109,7 +111,9 @@ class Float8Feature(Feature):
         )
 
 
-def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
+def _reasons_against_float8(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int
+) -> Iterator[str]:
     """Parameters of experts with three dims are stacked matrices, one for each expert."""
     if reason := unsupported_reason(device):
         yield reason
@@ -170,13 +174,17 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
 def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return multiply_scaled_rows(Scaled(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias)
+    return multiply_scaled_rows(
+        Scaled(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias
+    )
 
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
 def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     """Only the dtype of dy (S, N) is read; it is `values` times `scales`, and the weight (N, K)."""
-    return multiply_scaled_rows(Scaled(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype)
+    return multiply_scaled_rows(
+        Scaled(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype
+    )
 
 
 @_linear.register_fake

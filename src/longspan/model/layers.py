@@ -122,7 +122,9 @@ def named_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     for name, module in text_model(model).named_modules(prefix=text_prefix):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
-    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")
+    raise ModelError(
+        f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found"
+    )
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -168,7 +168,9 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
             f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[lora]'"
         ) from error
     linears, towers = _linears_outside_towers(model)
-    names = _check_target_names(model, new.targets, linears) if new.targets else _default_target_names(model, linears)
+    names = (
+        _check_target_names(model, new.targets, linears) if new.targets else _default_target_names(model, linears)
+    )
     config = peft.LoraConfig(
         r=new.rank,
         lora_alpha=new.alpha or 2 * new.rank,  # pyright: ignore[reportArgumentType]
@@ -239,8 +241,12 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 
     Lists of modules, which peft does not take, are not among them. ModelError for a module trained in part.
     """
-    modules = tuple(_iterate_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
-    if outside := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
+    modules = tuple(
+        _iterate_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained))
+    )
+    if outside := sorted(
+        name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))
+    ):
         raise ModelError(
             f"{', '.join(outside[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
             "trained; train all of it or nothing, or keep it by save_checkpoint(folder, model, …)"
@@ -270,7 +276,11 @@ CONFIGURATION = "adapter_config.json"
 
 
 def write_adapter(
-    folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor], tokenizer: Any = None, modules: Sequence[str] = ()
+    folder: Path,
+    adapter: Adapter,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Any = None,
+    modules: Sequence[str] = (),
 ) -> None:
     """Write an adapter's whole tensors, named as in a prepared model, its configuration, and the tokenizer's files.
 
@@ -344,7 +354,15 @@ def refuse_adapter_left_out(model: nn.Module) -> None:
 
 
 _CHANGES = (
-    *("merge_and_unload", "unload", "merge_adapter", "add_adapter", "load_adapter", "delete_adapter", "set_adapter"),
+    *(
+        "merge_and_unload",
+        "unload",
+        "merge_adapter",
+        "add_adapter",
+        "load_adapter",
+        "delete_adapter",
+        "set_adapter",
+    ),
     *("save_pretrained", "push_to_hub", "forward"),
 )
 

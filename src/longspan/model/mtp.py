@@ -27,7 +27,9 @@ from longspan.plan.shape.families import FAMILIES, find_family
 
 # Published names are those of vLLM's `deepseek_mtp.py`, `qwen3_next_mtp.py` and `nemotron_h_mtp.py`.
 _OURS = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")
-_QWEN: dict[str, str] = dict(zip(("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), _OURS, strict=True))
+_QWEN: dict[str, str] = dict(
+    zip(("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), _OURS, strict=True)
+)
 _LAST_NORMS = {family.mtp_norm: "post_norm." for family in FAMILIES.values()}
 
 
@@ -64,7 +66,9 @@ def translate_published_name(key: str, layers: int, blocks: int = 1) -> str:
     return _depth_name(0, inside) if is_qwen_name else key
 
 
-def find_published_naming(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
+def find_published_naming(
+    model_type: str, layers: int, depths: int, blocks: int = 1
+) -> Callable[[str], str] | None:
     """Return the function from our names to the names in a family's published models; None if they are not known.
 
     Some families name weights of a single depth only. A depth has `blocks` decoder layers.
@@ -96,7 +100,9 @@ def select_published_mtp_names(keys: Iterable[str], layers: int) -> set[str]:
     ['model.layers.2.eh_proj.weight']
     """
     names = {key: translate_published_name(key, layers) for key in keys}
-    depths = tuple(name.removesuffix("eh_proj.weight") for name in names.values() if name.endswith("eh_proj.weight"))
+    depths = tuple(
+        name.removesuffix("eh_proj.weight") for name in names.values() if name.endswith("eh_proj.weight")
+    )
     return {key for key, name in names.items() if name.startswith(depths) or re.match(r"(model\.)?mtp", key)}
 
 
@@ -105,7 +111,9 @@ def _depth_name(depth: int, inside: str) -> str:
 
 
 def _replace_prefix(name: str, begins: dict[str, str]) -> str:
-    return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
+    return next(
+        (ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name
+    )
 
 
 def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:

@@ -113,7 +113,9 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
     return calls, equal and not _depends_on([out], returned[:-1])
 
 
-def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
+def _trace_calls(
+    model: PreTrainedModel, parts: ModelParts, **more: Any
+) -> tuple[list[PartCall], Tensor, list[Tensor]]:
     bare = decoder_model(copy_for_stage(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
@@ -148,7 +150,9 @@ def _argument_with_first_states(
         return None
     value = arguments[earlier[0]]
     first = returned[0]
-    is_first = isinstance(value, Tensor) and value.shape == first.shape and (first.is_meta or torch.equal(value, first))
+    is_first = (
+        isinstance(value, Tensor) and value.shape == first.shape and (first.is_meta or torch.equal(value, first))
+    )
     return earlier[0] if is_first and not _depends_on(value, returned[1:]) else None
 
 

@@ -202,7 +202,9 @@ def _set_configuration(model: PreTrainedModel) -> None:
             config.tie_word_embeddings = False  # so that a saved folder has both too
 
 
-def _make_call_rules(model: PreTrainedModel, record: MetaRecord, options: PrepareOptions, world: World) -> CallRules:
+def _make_call_rules(
+    model: PreTrainedModel, record: MetaRecord, options: PrepareOptions, world: World
+) -> CallRules:
     return CallRules(
         type(model).__name__,
         options.attention_kernel,

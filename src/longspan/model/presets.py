@@ -78,7 +78,12 @@ _DELTA_NET = {
 }
 _MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 24, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_expand": 2}
 _EXPERTS = {"moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok": 2}
-_SHARED = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 192, "shared_intermediate_size": 192}
+_SHARED = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 192,
+    "shared_intermediate_size": 192,
+}
 # Latent attention to 64 keys of each row, which an indexer chooses; a dense layer, then one of experts.
 _INDEXED = {name: value for name, value in _TINY.items() if name != "head_dim"} | {
     "num_key_value_heads": 8,

@@ -123,7 +123,9 @@ class WholeWeights:
             tied = tied_names(stage)
             scalings = dict[str, float]()
             if self._adapter is not None:
-                adapted: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
+                adapted: dict[str, Any] = {
+                    name: module for name, module in stage.named_modules() if is_adapted(module)
+                }
                 scalings = {name: float(module.scaling[self._adapter.name]) for name, module in adapted.items()}
             state = entries_trained_with_adapter(model, state) if saved else state
             for name, value in state.items():

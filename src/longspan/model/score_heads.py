@@ -110,7 +110,9 @@ def score_class(config: PreTrainedConfig, kind: str = SCORE_HEADS[0]) -> type[Pr
         return mapping[type(config)]
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in causal:
-        raise ModelError(f"{type(config).__name__} stands for no causal language model, over which a head could score")
+        raise ModelError(
+            f"{type(config).__name__} stands for no causal language model, over which a head could score"
+        )
     return _make_class(causal[type(config)], generic, kind)
 
 
@@ -122,7 +124,9 @@ def _make_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[
     return type(name, (generic, family), prefix)
 
 
-def add_score_head(model: PreTrainedModel, labels: int = 1, *, tokens: bool = False, seed: int = 0) -> PreTrainedModel:
+def add_score_head(
+    model: PreTrainedModel, labels: int = 1, *, tokens: bool = False, seed: int = 0
+) -> PreTrainedModel:
     """Return a model with a new head of `labels` scores over a causal language model's base, for `prepare`.
 
     >>> model = prepare(add_score_head(load_model("Qwen3.5-35B-A3B"), labels=1), world)

@@ -85,7 +85,9 @@ def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
     """Sums are neither cast, nor summed over replicas, which a mesh of one axis lacks."""
     for group in reduction_groups([module]):
-        trained = [parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        trained = [
+            parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
+        ]
         casts = any(policy.reduce_dtype not in (None, parameter.dtype) for parameter in trained)
         if casts or group.mesh_info.mesh.ndim != 1:
             return False
@@ -442,7 +444,12 @@ class ShardingFeature(Feature):
         """Blocks come before the layers around them."""
         if self._sharding.parameters:
             layers = decoder_layers(model)
-            blocks = (*shared_blocks(layers), *layers.values(), *towers_beside_text_model(model), *mtp_depths(model))
+            blocks = (
+                *shared_blocks(layers),
+                *layers.values(),
+                *towers_beside_text_model(model),
+                *mtp_depths(model),
+            )
             shard_over_slots(blocks, self.world, self._sharding, root=root)
         elif not has_meta_parameters(root):  # a model without memory is filled on its device later
             nn.Module.to(root, self.world.device)

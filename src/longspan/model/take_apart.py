@@ -132,7 +132,9 @@ def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) ->
     vision: Any = getattr(config, "vision_config", None)
     width = _first_integer(vision, _WIDTHS)
     layers = _first_integer(vision, _LAYERS)
-    in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+    in_blocks = sum(
+        p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1
+    )
     merge = getattr(vision, "spatial_merge_size", None) or 1
     windows, side = read_window_layers(ConfigReader.read_whole_model(config).section("vision_config"), layers)
     full_layers = layers - windows

@@ -26,7 +26,9 @@ def sample_lengths(
     if name not in DISTRIBUTIONS:
         raise PlanError(f"unknown distribution {name!r}; use one of {', '.join(DISTRIBUTIONS)}")
     if tokens < 1 or not 1 <= shortest <= longest:
-        raise PlanError(f"tokens {tokens}, shortest {shortest} and longest {longest} make no documents; use at least 1")
+        raise PlanError(
+            f"tokens {tokens}, shortest {shortest} and longest {longest} make no documents; use at least 1"
+        )
     random = np.random.default_rng(seed)
     samples = [np.zeros(0, np.int64)]
     total = 0

@@ -32,7 +32,9 @@ from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, comm_
 from longspan.plan.step_times import Timeline, lower_bound_seconds, slot_rows, timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
-OF_DEFAULT = ', the default: cost=Machine.known("h100").cost("FOLDER"), or --machine h100 --model FOLDER, prices yours'
+OF_DEFAULT = (
+    ', the default: cost=Machine.known("h100").cost("FOLDER"), or --machine h100 --model FOLDER, prices yours'
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class Plan:
         cost = replace(cost or self.cost, stages=self.cost.stages, chunks=self.cost.chunks)
         batches = self.micro_batches
         slots = self.slots
-        return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
+        return timeline(
+            batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple
+        )
 
     def reprice(self, cost: Cost, *, max_cp: int | None = None) -> "Plan":
         """Return this plan with the seconds and the bound that it has under another cost, its stages included. The
@@ -122,7 +126,16 @@ class Plan:
         return json.dumps(self._fields_for_digest() | further_fields, indent=indent)
 
     def _fields_for_digest(self) -> dict[str, Any]:
-        names = ("slots", "lengths", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
+        names = (
+            "slots",
+            "lengths",
+            "targets",
+            "mode",
+            "max_tokens_per_slot",
+            "node_size",
+            "row_multiple",
+            "planner",
+        )
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
         return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
 
@@ -133,7 +146,9 @@ class Plan:
         for m, batch in enumerate(self.micro_batches[:limit]):
             fullest = f"{int(times.rows[m].max()):,}"
             seconds = seconds_text(float(np.max(times.busy[m], initial=0.0)))
-            rows.append((f"{m}", _degrees_text(batch), f"{batch.tokens:,}", fullest, seconds, f"{times.idle[m]:.1%}"))
+            rows.append(
+                (f"{m}", _degrees_text(batch), f"{batch.tokens:,}", fullest, seconds, f"{times.idle[m]:.1%}")
+            )
         names = ("micro-batch", "groups", "tokens", "fullest slot", "seconds", "idle")
         others = max(0, len(self.micro_batches) - limit)
         lines = [*_header_lines(self, cost or self.cost, times), "", text_table(names, rows, left=2)]
@@ -203,7 +218,9 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
     for name in ("slots", "documents", "lengths"):
         if {type(value) for value in getattr(group, name)} != {int}:
-            raise PlanError(f"{where}: {name} ({items_text(getattr(group, name))}) must be integers (int, not numpy's)")
+            raise PlanError(
+                f"{where}: {name} ({items_text(getattr(group, name))}) must be integers (int, not numpy's)"
+            )
     if len(set(group.slots)) != len(group.slots):
         raise PlanError(f"{where} names a slot twice: slots {excerpt(group.slots)}")
     if min(group.slots) < 0 or max(group.slots) >= plan.slots:
@@ -219,7 +236,9 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
                 f"{where} gives document {document} {length} rows, but the plan's lengths say {plan.lengths[document]}"
             )
     if group.pad_to is not None and (type(group.pad_to) is not int or group.pad_to < max(group.lengths)):
-        raise PlanError(f"{where} pads to {group.pad_to!r} rows, less than its longest document, {max(group.lengths)}")
+        raise PlanError(
+            f"{where} pads to {group.pad_to!r} rows, less than its longest document, {max(group.lengths)}"
+        )
     check_choice(f"{where}: partition", group.partition, PARTITIONS)
     try:
         types = check_comm_types(group.cp_comm_type)
@@ -349,7 +368,9 @@ def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "th
         kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
         degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
         if row["slots"] > _MOST_SLOTS or sum(degrees) > _MOST_PLACES:
-            raise ValueError(f"it has more than {_MOST_SLOTS:,} slots, or groups of more than {_MOST_PLACES:,} in all")
+            raise ValueError(
+                f"it has more than {_MOST_SLOTS:,} slots, or groups of more than {_MOST_PLACES:,} in all"
+            )
         batches = (MicroBatch(tuple(_decode_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
         values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
         plan = Plan(lengths=lengths, micro_batches=tuple(batches), cost=cost, **values)
@@ -392,7 +413,9 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     counts = dict[tuple[int, str], tuple[int, int]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
         kind = (
-            comm_type_text(group.cp_comm_type, [group.hierarchical_context_parallel_sizes]) if group.degree > 1 else ""
+            comm_type_text(group.cp_comm_type, [group.hierarchical_context_parallel_sizes])
+            if group.degree > 1
+            else ""
         )
         key = group.degree, kind
         count, tokens = counts.get(key, (0, 0))

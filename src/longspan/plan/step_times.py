@@ -71,7 +71,9 @@ class GroupTable:
         seconds = np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
             of_way = self.way == index
-            seconds[of_way] = self._price_groups(cost.under(kind, a2a_size).for_partition(partition), together, of_way)
+            seconds[of_way] = self._price_groups(
+                cost.under(kind, a2a_size).for_partition(partition), together, of_way
+            )
         return seconds
 
     def group_seconds_with_type(self, cost: Cost, node_size: int) -> Floats:

@@ -77,7 +77,9 @@ class PlanBars:
         drawn = set(sorted(large_enough, key=lambda i: -sizes[i][0] * sizes[i][1])[:limit])
         small_bars = [b for i, b in enumerate(self.bars) if i not in drawn]
         most_slots = max(1, round(3 / y_scale))
-        return [self.bars[i] for i in sorted(drawn)], list(_summarize_bars(small_bars, self.plan, most_slots, x_scale))
+        return [self.bars[i] for i in sorted(drawn)], list(
+            _summarize_bars(small_bars, self.plan, most_slots, x_scale)
+        )
 
 
 def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
@@ -126,7 +128,9 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
     """The seconds that each group takes of each of its slots, per micro-batch, without the launches."""
     table = GroupTable.from_micro_batches(plan.micro_batches)
     seconds = table.group_seconds(cost, plan.node_size)
-    return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
+    return (
+        np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
+    )
 
 
 def _stack_groups(
@@ -136,7 +140,9 @@ def _stack_groups(
     over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
     """
     clock = begin.copy()  # (slots,)
-    for group, width in sorted(zip(micro_batch.groups, widths.tolist(), strict=True), key=lambda pair: -pair[0].degree):
+    for group, width in sorted(
+        zip(micro_batch.groups, widths.tolist(), strict=True), key=lambda pair: -pair[0].degree
+    ):
         slots = np.sort(np.asarray(group.slots, np.int64))
         rows = np.asarray(group.laid_out, float)
         work = cost.linear_seconds * rows + cost.attention_seconds * rows * rows

@@ -29,7 +29,9 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
         verdict = ["reference", ""] if row is base else ["✓ equal", "good"] if good else ["✗ differs", "bad"]
         added = [bytes_text(row.activation_bytes)] * memory
         difference = "" if row is base else f"{relative:+.1e}"
-        cells.append([row.degree, f"{row.loss:.9f}", verdict, difference, row.perplexity, f"{row.tokens:,}", *added])
+        cells.append(
+            [row.degree, f"{row.loss:.9f}", verdict, difference, row.perplexity, f"{row.tokens:,}", *added]
+        )
     names = ("cp", "loss", "", "relative difference", "perplexity", "tokens", *(["added memory of a GPU"] * memory))
     note = f"The weights after step {base.step:,}, the same documents. "
     note += f"Equal means within {SAME:g} of the first row, relative."
@@ -150,7 +152,11 @@ def eval_page(record: Mapping[str, Any]) -> str:
             name = set_name if len(models) == 1 else f"{model['target']}, {set_name}"
             by_position.setdefault(name, row.by_position)  # degrees of one set have the same loss
             by_length.setdefault(name, row.by_length)
-            cells = {"weights": str(model["target"]), "set": set_name, "type": ", ".join(values["cp_comm_type"]) or "-"}
+            cells = {
+                "weights": str(model["target"]),
+                "set": set_name,
+                "type": ", ".join(values["cp_comm_type"]) or "-",
+            }
             cells |= {"seconds": seconds_text(values["seconds"]), "targets": f"{values['eval_targets']:,}"}
             rows.append((row, cells))
     sections = [section("Evaluations", evaluation_table(rows))]
@@ -170,7 +176,9 @@ def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> 
         f"{difference['lower']:,} of {plural(difference['documents'], 'document')} have a lower value."
     )
     rows = [("all", difference["first"], difference["other"], difference["documents"])]
-    rows += [(f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]]
+    rows += [
+        (f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]
+    ]
     cells = ([name, f"{a:,.6f}", f"{b:,.6f}", f"{b - a:+.6f}", f"{count:,}"] for name, a, b, count in rows)
     rows_by_length = table(["tokens of the document", *names, "difference", "documents"], cells)
     return section(f"Difference, {difference['name'] or HELD_OUT}", {"note": words}, rows_by_length)

@@ -270,7 +270,9 @@ class _Handler(BaseHTTPRequestHandler):
         title, value = live_page(follower.read_run())
         if name == "":
             return self._send_text(200, "text/html", page(title, value, live=True))
-        answer = json.dumps(json_safe_values({"over": over, "page": {"name": title, **value}}), separators=(",", ":"))
+        answer = json.dumps(
+            json_safe_values({"over": over, "page": {"name": title, **value}}), separators=(",", ":")
+        )
         mark = blake2b(answer.encode(), digest_size=8).hexdigest()
         if mark == shown_mark:
             return self._send_text(204, "application/json", "")
@@ -281,7 +283,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = words.encode("utf-8", "replace")
         compressed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if compressed else body
-        policy = f"{content_policy(live=True)}; frame-ancestors 'none'" if kind == "text/html" else "default-src 'none'"
+        policy = (
+            f"{content_policy(live=True)}; frame-ancestors 'none'" if kind == "text/html" else "default-src 'none'"
+        )
         headers = _HEADERS | {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
         headers |= {"Content-Security-Policy": policy} | ({"Content-Encoding": "gzip"} if compressed else {})
         self.send_response(status)

@@ -69,7 +69,10 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
     unmeasured = f"{source}, not measured here: times only compare" if source else "no machine: times only compare"
     yield "priced for", source if source and measured else unmeasured
     if plan.cost.closing_seconds and measured:
-        yield "of these, closing", f"{seconds_text(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
+        yield (
+            "of these, closing",
+            f"{seconds_text(plan.cost.closing_seconds)}: parameters gathered, gradients summed",
+        )
     if plan.lower_bound_seconds:
         yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"
 
@@ -87,7 +90,12 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
     size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
     entries = (
         svg_element(
-            "rect", class_=kind, x=54 + 540 * (i % 2), y=round(_HEAD + height) + 4 + 18 * (i // 2), width=22, height=12
+            "rect",
+            class_=kind,
+            x=54 + 540 * (i % 2),
+            y=round(_HEAD + height) + 4 + 18 * (i // 2),
+            width=22,
+            height=12,
         )
         + svg_text(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
         for i, (kind, words) in enumerate(picture_legend(picture))
@@ -177,7 +185,11 @@ class _Canvas:
         css = f"b k{self.picture.color_by_document[bar.document]}"
         rect = svg_element("rect", class_=css, data_d=bar.document, x=x, y=y + inset, **size)
         length = self.plan.lengths[bar.document]
-        names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
+        names = (
+            f"document {bar.document} · {length:,}",
+            f"{bar.document} · {number_text(length)}",
+            f"{bar.document}",
+        )
         # pixels of a character, and of both margins
         name = next((n for n in names if width >= 6.4 * len(n) + 6), "")
         if not name or height < 12:

@@ -148,7 +148,8 @@ def curve(name: str, x: Iterable[float], y: Iterable[float], color: int = 0, kin
     """A curve; its kind is "line", "faint" for raw data behind averages, or "marks" for few points."""
     points = thin_curve(np.array([*x], float), np.array([*y], float), MAX_POINTS)
     x_values, y_values = (
-        [int(value) if value == int(value) else float(f"{value:.7g}") for value in values.tolist()] for values in points
+        [int(value) if value == int(value) else float(f"{value:.7g}") for value in values.tolist()]
+        for values in points
     )
     return {"name": name, "x": x_values, "y": y_values, "color": color % COLORS, "kind": kind}
 

@@ -66,7 +66,13 @@ def write_png(plan: Plan, path: str | Path) -> Path:
                 "edgecolor": "none",
                 "pad": 0.5,
             }  # hides lines
-            look = {"fontsize": 8, "color": "#222222", "zorder": 4, "bbox": ground, "rotation": 90 if upright else 0}
+            look = {
+                "fontsize": 8,
+                "color": "#222222",
+                "zorder": 4,
+                "bbox": ground,
+                "rotation": 90 if upright else 0,
+            }
             axes.text((b.start + b.stop) / 2, b.slot + b.slots / 2, name, ha="center", va="center", **look)
     entries = (
         (FILLS[0], LEGEND[0][1]),

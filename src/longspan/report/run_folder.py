@@ -25,13 +25,30 @@ MOST = 1e30  # a larger number of a record is taken for none
 MAX_PLANS = 8  # in the report; the first and last saved and some between
 MTP_LOSS = "mtp_loss_"  # and the number of a depth: columns that a run may have
 TRAIN_COLUMNS = (
-    *("loss", "tokens", "targets", "grad_norm", "lr", "seconds", "tokens_per_second", "memory_bytes", "micro_batches"),
+    *(
+        "loss",
+        "tokens",
+        "targets",
+        "grad_norm",
+        "lr",
+        "seconds",
+        "tokens_per_second",
+        "memory_bytes",
+        "micro_batches",
+    ),
     *("efficiency", "tflops", "mfu", "predicted_seconds", "bound_share", "encoder_share"),
     *("predicted_encoder_share", "router_balance_loss", "router_z_loss"),
     *("save_bytes", "save_seconds", "save_shown_seconds"),
 )
 _EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")
-_NO_METRIC = {"eval_loss", "eval_tokens", "eval_targets", "eval_documents", "eval_perplexity", "eval_activation_bytes"}
+_NO_METRIC = {
+    "eval_loss",
+    "eval_tokens",
+    "eval_targets",
+    "eval_documents",
+    "eval_perplexity",
+    "eval_activation_bytes",
+}
 
 
 # Of positions, or of documents whose lengths are, `first` to `last`: first, last, mean loss, targets, documents.
@@ -109,7 +126,11 @@ def number_to_draw(value: object) -> float:
 def _read_buckets(rows: object) -> tuple[Bucket, ...]:
     buckets = list[Bucket]()
     for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, list) and len(row) == 5 and not any(math.isnan(value) for value in map(number_to_draw, row)):
+        if (
+            isinstance(row, list)
+            and len(row) == 5
+            and not any(math.isnan(value) for value in map(number_to_draw, row))
+        ):
             first, last, loss, targets, documents = row
             buckets.append((int(first), int(last), float(loss), int(targets), int(documents)))
     return tuple(buckets)
@@ -157,7 +178,9 @@ class RunFolder:
         facts = RunFacts.from_json(_read_object(path / "run.json", notes))
         steps = sorted(train)
         depths = {name for row in train.values() for name in row if name.startswith(MTP_LOSS)}
-        times = sorted((seconds, step) for step in steps if (seconds := number_to_draw(train[step].get("seconds"))) > 0)
+        times = sorted(
+            (seconds, step) for step in steps if (seconds := number_to_draw(train[step].get("seconds"))) > 0
+        )
         shown_step = max(steps, default=0) if live else times[(len(times) - 1) // 2][1] if times else 0
         return cls(
             path=path,
@@ -199,7 +222,9 @@ class RunFolder:
 
     def value_of_planned_step(self, plan_name: str, column: str) -> float | None:
         """Return a positive value of the step of a plan; None for an evaluation, and for a step without a record."""
-        values = [self.train[column][i] for i, step in enumerate(self.step.tolist()) if _step_name(step) == plan_name]
+        values = [
+            self.train[column][i] for i, step in enumerate(self.step.tolist()) if _step_name(step) == plan_name
+        ]
         return float(values[0]) if values and values[0] > 0 else None
 
 

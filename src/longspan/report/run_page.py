@@ -31,7 +31,16 @@ from longspan.report.page import (
 from longspan.report.run_folder import MTP_LOSS, RunFolder
 
 # What building a page raises for records that hold values which no run writes.
-BAD_RECORD = (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
+BAD_RECORD = (
+    OSError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RecursionError,
+    MemoryError,
+)
 LAST = 10  # steps, whose mean is the training loss
 RECENT = 20  # steps, whose medians are the figures of a live run
 SHOWN = 8  # profiled steps and saves, the last ones
@@ -118,8 +127,14 @@ def run_head(run: RunFolder) -> Part:
     elif stopped := run.summary.get("stopped"):
         steps += f", stopped by {stopped} after step {run.summary.get('step')} of {run.summary.get('steps')}"
     versions = run.summary.get("versions")
-    version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
-    lines = session_text(run), " · ".join(filter(None, (model_and_data_text(run), steps))), " · ".join(version_texts)
+    version_texts = (
+        [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
+    )
+    lines = (
+        session_text(run),
+        " · ".join(filter(None, (model_and_data_text(run), steps))),
+        " · ".join(version_texts),
+    )
     return page_head(run.name, *lines, story=story[:1].upper() + story[1:])
 
 
@@ -166,7 +181,11 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
         yield "tokens per second", number_text(medians["tokens_per_second"]), of_steps
     tflops = medians["tflops"]
     if "mfu" in recorded:
-        yield "model FLOPs utilisation", f"{100 * medians['mfu']:.1f}%", f"{of_steps}; {tflops:.0f} TFLOP/s a device"
+        yield (
+            "model FLOPs utilisation",
+            f"{100 * medians['mfu']:.1f}%",
+            f"{of_steps}; {tflops:.0f} TFLOP/s a device",
+        )
     elif "tflops" in recorded:
         words = f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
         yield "model FLOPs", words, f"of a device, {of_steps}"
@@ -186,7 +205,11 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
         yield "time of a step", seconds_text(medians["seconds"]), f"{words}, {tokens} tokens, {targets} targets"
     peak, planned = measured_and_planned_peaks(run)
     if peak:
-        yield "peak memory", bytes_text(peak), "of a process" + (f"; planned {bytes_text(planned)}" if planned else "")
+        yield (
+            "peak memory",
+            bytes_text(peak),
+            "of a process" + (f"; planned {bytes_text(planned)}" if planned else ""),
+        )
 
 
 def loss_sections(run: RunFolder) -> Iterator[Part]:
@@ -204,7 +227,8 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
     uniform = [(math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess")] if vocab else []
     options = {"format": "loss", "tall": True, "references": uniform, "events": resume_events(run)}
     yield section(
-        "Loss", {"charts": [chart("Training and evaluation", loss_unit(run), *curves, *degree_curves(run), **options)]}
+        "Loss",
+        {"charts": [chart("Training and evaluation", loss_unit(run), *curves, *degree_curves(run), **options)]},
     )
 
 
@@ -244,7 +268,10 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
     shares = {"encoder_share": "measured"} if "encoder_share" in shown else {}
     shares |= {"predicted_encoder_share": "predicted"} if shares and "predicted_seconds" in shown else {}
     depths = {name: f"depth {name.removeprefix(MTP_LOSS)}" for name in run.train if name.startswith(MTP_LOSS)}
-    joint_charts = ("Encoder", "share of the step", shares, "percent"), ("Multi-token prediction", NATS, depths, "loss")
+    joint_charts = (
+        ("Encoder", "share of the step", shares, "percent"),
+        ("Multi-token prediction", NATS, depths, "loss"),
+    )
     for title, unit, labels, number_format in joint_charts:  # several figures in each, as averages alone
         averages = ((label, moving_average(run.train[name], window)) for name, label in labels.items())
         curves = [curve(label, run.step, y, color) for color, (label, y) in enumerate(averages)]
@@ -285,7 +312,9 @@ def memory_sections(run: RunFolder) -> Iterator[Part]:
     words = f"{measures_text(measures if isinstance(measures, list) else ())}."
     if peak and not device.get("communicators"):  # a plan for CPUs has none
         words += " On CPUs the measured peak is the whole process's, with Python and its libraries."
-    used = {kind: f"{kind}: {meaning}" for kind, meaning in MEMORY_KINDS.items() if device.get(kind) or host.get(kind)}
+    used = {
+        kind: f"{kind}: {meaning}" for kind, meaning in MEMORY_KINDS.items() if device.get(kind) or host.get(kind)
+    }
     rows = [
         [name, *(bytes_text(values[kind]) if values.get(kind) else "" for values in (device, host))]
         for kind, name in (*used.items(), ("total", "total"))
@@ -335,7 +364,9 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
     first = names.index(run.median) if run.median in names else sum(name.startswith("step ") for name in names) // 2
     for name, plan in run.plans:
         is_measured = (
-            run.value_of_planned_step(name, "predicted_seconds") is not None if name.startswith("step ") else predicts
+            run.value_of_planned_step(name, "predicted_seconds") is not None
+            if name.startswith("step ")
+            else predicts
         )
         part = plan_part(plan, name, run.value_of_planned_step(name, "seconds"), measured=is_measured)
         parts.append(part | {"name": f"{name}, the median" if name == run.median else name})

@@ -87,7 +87,12 @@ class PlannerConfig:
 
     @classmethod
     def evaluation(
-        cls, config: RunConfig, entry: EvalConfig | None = None, *, cost: Cost | None = None, heads: int | None = None
+        cls,
+        config: RunConfig,
+        entry: EvalConfig | None = None,
+        *,
+        cost: Cost | None = None,
+        heads: int | None = None,
     ) -> "PlannerConfig":
         """Choose how evaluations are planned, of a named set or held-out documents, priced for forward passes only."""
         entry = entry or held_out_set(config)
@@ -320,11 +325,15 @@ def check_planner_exists(name: str, key: str) -> None:
 def _import_planner(name: str, key: str) -> Callable[..., Any]:
     planner = import_object(name, f"{key} is {name!r}")
     if not callable(planner):
-        raise ConfigError(f"{key} {name!r} is no function; name one of lengths, home and options that returns a Plan")
+        raise ConfigError(
+            f"{key} {name!r} is no function; name one of lengths, home and options that returns a Plan"
+        )
     return planner
 
 
-def plan_by_custom_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
+def plan_by_custom_planner(
+    name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions
+) -> Plan:
     """Plan by a planner of one's own: its plan is checked, and completed by the options.
 
     Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
@@ -341,7 +350,9 @@ def plan_by_custom_planner(name: str, key: str, lengths: Sequence[int], home: La
     except LongspanError:
         raise
     except Exception as error:  # whatever somebody's function raises
-        raise PlanError(f"{key} {name!r} failed for {documents} on {slots}: {type(error).__name__}: {error}") from error
+        raise PlanError(
+            f"{key} {name!r} failed for {documents} on {slots}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(plan, Plan) or (plan.slots, plan.lengths) != (home.slots, request.lengths):
         raise PlanError(
             f"{key} {name!r} returned {plan if isinstance(plan, Plan) else type(plan).__name__}; it must return a "

@@ -69,7 +69,9 @@ def keep_rows(config: RunConfig, rows: int, ranks: int) -> SlotRows:
 
 def ran_short_of_memory(error: BaseException) -> bool:
     """Return whether an error is SlotRowsError, or that of another rank, which quotes it."""
-    return isinstance(error, SlotRowsError) or (isinstance(error, CommError) and SlotRowsError.__name__ in str(error))
+    return isinstance(error, SlotRowsError) or (
+        isinstance(error, CommError) and SlotRowsError.__name__ in str(error)
+    )
 
 
 def halve_saved_rows(config: RunConfig) -> None:

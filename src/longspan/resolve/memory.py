@@ -68,7 +68,12 @@ def find_run_cost(
 
 
 def run_cost_settings(
-    config: RunConfig, *, slots: int, gpu: bool = True, target_share: float = 1.0, memory: "MemoryPlan | None" = None
+    config: RunConfig,
+    *,
+    slots: int,
+    gpu: bool = True,
+    target_share: float = 1.0,
+    memory: "MemoryPlan | None" = None,
 ) -> CostSettings:
     """Return the settings of a run over `slots` slots that change its model's time; arguments as of `find_run_cost`.
 

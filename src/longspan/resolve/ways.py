@@ -19,7 +19,16 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LayoutError, LongspanError, PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, FixedMemory, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory
+from longspan.plan import (
+    Cost,
+    FixedMemory,
+    MemoryBudget,
+    MemoryNeeds,
+    MemoryPlan,
+    MemorySettings,
+    Plan,
+    choose_memory,
+)
 from longspan.plan.memory.memory_plan import leanest_plans, mean_step_seconds
 from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
@@ -150,7 +159,9 @@ class Way:
         in_flight = max(1, home.pp * self.config.parallel.vpp)  # micro-batches that a pipeline holds at once
         lengths = [rows * degree] * (home.slots // degree * in_flight)
         # without a pipeline's bubble in the price, for which more and smaller micro-batches would be made
-        options = replace(choice.options, max_tokens_per_slot=rows, cost=replace(choice.options.cost, chunks=1 << 20))
+        options = replace(
+            choice.options, max_tokens_per_slot=rows, cost=replace(choice.options.cost, chunks=1 << 20)
+        )
         return replace(choice, options=options).at_degree(degree, longest=lengths[0]).plan(lengths, home)
 
     def limits_of_rows(self) -> list[int]:
@@ -178,7 +189,9 @@ class Way:
 
 def set_usual_mode(config: RunConfig) -> RunConfig:
     """Put lockstep in place of a mode "auto"."""
-    return replace(config, context=replace(config.context, mode="lockstep")) if config.context.mode == AUTO else config
+    return (
+        replace(config, context=replace(config.context, mode="lockstep")) if config.context.mode == AUTO else config
+    )
 
 
 def _round_up(rows: int, unit: int) -> int:
@@ -323,11 +336,15 @@ def _fit_run(way: Way, *, rows_open: bool) -> Fit:
 
 def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way]:
     context = config.context
-    planners = [context.planner] if given.planner else [*dict.fromkeys(("dynamic", "fixed", "padded", context.planner))]
+    planners = (
+        [context.planner] if given.planner else [*dict.fromkeys(("dynamic", "fixed", "padded", context.planner))]
+    )
     for home_config, home in _homes_with_expert_degrees(config, facts, given):
         way = Way(home_config, facts.on_home(home))
         named = [replace(way.choice, planner=planner) for planner in planners if planner != AUTO or given.planner]
-        for choice in (one for open_choice in named for one in list_choices(open_choice, home, facts.lengths_differ)):
+        for choice in (
+            one for open_choice in named for one in list_choices(open_choice, home, facts.lengths_differ)
+        ):
             sizes = choice.options.hierarchical_context_parallel_sizes or 0
             keys = {"planner": choice.planner, "hierarchical_context_parallel_sizes": sizes}
             yield way.with_context(**keys, context_parallel_size=choice.degree)

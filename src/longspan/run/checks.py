@@ -98,7 +98,9 @@ def check_data(config: RunConfig) -> None:
             f"data.split is {data.split!r} and there are {count} tables [[data.sources]]; give it in each"
         )
     if count and data.path:
-        raise ConfigError(f"data.path is {data.path!r} and there are {count} tables [[data.sources]]; give one of them")
+        raise ConfigError(
+            f"data.path is {data.path!r} and there are {count} tables [[data.sources]]; give one of them"
+        )
     counted = config.train.epochs_of
     paths = [source.path for source in data.sources]
     if config.train.epochs and (count > 1 or counted) and counted not in paths:

@@ -166,7 +166,9 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
     layers = f"{plural(execution.mixers, 'state-space layer')} in {kernels}"
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"
-    return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
+    return (
+        f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
+    )
 
 
 def _scores_text(run: TrainingRun) -> str:
@@ -190,7 +192,9 @@ def _encoder_text(run: TrainingRun) -> str:
     count = run.corpus.manifest.images
     (encoder,) = run.model.encoder_settings.values()
     parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
-    trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.trainable]
+    trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[
+        settings.trainable
+    ]
     slots = plural(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
     waves = f", at most {settings.max_tokens:,} rows of a slot at once" if settings.max_tokens else ""
     return f"{parameters:,} parameters on {slots}, {trained}; {plural(count, 'image')}{waves}"
@@ -212,7 +216,8 @@ def attention_groups(world: World) -> list[str]:
     texts = list[str]()
     for kind, levels in ranks_of.items():
         parts = [
-            f"{level} {' '.join(groups[:_LISTED])}{' …' * (len(groups) > _LISTED)}" for level, groups in levels.items()
+            f"{level} {' '.join(groups[:_LISTED])}{' …' * (len(groups) > _LISTED)}"
+            for level, groups in levels.items()
         ]
         texts.append(f"{kind} as {', '.join(parts)}" if len(parts) > 1 else f"{kind} {parts[0].partition(' ')[2]}")
     return texts

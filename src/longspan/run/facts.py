@@ -105,7 +105,11 @@ class TrainResult:
             mean += f" ({share}, the loss of a uniform guess)"
         lines = [mean] if self.done else []
         if self.stopped:
-            rest = "goes on" if self.done < self.steps else "saves the model and makes the evaluations that are left"
-            lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command {rest}")
+            rest = (
+                "goes on" if self.done < self.steps else "saves the model and makes the evaluations that are left"
+            )
+            lines.append(
+                f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command {rest}"
+            )
         evaluations = (*self.final, *self.named)
         return "\n".join([*lines, *([evaluation_table(evaluations)] if evaluations else [])])

@@ -80,7 +80,10 @@ def check_logins(names: Sequence[str], environment: Mapping[str, str]) -> None:
     if "wandb" not in names or any(map(environment.get, _WANDB_VARIABLES)):
         return
     home = Path(environment.get("HOME", "~"))
-    folders = environment.get("WANDB_CONFIG_DIR", home / ".config/wandb"), environment.get("WANDB_DIR", ".") + "/wandb"
+    folders = (
+        environment.get("WANDB_CONFIG_DIR", home / ".config/wandb"),
+        environment.get("WANDB_DIR", ".") + "/wandb",
+    )
     files = [folder / "settings" for folder in map(Path, folders)]
     texts = [f"mode = {environment.get('WANDB_MODE', '')}"]
     texts += [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
@@ -132,7 +135,9 @@ class RunLoggers:
         self._log_line = log_line
 
     @classmethod
-    def open(cls, classes: Mapping[str, LoggerClass], start: RunStart, log_line: Callable[[str], None]) -> "RunLoggers":
+    def open(
+        cls, classes: Mapping[str, LoggerClass], start: RunStart, log_line: Callable[[str], None]
+    ) -> "RunLoggers":
         """Create the loggers in order. Raises ConfigError if one cannot start; loggers before it are closed."""
         loggers = cls({}, log_line)
         for name, make in classes.items():

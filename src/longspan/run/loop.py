@@ -82,7 +82,11 @@ class Steps:
         if profiles is None or not profiles.has_step(step + 1):
             self._slow_slots.note_ratio(result.slot_ratio)
         row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
-        row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
+        row |= {
+            "grad_norm": result.grad_norm,
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "seconds": round(seconds, 6),
+        }
         row |= {
             "tokens_per_second": round(result.tokens / seconds, 3),
             "memory_bytes": peak_memory_bytes(run.world.device),
@@ -219,7 +223,9 @@ class _Loop:
                     stop.forget_save_request()  # also what other ranks received meanwhile
                 saves.reserve_memory()
                 if agreed.save_on and not stopped:
-                    self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
+                    self.display.log(
+                        f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on"
+                    )
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
                     saves.keep_if_best(self.evaluations.take_new_rows())

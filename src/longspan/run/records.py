@@ -110,7 +110,9 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
     run_on_first_rank(run.world, write, RunFolderError)
 
 
-def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:
+def _open_loggers(
+    run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine
+) -> RunLoggers:
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluations_in_rows(rows):

@@ -79,9 +79,8 @@ class EvaluationSet:
         every = self.config.every
         targets = getattr(self.documents, "targets", None)
         detail = "" if targets is None else f" ({targets:,} of them targets)"
-        size = (
-            f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{detail}, longest {max(lengths):,}"
-        )
+        size = f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{detail}, "
+        size += f"longest {max(lengths):,}"
         when = f"every {plural(every, 'step')} and after the last" if every else "after the last step"
         return f"evaluation set {self.name}: {size}; evaluated {when}"
 
@@ -256,7 +255,11 @@ class StepReader:
         With `model`, also plan the waves of its images and read them, in threads, while this step runs.
         """
         run = self._run
-        if self._next is not None or step >= run.config.train.steps or (model is not None and not run.corpus.images):
+        if (
+            self._next is not None
+            or step >= run.config.train.steps
+            or (model is not None and not run.corpus.images)
+        ):
             return
         with suppress(Exception):
             plan = self._plans.plan_if_made(step)

@@ -215,7 +215,9 @@ class BestCheckpoint:
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8"))
             if {key: stored[key] for key in vars(self.figure)} != vars(self.figure):
-                self._log(f"{self._file} is of another figure than checkpoint.keep_best: the best is looked for anew")
+                self._log(
+                    f"{self._file} is of another figure than checkpoint.keep_best: the best is looked for anew"
+                )
                 return []
             return [(int(entry["step"]), float(entry["value"])) for entry in stored["bests"]]
         except FileNotFoundError:

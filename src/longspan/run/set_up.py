@@ -59,7 +59,12 @@ Ends = Mapping[str, int]  # of answers: names and ids of tokens
 
 
 def write_model_files(
-    directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine, ends: Ends
+    directory: Path,
+    settings: ModelConfig,
+    configuration: PreTrainedConfig,
+    architecture: str,
+    log: LogLine,
+    ends: Ends,
 ) -> None:
     """Write config.json, as the run trains the model, and generation_config.json, which also stops at learnt `ends`."""
     source = Path(settings.source)
@@ -72,7 +77,9 @@ def write_model_files(
     with no_progress_bars():
         config.save_pretrained(directory)
     # model.config may name a file: generation_config.json is looked for beside it; a preset has none
-    copy_generation_settings((source.parent if source.is_file() else source) if settings.source else None, directory)
+    copy_generation_settings(
+        (source.parent if source.is_file() else source) if settings.source else None, directory
+    )
     stops, missing = _add_stops(directory, config, ends)
     if missing:
         name = settings.source or settings.preset_name
@@ -153,7 +160,10 @@ def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLi
     """Return the model's configuration for this vocabulary and the longest document; ConfigError for misfits."""
     vocabulary = _corpus_vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
-    for corpus in (data.corpus, *(s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments))):
+    for corpus in (
+        data.corpus,
+        *(s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments)),
+    ):
         check_ids_in_vocabulary(corpus, configuration, config.model.source or config.model.preset_name)
     return scale_positions(configuration, config.model, *data.longest, log)
 
@@ -190,7 +200,9 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple
     return checkpoint, state
 
 
-def check_steps_left(config: RunConfig, data: RunData, checkpoint: Path, state: dict[str, Any], log: LogLine) -> None:
+def check_steps_left(
+    config: RunConfig, data: RunData, checkpoint: Path, state: dict[str, Any], log: LogLine
+) -> None:
     """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys or epochs."""
     if state.get("step", 0) > config.train.steps:
         key = "train.epochs" if config.train.epochs else "train.steps"
@@ -224,7 +236,9 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
         )
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
-    fixed += ["encoder.trainable"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
+    fixed += (
+        ["encoder.trainable"] if config.lora.rank else []
+    )  # with an adapter, checkpoints hold only trained parts
     # by which `check_base` compares it
     free = (*_FREE_KEYS, *["model.path"] * Path(config.run.dir, BASE).is_file())
     for name in (name for name in fixed if name not in free):

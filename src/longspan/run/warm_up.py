@@ -120,7 +120,9 @@ def run_warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | No
     work = plan_warm_up(plans, evaluation, in_flight=world.home.pp * training.config.parallel.vpp)
     kinds = plural(len(smallest_group_of_each_kind(coming)), "kind")
     steps = plural(len(plans), "coming step")
-    log(f"compiling kernels and finding memory: {kinds} of groups in {steps}{' and evaluation' if evaluation else ''}")
+    log(
+        f"compiling kernels and finding memory: {kinds} of groups in {steps}{' and evaluation' if evaluation else ''}"
+    )
     try:
         allocate_adam_states(training.optimizer)
         _connect_slots(training, coming)

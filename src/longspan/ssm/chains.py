@@ -161,7 +161,9 @@ class Passing:
             self._counts[sizes] = (states * state_rows + transitions * transition_rows).tolist()
         return self._counts[sizes]
 
-    def first_rows(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
+    def first_rows(
+        self, state_rows: int, transition_rows: int, starts: tuple[int, ...]
+    ) -> tuple[Integers, Integers]:
         """Return the first gathered row of each run's state and of its transition; −1 for what a run does not send.
 
         `starts` are the first gathered rows of each member.

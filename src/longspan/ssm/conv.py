@@ -51,7 +51,9 @@ class Halo:
         leaving = [np.flatnonzero(owner == me) for owner in owners]
         self.sends: list[int] = [len(index) for index in leaving]
         self.receives: list[int] = np.bincount(owners[me], minlength=chains.degree).tolist()
-        rows = [runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)]
+        rows = [
+            runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)
+        ]
         self.rows: Tensor = to_device(np.concatenate(rows), chains.device)
         self.travels: bool = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
         arrived = self._arrival_table(chains, owners[me])
@@ -70,7 +72,9 @@ class Halo:
         position = expand_runs(first_position, runs.start[local])
         document = np.repeat(runs.document[local], runs.start[local] - first_position)
         stride = int(runs.stop.max(initial=0)) + 1
-        owner_run = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
+        owner_run = (
+            np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
+        )
         return owner_run, position
 
     def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
@@ -124,7 +128,9 @@ def find_halo(chains: Chains, width: int) -> Halo:
 
 
 @break_graphs_around
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceShard, *, silu: bool = False) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceShard, *, silu: bool = False
+) -> Tensor:
     """Compute y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias in each document: x (T, C), weight (C, W) -> (T, C).
 
     `silu` applies that activation to y. Half precision on a GPU uses flash-linear-attention's kernel if installed.
@@ -172,7 +178,11 @@ class _CausalConv(torch.autograd.Function):
         arrived = list[Tensor]()
         for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
             halo = find_halo(part_chains, width)
-            y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated) if len(x_part) else x_part
+            y = (
+                kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated)
+                if len(x_part)
+                else x_part
+            )
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(arrived_rows):
                 kernel.write_first_outputs(y, x_part, arrived_rows, convolution, halo.first)

@@ -74,7 +74,9 @@ class ForwardFold:
             count = int((runs >= 0).sum())  # chains that go on, which come first
             states = gathered.states(runs_before[:count])
             state = (
-                states if place == 1 else map_states(gathered.transitions(runs_before[:count]), state[:count], states)
+                states
+                if place == 1
+                else map_states(gathered.transitions(runs_before[:count]), state[:count], states)
             )
             _put_local_runs(entering, state, local_number_of_run[runs[:count]])
         return entering
@@ -84,7 +86,11 @@ class BackwardFold:
     """Sends gradients at the states that enter runs, and folds those at the final states of this member's runs."""
 
     def __init__(
-        self, chains: Chains, states: Tensor, transitions: Tensor, initial_state_gradients: Callable[[Integers], Tensor]
+        self,
+        chains: Chains,
+        states: Tensor,
+        transitions: Tensor,
+        initial_state_gradients: Callable[[Integers], Tensor],
     ) -> None:
         self._chains = chains
         self._states = states
@@ -214,7 +220,9 @@ def scan_kernel(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = Fal
 
     `delta`: whether there is a beta; `by_channel`: whether each key number has a decay of its own.
     """
-    return choose_scan_kernel(Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel))
+    return choose_scan_kernel(
+        Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel)
+    )
 
 
 def check_is_shard(caller: str, shard: object) -> None:
@@ -222,7 +230,9 @@ def check_is_shard(caller: str, shard: object) -> None:
         raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
 
 
-def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> None:
+def _check_scan_inputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard
+) -> None:
     """Raise LayoutError for tensors whose shapes, dtypes or devices do not fit each other and the shard.
 
     With T rows, G heads of keys that divide H heads of values: q and k (T, G, K), v (T, H, V), beta (T, H). Decays g
@@ -231,7 +241,9 @@ def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor 
     check_is_shard("linear_scan", shard)
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:
-            raise LayoutError(f"linear_scan got {name} of {tuple(x.shape)}; it has rows, heads and numbers of a head")
+            raise LayoutError(
+                f"linear_scan got {name} of {tuple(x.shape)}; it has rows, heads and numbers of a head"
+            )
     rows = shard.local_rows
     groups, size = k.shape[1:]
     heads = v.shape[1]
@@ -253,7 +265,9 @@ def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor 
             f"linear_scan got {groups} heads of keys for {heads} heads of values; they have to divide them"
         )
     if g.shape[-1] not in (1, size):
-        raise LayoutError(f"linear_scan got {g.shape[-1]} decays a head; give 1, or {size}, one for each key number")
+        raise LayoutError(
+            f"linear_scan got {g.shape[-1]} decays a head; give 1, or {size}, one for each key number"
+        )
 
 
 class _StatePass(torch.autograd.Function):
@@ -269,7 +283,8 @@ class _StatePass(torch.autograd.Function):
             for part, part_chains in zip(parts, chains, strict=True)
         ]
         folds = [
-            ForwardFold(part_chains, part, scan) for part_chains, part, scan in zip(chains, parts, scans, strict=True)
+            ForwardFold(part_chains, part, scan)
+            for part_chains, part, scan in zip(chains, parts, scans, strict=True)
         ]
         outs = list[Tensor]()
         activations = list[tuple[Tensor, ...]]()

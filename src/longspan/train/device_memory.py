@@ -32,7 +32,10 @@ def measure_added_peak(device: torch.device) -> Iterator[list[int]]:
     if device.type != "cuda":
         yield added
         return
-    _highest[device], bytes_before = peak_memory_bytes(device), _allocator_figure(device, "allocated_bytes", "current")
+    _highest[device], bytes_before = (
+        peak_memory_bytes(device),
+        _allocator_figure(device, "allocated_bytes", "current"),
+    )
     torch.cuda.reset_peak_memory_stats(device)
     yield added
     added.append(_allocator_figure(device, "allocated_bytes", "peak") - bytes_before)

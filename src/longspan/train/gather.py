@@ -105,7 +105,9 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
         need = read_and_compare_digest(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
-        have = [_one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
+        have = [
+            _one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)
+        ]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
         moves = moves_on_device(exchange.moves(channel.index), channel.device)
         columns = carry_rows(torch.from_numpy(self._brought_rows.columns), moves, channel, "rows of documents")
@@ -183,7 +185,9 @@ class GatheredDocument:
     def labels(self, positions: Any = None) -> Integers:
         """Return the token id to predict at each position (n,), −100 for none."""
         positions = np.arange(len(self)) if positions is None else positions
-        return self._documents.read_column(LABELS if LABELS in self._documents.names else IDS, self._number, positions)
+        return self._documents.read_column(
+            LABELS if LABELS in self._documents.names else IDS, self._number, positions
+        )
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         names = [name for name in self._documents.names if name not in (IDS, LABELS)]
@@ -322,7 +326,9 @@ class _Local:
         """Return all rows (n, columns). Only weights may be missing in a document, whose rows then have weight 1."""
         weight_bits = np.float64(1).view(np.int64)
         rows = [
-            np.stack([document.get(name, np.broadcast_to(weight_bits, len(document[IDS]))) for name in columns], axis=1)
+            np.stack(
+                [document.get(name, np.broadcast_to(weight_bits, len(document[IDS]))) for name in columns], axis=1
+            )
             for document in self._documents
         ]
         return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])

@@ -74,7 +74,9 @@ def compile_kernels_ahead(
             }
             # several slots: whole blocks of others' keys too
             causal_values = (True,) if slots == 1 else (True, False)
-            for kind in [BlockKind(several, causal, backward) for several in (True, False) for causal in causal_values]:
+            for kind in [
+                BlockKind(several, causal, backward) for several in (True, False) for causal in causal_values
+            ]:
                 note = Path(folder) / f"ahead-{digest}-{kind.name}"
                 if not note.exists():
                     worker = Worker(compile_in_worker, environment=environment, own_session=True)

@@ -69,7 +69,9 @@ def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, Gradient
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
             arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
-            find_softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
+            find_softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](
+                *arguments, COLUMNS=_COLUMNS
+            )
         return gradient
 
     return log_probs, logit_gradient
@@ -207,7 +209,9 @@ def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 
 def row_numbers(head: Head) -> "ValuesOfRows":
     """Return the function to what a loss reads of rows: log-probabilities of targets (t,), or scores (t,) or (L, t)."""
-    return (lambda logits, ids: row_scores(logits, ids)[0].movedim(0, -1)) if head.makes_scores else target_log_probs
+    return (
+        (lambda logits, ids: row_scores(logits, ids)[0].movedim(0, -1)) if head.makes_scores else target_log_probs
+    )
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:

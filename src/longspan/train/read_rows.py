@@ -114,7 +114,9 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
     for shard_part in shard.parts:
         segments = shard_part.segments()
         sizes = segments.stop - segments.start
-        documents.append(np.asarray(shard_part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)])
+        documents.append(
+            np.asarray(shard_part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)]
+        )
         # Row `offset` of the part is position `start` of the segment's document.
         positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
     return np.concatenate(documents), np.concatenate(positions)
@@ -170,7 +172,12 @@ class _Reader:
         return tokens.astype(np.int64)
 
     def _read_labels(
-        self, labelled: Any, document: int, positions: Integers, tokens: Integers, hidden: npt.NDArray[np.bool_] | None
+        self,
+        labelled: Any,
+        document: int,
+        positions: Integers,
+        tokens: Integers,
+        hidden: npt.NDArray[np.bool_] | None,
     ) -> Integers:
         """`hidden` is True at placeholders of items, which have no label; it begins one position before `positions`."""
         labels = tokens
@@ -183,7 +190,9 @@ class _Reader:
             self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
         return labels
 
-    def _read_values(self, valued: Any, document: int, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
+    def _read_values(
+        self, valued: Any, document: int, positions: Integers
+    ) -> Mapping[str, npt.NDArray[np.float64]]:
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
         self._names.check_names(document, values)
         for name, numbers in values.items():
@@ -273,7 +282,9 @@ def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **
     return result  # pyright: ignore[reportReturnType]
 
 
-def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0) -> list[LocalBatch]:
+def read_micro_batches(
+    inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0
+) -> list[LocalBatch]:
     """Read this rank's rows of some micro-batches, without the other ranks; middle stages read no tokens."""
     model = inputs.language_model
     plan = inputs.plan
@@ -378,7 +389,9 @@ def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard)
     `positions_of(d)` gives the positions (n, tokens) of a whole document d, or None if they are plain: then each of the
     n parts counts its tokens. Raises DataError for positions of another shape.
     """
-    lengths = {d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)}
+    lengths = {
+        d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)
+    }
     document_of_row, position_of_row = documents_and_positions(shard)
     by_document = {
         d: _checked_positions(positions_of(d), d, lengths[d]) for d in np.unique(document_of_row).tolist() if d >= 0

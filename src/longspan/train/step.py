@@ -125,7 +125,9 @@ def run_step(
     _check_temperature(temperature, mtp)
     inputs = check_step_arguments(model, plan, documents, world, backward=backward)
     if temperature != 1 and score_columns(inputs.language_model):
-        raise LossError(f"temperature is {temperature:g}, and the model makes scores, which have none; leave it out")
+        raise LossError(
+            f"temperature is {temperature:g}, and the model makes scores, which have none; leave it out"
+        )
     if step is not None:
         world.step = step
     terms = step_terms(
@@ -203,7 +205,9 @@ def token_log_probs(
     _check_temperature(temperature)
     inputs = check_step_arguments(model, plan, documents, world, backward=False)
     if score_columns(inputs.language_model):
-        raise LossError("the model makes scores, and no log-probabilities of tokens; use longspan.train.token_scores")
+        raise LossError(
+            "the model makes scores, and no log-probabilities of tokens; use longspan.train.token_scores"
+        )
     compare_names_on_ranks(also, world)
     terms = encoder_terms(inputs)
     batches = read_batches(inputs, terms, temperature)

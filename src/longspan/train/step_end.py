@@ -58,7 +58,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
     no gradient has been scaled then, and the error names the parameters.
     """
     if not max_norm > 0:
-        raise ModelError(f"max_norm is {max_norm}; give a positive norm, or float('inf') to measure and clip nothing")
+        raise ModelError(
+            f"max_norm is {max_norm}; give a positive norm, or float('inf') to measure and clip nothing"
+        )
     norm = grad_norm(model, world)
     check_finite(model, world, norm=norm)
     clip_gradients(model.parameters(), max_norm, norm)
@@ -192,7 +194,9 @@ def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
         )
     if items := {name: None for report in reports.values() for name in report.items}:
         more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-        return f"Weights are finite, what was read for {', '.join([*items][:3])}{more} is not: mend it or leave it out"
+        return (
+            f"Weights are finite, what was read for {', '.join([*items][:3])}{more} is not: mend it or leave it out"
+        )
     gradients = _parameters_text({rank: report.gradients for rank, report in reports.items()})
     too_large = (
         f"the largest weight is {max(report.largest for report in reports.values()):.3g}: where training made it that "
@@ -266,7 +270,9 @@ class StepEnd:
     def _finish_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor | list[float]]) -> StepSums:
         assert self.optimizer is not None
         device = self.world.device
-        on_device = [x if isinstance(x, Tensor) else to_device(np.array(x, dtype=np.float64), device) for x in pieces]
+        on_device = [
+            x if isinstance(x, Tensor) else to_device(np.array(x, dtype=np.float64), device) for x in pieces
+        ]
         values = gather_and_add(torch.cat([x.detach().double().flatten() for x in on_device]), self.world)
         one_pass.gradient_scale = self._clip_factor(values)
         copy = HostCopy(values)
@@ -317,7 +323,9 @@ class StepEnd:
                 "out?"
             )
         numbers = iter(of_terms)  # those of the pieces after squares, loss and targets
-        return StepSums(loss_sum, math.sqrt(squares), [list(islice(numbers, _length(piece))) for piece in pieces[3:]])
+        return StepSums(
+            loss_sum, math.sqrt(squares), [list(islice(numbers, _length(piece))) for piece in pieces[3:]]
+        )
 
     def _check_sums_finite(self, sums: StepSums) -> None:
         if self.optimizer is not None:

@@ -111,7 +111,9 @@ class StepDocuments:
         try:
             value = self.documents[document]
         except (IndexError, KeyError) as error:
-            raise PlanError(f"the plan has {len(self.lengths)} documents, document {document} was not given") from error
+            raise PlanError(
+                f"the plan has {len(self.lengths)} documents, document {document} was not given"
+            ) from error
         if isinstance(value, Mapping):
             raise PlanError(
                 f"document {document} is a {type(value).__name__} of {', '.join(map(str, value))}; give its token ids, "
@@ -146,7 +148,9 @@ class StepInputs:
     backward: bool
 
 
-def check_step_arguments(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> StepInputs:
+def check_step_arguments(
+    model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool
+) -> StepInputs:
     """Check the arguments of a step, and return what it runs over.
 
     Raises ModelError, DataError or PlanError if the parts do not belong together. Before the first step in a mode all
@@ -194,7 +198,9 @@ def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
 def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
     """Raise ModelError for an update without gradients or that torch's kernels refuse, or a norm that clips nothing."""
     if optimizer is not None and not backward:
-        raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
+        raise ModelError(
+            "an optimizer without backward has no gradients; leave out one of optimizer, backward=False"
+        )
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         _refuse_mixed_parameters(index, group)
     if max_grad_norm is not None and optimizer is None:

@@ -97,7 +97,9 @@ def scale_positions(
     return scaled
 
 
-def check_set_length(configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int) -> None:
+def check_set_length(
+    configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int
+) -> None:
     """Raise ConfigError where a document of the evaluation set `name` has more `tokens` than the model has positions.
 
     `longest` is the tokens of the longest document of the run's corpus, by which positions are scaled.
@@ -176,7 +178,9 @@ def load_run_model(
 
             configuration = deepcopy(configuration)
             configuration.architectures = names
-            return add_score_head(load_model(model.path, config=configuration, **options), model.num_labels, seed=seed)
+            return add_score_head(
+                load_model(model.path, config=configuration, **options), model.num_labels, seed=seed
+            )
     return add_configured_depths(config, load_model(model.path or None, config=configuration, **options))
 
 

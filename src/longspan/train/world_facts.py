@@ -50,7 +50,9 @@ def gather_facts(
         steps=steps,
         budget=budget,
         gpu=gpu,
-        state_numbers=optimizer_state_numbers(config.optimizer, lora=config.lora.rank > 0, dtype=config.model.dtype),
+        state_numbers=optimizer_state_numbers(
+            config.optimizer, lora=config.lora.rank > 0, dtype=config.model.dtype
+        ),
         scan_kernels=not (torch.cuda.is_available() and fla_unsupported_reason(torch.device("cuda"))),
         **more,
     )

@@ -56,7 +56,10 @@ def refuse_model_settings(model: Any) -> None:
         "tiled_mlp.enabled": (model.tiled_mlp.get("enabled"), "use engine.prepare.mlp_tile_tokens"),
         "target_parameters": (model.target_parameters, "adapters are on linears; name them in target_modules"),
         "exclude_modules": (model.exclude_modules, "name the linears to adapt in target_modules"),
-        "lora_adapter_path": (model.lora_adapter_path, "an adapter begins anew here; merge the old one into its model"),
+        "lora_adapter_path": (
+            model.lora_adapter_path,
+            "an adapter begins anew here; merge the old one into its model",
+        ),
     }
     for key, (value, reason) in reasons.items():
         if value:
@@ -82,7 +85,10 @@ class LongspanEngine(BaseEngine):
     verl's loss is a MicroBatchLoss: it adds over micro-batches, as it is divided by numbers of the whole mini-batch.
     """
 
-    further_values: Mapping[str, str] = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "log_sum_sq_probs"}
+    further_values: Mapping[str, str] = {
+        "calculate_entropy": "entropy",
+        "calculate_sum_pi_squared": "log_sum_sq_probs",
+    }
     reads_images = True
 
     def __init__(
@@ -269,7 +275,9 @@ class LongspanEngine(BaseEngine):
             return Cost().forward_only() if forward_only else Cost()
 
     def _documents(self, samples: Samples) -> Any:
-        documents = [Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)]
+        documents = [
+            Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)
+        ]
         if not self._has_images:
             self._refuse_images(samples)
             return documents
@@ -290,7 +298,9 @@ class LongspanEngine(BaseEngine):
                 f"{self.model_config.hf_config.model_type} reads texts alone here"
             )
 
-    def _compute_values(self, plan: Plan, documents: Any, names: list[str], temperature: float) -> dict[str, Tensor]:
+    def _compute_values(
+        self, plan: Plan, documents: Any, names: list[str], temperature: float
+    ) -> dict[str, Tensor]:
         """Compute values (tokens of all documents,) by longspan's names."""
         values = token_log_probs(self.module, plan, documents, self.world, also=names, temperature=temperature)
         return {name: torch.from_numpy(x) for name, x in {"log_probs": values.values, **values.also}.items()}
@@ -433,14 +443,20 @@ class LongspanEngine(BaseEngine):
                 shutil.rmtree(oldest, ignore_errors=True)
 
     def load_checkpoint(
-        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **keywords: Any
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+        **keywords: Any,
     ) -> None:
         """Load what `save_checkpoint` wrote into `local_path`, which is kept."""
         if local_path is None:
             return
         _refuse_hdfs(hdfs_path)
         if (checkpoint := find_checkpoint(local_path, self.world)) is None:
-            raise CheckpointError(f"{local_path} holds no checkpoint of longspan's engine; give the folder of its save")
+            raise CheckpointError(
+                f"{local_path} holds no checkpoint of longspan's engine; give the folder of its save"
+            )
         with self._loaded():
             state = load_checkpoint(checkpoint, self.module, self.optimizer, self.world)
         if self.lr_scheduler is not None and state.get("schedule"):
@@ -479,8 +495,12 @@ class LongspanValueEngine(LongspanEngine):
         rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]  # those that predict an answer's tokens
         return [ScoredDocument(ids, rows=chosen) for ids, chosen in zip(samples.ids, rows, strict=True)]
 
-    def _compute_values(self, plan: Plan, documents: Any, names: list[str], temperature: float) -> dict[str, Tensor]:
-        return {"scores": torch.from_numpy(token_scores(self.module, plan, documents, self.world).values[:, 0].copy())}
+    def _compute_values(
+        self, plan: Plan, documents: Any, names: list[str], temperature: float
+    ) -> dict[str, Tensor]:
+        return {
+            "scores": torch.from_numpy(token_scores(self.module, plan, documents, self.world).values[:, 0].copy())
+        }
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
         return {"values": samples.nest(values["scores"].to(self._values_dtype))}

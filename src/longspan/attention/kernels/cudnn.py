@@ -117,7 +117,9 @@ def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tu
 def _lse_has_last_dim(device: torch.device) -> bool:
     """This torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T)."""
     x = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
-    _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, False, False, scale=1.0)
+    _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        x, x, x, None, True, 0.0, False, False, scale=1.0
+    )
     return lse.ndim == 4
 
 

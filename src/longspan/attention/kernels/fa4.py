@@ -45,7 +45,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     assert call.dropout is None
     tensors, lengths = _kernel_arguments(launch, q, k, v)
     out, lse, *_ = _kernel_interface()._flash_attn_fwd(
-        *tensors, softmax_scale=call.scale, softcap=call.softcap, return_lse=True, **lengths, **_mask_arguments(launch)
+        *tensors,
+        softmax_scale=call.scale,
+        softcap=call.softcap,
+        return_lse=True,
+        **lengths,
+        **_mask_arguments(launch),
     )
     if out.ndim == 4:
         out = out[0]

@@ -33,7 +33,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
         scale=call.scale,
         **_mask_arguments(launch),
     )
-    assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of {tuple(lse.shape)} from torch {torch.__version__}"
+    assert lse.shape == (q.shape[1], q.shape[0]), (
+        f"log-sum-exp of {tuple(lse.shape)} from torch {torch.__version__}"
+    )
     return out[..., :head_size], lse.transpose(0, 1)
 
 

@@ -92,7 +92,12 @@ def _launch_on_runs(
 
         def launch_blocks(blocks: BlockSizes, of_run: tuple[Any, ...] = of_run, programs: int = len(rows)) -> None:
             at_once = min(blocks.rows, max(16, 1 << (heads - 1).bit_length()))
-            launched = {"HEADS": at_once, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
+            launched = {
+                "HEADS": at_once,
+                "KEYS": blocks.keys,
+                "num_warps": blocks.warps,
+                "num_stages": blocks.stages,
+            }
             getattr(kernels, name)[programs, -(-heads // at_once)](q, k, v, *dout, *of_run, **sizes, **launched)
 
         launch_fitting_blocks(f"gathered {name}", table, k, v, launch_blocks)

@@ -113,7 +113,9 @@ def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Fac
         return resolved
     ways = [Way(resolved.config, facts).with_context(planner=planner) for planner in planners]
     assert facts.budget is not None
-    memory = ways[0].choose_memory([plan for way in ways for plan in way.fullest_plans(rows_open=True)], facts.budget)
+    memory = ways[0].choose_memory(
+        [plan for way in ways for plan in way.fullest_plans(rows_open=True)], facts.budget
+    )
     return replace(resolved, memory=memory, cost=ways[0].cost(memory))
 
 
@@ -218,7 +220,9 @@ def record_text(record: dict[str, Any]) -> str:
     context = keys["context"]
     dtype = keys["model"]["dtype"]
     if not record["sequences"]:
-        documents = f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
+        documents = (
+            f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
+        )
         documents += f"({record['source']})"
     title = (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}) over {record['ranks']} "
@@ -238,7 +242,9 @@ def record_text(record: dict[str, Any]) -> str:
         if "missing" in row:
             lines.append(f"- {row['name']}: not available: {row['missing']}")
         elif retries := row["allocator_retries"]:
-            lines.append(f"{row['name']}: {allocator_retries_text(retries, row['peak_bytes'], row['reserved_bytes'])}.")
+            lines.append(
+                f"{row['name']}: {allocator_retries_text(retries, row['peak_bytes'], row['reserved_bytes'])}."
+            )
     rows = [_record_row(row, planned_bytes) for row in record["rows"] if "missing" not in row]
     about = (
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "

@@ -190,7 +190,10 @@ class StepSettings:
         return {
             "shape": {"hidden": text.hidden_size, "layers": text.num_hidden_layers, "experts": experts},
             "shape_name": config.model.source or config.model.preset_name,
-            **{name: getattr(self, name) for name in ("ranks", "backend", "command", "sequences", "source", "compute")},
+            **{
+                name: getattr(self, name)
+                for name in ("ranks", "backend", "command", "sequences", "source", "compute")
+            },
             "cost_source": self.cost.source or "a cost of no machine in particular",
             **{name: getattr(self.flags, name) for name in ("warmup", "repeats")},
             "peak_tflops": self.peak_tflops,

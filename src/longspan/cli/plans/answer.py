@@ -29,7 +29,13 @@ from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.corpus.files import STDLIB, find_rows, text_sizes
 from longspan.data.manifest import SHORTEST
-from longspan.data.run_order import documents_line, make_step_order, most_step_tokens, order_lengths, set_epoch_steps
+from longspan.data.run_order import (
+    documents_line,
+    make_step_order,
+    most_step_tokens,
+    order_lengths,
+    set_epoch_steps,
+)
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, LongspanError, PlanError, plural
 from longspan.model.presets import find_published_preset
@@ -101,7 +107,9 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
         tokens = max(1, int(lengths.sum()))
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
         images = corpus.images
-        rows = 0.0 if images is None else float(images.column("rows").sum()) / tokens * most_step_tokens(config, order)
+        rows = (
+            0.0 if images is None else float(images.column("rows").sum()) / tokens * most_step_tokens(config, order)
+        )
         longest_tokens = _longest_planned_length(order, lengths)
         line = documents_line(config, order)
         yield RunDocuments(config, order, longest_tokens, share, rows, line)
@@ -159,7 +167,15 @@ OF_MEMORY = (
     "train.offload_activations",
 )
 OF_MEMORY += ("train.offload_optimizer_states", "train.mlp_tile_tokens", GATHERS)  # keys by which less may fit
-SHOWN = ("train", "optimizer", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
+SHOWN = (
+    "train",
+    "optimizer",
+    "lora",
+    "parallel",
+    "context",
+    "mtp",
+    "encoder",
+)  # sections whose keys an answer repeats
 OF_MODELS = ("model.dtype", "model.compute_dtype")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 
@@ -324,7 +340,9 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         answer = _answer_by_longest(run, question.given_keys, given)
     else:
         lengths, lengths_source = read_lengths(flags, run.home.slots)
-        title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {lengths_source}"
+        title = (
+            f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {lengths_source}"
+        )
         answer = _answer_ways(title, run, run.facts_of_step(lengths), question.given_keys, given)
     return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
 
@@ -372,14 +390,18 @@ def _answer_by_longest(run: GpuRun, given_keys: frozenset[str], given: Given) ->
     tokens, way = find_longest(run.config, run.facts_of_step((UNIT * run.home.slots,)))
     if not tokens:
         tokens = UNIT * run.home.slots
-        return _answer_ways(f"a document of {tokens:,} tokens", run, run.facts_of_step((tokens,)), given_keys, given)
+        return _answer_ways(
+            f"a document of {tokens:,} tokens", run, run.facts_of_step((tokens,)), given_keys, given
+        )
     facts = run.facts_of_step((tokens,))
     way = replace(way, facts=facts)
     fit = fit_way(way, way.plan_steps(facts.timed_steps))
     config = scale_positions(way.config, facts.model, tokens)
     title = f"the longest document that fits has {tokens:,} tokens"
     notes = tuple(position_notes(config, facts.model, tokens))
-    return Answer(title=title, run=run, config=config, ways=(fit,), given_keys=given_keys, longest=tokens, notes=notes)
+    return Answer(
+        title=title, run=run, config=config, ways=(fit,), given_keys=given_keys, longest=tokens, notes=notes
+    )
 
 
 def _time_steps(answer: Answer, documents: RunDocuments) -> Answer:
@@ -454,7 +476,9 @@ def _fit_more_gpus(run: GpuRun, facts: Facts, given: Given) -> tuple[GpuRun, Run
             wider = facts.on_home(larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
                 ranking = rank_ways(run.config, wider, given)
-                return larger, scale_positions(settle(run.config, ranking).config, facts.model, facts.longest_document)
+                return larger, scale_positions(
+                    settle(run.config, ranking).config, facts.model, facts.longest_document
+                )
     return None
 
 
@@ -497,7 +521,9 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     columns = _largest_parts(best), memory.device.to_json(), memory.host.to_json()
     of_model = columns[1]["total"] - columns[1]["communicators"]
     unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
-    rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
+    rows = [
+        (name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]
+    ]
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
         f"a GPU may be filled up to {gib_text(budget.device)} (train.device_memory_limit), the host up to "
@@ -509,7 +535,18 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
 
 def _ways_table(answer: Answer) -> str:
     experts = len({way.layout[2] for way in answer.ways}) > 1
-    names = ["layout", *["ep"] * experts, "type", "rows", "micro-batches", "a step", "tokens/s", "MFU", "GPU", "host"]
+    names = [
+        "layout",
+        *["ep"] * experts,
+        "type",
+        "rows",
+        "micro-batches",
+        "a step",
+        "tokens/s",
+        "MFU",
+        "GPU",
+        "host",
+    ]
     rows = list[tuple[str, ...]]()
     for way in answer.ways:
         of = _way_figures(way)
@@ -536,8 +573,12 @@ def _refusal_line(answer: Answer) -> str:
     memory = planned_memory(answer.ways[0])
     budget = answer.run.budget
     larger = answer.larger
-    line = f"{answer.title} does not fit {answer.run.gpus.count_and_name}: at least {gib_text(memory.device.total)} "
-    line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to {gib_text(budget.device)}, "
+    line = (
+        f"{answer.title} does not fit {answer.run.gpus.count_and_name}: at least {gib_text(memory.device.total)} "
+    )
+    line += (
+        f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to {gib_text(budget.device)}, "
+    )
     line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; "
     if larger:
         gpus = larger[0].gpus
@@ -546,9 +587,8 @@ def _refusal_line(answer: Answer) -> str:
         flags = re.sub('[],"[]', "", " ".join(words))  # as the command line takes strings and lists
         line += f"it fits {gpus.count_and_name}, with {flags}"
     else:
-        line += (
-            f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; use a higher parallel.tp or parallel.pp"
-        )
+        line += f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; "
+        line += "use a higher parallel.tp or parallel.pp"
     config = answer.run.config
     defaults = RunConfig()
     names = [key for key in OF_MEMORY if _read_key(config, key) != _read_key(defaults, key)]

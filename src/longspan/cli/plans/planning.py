@@ -47,7 +47,9 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     if flags.lengths:
         return read_json_lengths(flags.lengths), flags.lengths
     if flags.distribution not in DISTRIBUTIONS:
-        raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
+        raise ConfigError(
+            f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}"
+        )
     total = flags.tokens or 32768 * slots
     sample = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest_document)
     return tuple(sample.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
@@ -64,7 +66,9 @@ def read_json_lengths(path: str) -> tuple[int, ...]:
     if isinstance(value, dict):
         value = value.get("lengths")
     if not isinstance(value, list):
-        raise ConfigError(f'{path} holds no lengths; give a JSON list such as [300, 20], or an object with "lengths"')
+        raise ConfigError(
+            f'{path} holds no lengths; give a JSON list such as [300, 20], or an object with "lengths"'
+        )
     if not value:
         raise ConfigError(f"{path} holds no documents: its list of lengths is empty; give at least one length")
     return check_lengths(value)

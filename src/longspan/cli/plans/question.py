@@ -141,7 +141,9 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     model = sections["model"]
     named = [key for key in ("path", "config", "preset") if getattr(model, key)]
     if flags.model and named:
-        raise ConfigError(f"--model {flags.model} and model.{named[0]} {getattr(model, named[0])!r} both name a model")
+        raise ConfigError(
+            f"--model {flags.model} and model.{named[0]} {getattr(model, named[0])!r} both name a model"
+        )
     if flags.compare and not flags.model and not named:
         model = replace(model, preset=DEFAULT_MODEL)
     elif not flags.model and not named:
@@ -262,4 +264,6 @@ def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
         host_ranks = count_host_ranks() if has_torchrun() else ranks
         host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, host_ranks))
     size = size or machine.memory_bytes or Machine().memory_bytes
-    return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host or HOST_BYTES, name=name or machine.device)
+    return Gpus(
+        machine=machine, count=ranks, bytes=size, host_bytes=host or HOST_BYTES, name=name or machine.device
+    )

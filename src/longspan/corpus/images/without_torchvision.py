@@ -193,7 +193,9 @@ class VideoProcessor:
             try:
                 height, width = self._sides_of_frames(frames, size, factor)
             except Exception as error:  # the class's code may raise anything
-                raise DataError(f"{self.kind} refuses {frames} frames of {width} x {height} pixels: {error}") from error
+                raise DataError(
+                    f"{self.kind} refuses {frames} frames of {width} x {height} pixels: {error}"
+                ) from error
         if height % factor or width % factor:
             raise DataError(
                 f"{self.kind} without do_resize takes frames of multiples of {factor} pixels a side, and these are of "
@@ -226,7 +228,15 @@ class VideoProcessor:
         patch = int(self.settings["patch_size"])
         if self.settings["do_resize"]:
             frame = frame.resize((grid[2] * patch, grid[1] * patch), resample=self.settings["resample"])
-        names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "patch_size", "merge_size")
+        names = (
+            "do_rescale",
+            "rescale_factor",
+            "do_normalize",
+            "image_mean",
+            "image_std",
+            "patch_size",
+            "merge_size",
+        )
         settings = {name: self.settings[name] for name in names} | {"do_resize": False, "temporal_patch_size": 1}
         pixels: Tensor = self.stock.image_processor([frame], return_tensors="pt", **settings)["pixel_values"]
         return pixels.view(len(pixels), -1, patch**2)

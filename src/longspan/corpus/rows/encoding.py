@@ -184,7 +184,9 @@ class RowEncoding:
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
         """Encode rows in their order; a conversation that is split gives a sample for each turn."""
         # Without an image processor only a list under such a key counts: a column "image" may hold anything.
-        has_media = has_media_keys if self.images is not None else lambda values: bool(media_key(values, lists=True))
+        has_media = (
+            has_media_keys if self.images is not None else lambda values: bool(media_key(values, lists=True))
+        )
         if self.kind == "text" and not self.settings.num_labels and not any(has_media(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.set_parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]

@@ -332,7 +332,9 @@ def _locate_turns(
         pairs.sort(key=lambda pair: pair[0])
         if pairs:
             turns.append(_Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs)))
-    places = sorted((end, field.message) for field, field_ends in zip(fields, ends, strict=True) for end in field_ends)
+    places = sorted(
+        (end, field.message) for field, field_ends in zip(fields, ends, strict=True) for end in field_ends
+    )
     return _Conversation(messages, text, template, tools, tuple(turns), tuple(places)), ends
 
 
@@ -345,7 +347,9 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
     if start is None:
         thought = _shortened_thought(conversation, turn)
         hint = (
-            f"the template leaves out its thought {short_repr(thought)}: give the answer alone, or " if thought else ""
+            f"the template leaves out its thought {short_repr(thought)}: give the answer alone, or "
+            if thought
+            else ""
         )
         raise RowError(
             f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
@@ -360,7 +364,9 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
         if token.group() in tokens.ends and token.end() < end:
             yield start, token.end()
             if (start := _skip_prompt(conversation.text, token.end(), tokens)) is None:
-                raise RowError(f"its chat template writes {name} as two turns; give its texts as messages of their own")
+                raise RowError(
+                    f"its chat template writes {name} as two turns; give its texts as messages of their own"
+                )
     yield start, end
 
 
@@ -393,7 +399,9 @@ def _find_start_after_question(conversation: _Conversation, turn: _Turn, turn_be
     refused, or has nothing in common with what is behind these words.
     """
     try:
-        prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
+        prompt = conversation.template.render(
+            conversation.messages[: turn.message], conversation.tools, prompt=True
+        )
     except RowError:  # a conversation that begins with the assistant
         return None
     text = conversation.text

@@ -61,7 +61,9 @@ def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
     if entry[:5].lower() == "data:":
         header, comma, text = entry.partition(",")
         if not comma or not text:
-            raise RowError(f"{name} is {shorten_path(entry)!r}, which brings no bytes; give data:image/png;base64,…")
+            raise RowError(
+                f"{name} is {shorten_path(entry)!r}, which brings no bytes; give data:image/png;base64,…"
+            )
         is_base64 = header.lower().endswith(";base64")
         return ImageFile("", _decode_base64(text, name) if is_base64 else unquote_to_bytes(text))
     path = Path(_entry_path(entry, name))
@@ -211,8 +213,12 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
         raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
     if audio := next((key for key in MEDIA_KEYS["audio"] if values.get(key)), None):
         raise RowError(f'it has "{audio}", and audio is not read here; leave the row out')
-    images = [read_image_entry(entry, folder, f"images[{i}]") for i, entry in enumerate(_read_list(values, "image"))]
-    videos = [read_video_entry(entry, folder, f"videos[{i}]") for i, entry in enumerate(_read_list(values, "video"))]
+    images = [
+        read_image_entry(entry, folder, f"images[{i}]") for i, entry in enumerate(_read_list(values, "image"))
+    ]
+    videos = [
+        read_video_entry(entry, folder, f"videos[{i}]") for i, entry in enumerate(_read_list(values, "video"))
+    ]
     if (image := values.get("image")) is None:
         return RowMedia(images, videos)
     if isinstance(image, list):
@@ -245,7 +251,9 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     media = RowMedia(by_key.images or part_media.images, by_key.videos or part_media.videos)
     for name in ("images", "videos"):
         if getattr(by_key, name) and (in_parts := getattr(part_media, name)):
-            raise RowError(f'{len(in_parts)} parts bring {name}, and the row has "{name}" too; give them in one place')
+            raise RowError(
+                f'{len(in_parts)} parts bring {name}, and the row has "{name}" too; give them in one place'
+            )
     if not media:  # with media the names in texts are counted where the row is encoded
         texts = [text for key in _TEXTS if isinstance(text := row.values.get(key), str)]
         check_media_counts([kind for text in texts for kind in kinds_named(text, pattern)], media, "its texts")
@@ -402,7 +410,9 @@ class RowImages:
     @cached_property
     def marks(self) -> dict[str, str]:
         """What is written into a text in place of `<image>` and of `<video>`, by kind, before it is expanded."""
-        return {kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(videos=True).items()}
+        return {
+            kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(videos=True).items()
+        }
 
     def _template_mark(self, kind: str, token: str) -> str:
         """Return what the chat template writes for a part of this kind: all that stands between words around the part.
@@ -481,7 +491,9 @@ class RowImages:
         # What stands between names of media is tokenized with the placeholders, so it must name no special token.
         for i, piece in enumerate(pattern.split(text)):
             check_strings(piece, f"its text (piece {i + 1})", special)
-        expanded = self.expand_placeholders(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
+        expanded = self.expand_placeholders(
+            pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media
+        )
         ids = self.tokenizer.set_parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
         return self.add_images(Sample(self.tokenizer.surround(ids)), expanded)
 

@@ -191,7 +191,9 @@ def convert_to_messages(values: Mapping[str, Any], kind: Kind) -> Mapping[str, A
     if kind == "conversations":
         turns = values["conversations"]
         if not isinstance(turns, list) or not turns:
-            raise RowError(f'"conversations" is {type_name(turns) if turns != [] else "empty"}; give a list of turns')
+            raise RowError(
+                f'"conversations" is {type_name(turns) if turns != [] else "empty"}; give a list of turns'
+            )
         messages = [_read_turn(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
     elif kind == "instruction+output":
         texts = [require_string(values.get(key) or "", key) for key in ("instruction", "input", "output")]
@@ -206,7 +208,9 @@ def _read_turn(turn: Any, name: str) -> dict[str, Any]:
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES:
         roles = ", ".join(_ROLES)
         hint = ' (data.rename_columns = ["messages=conversations"] reads role and content)' * ("role" in str(turn))
-        raise RowError(f"{name} needs an object with from, one of {roles}, and value; found {short_repr(turn)}{hint}")
+        raise RowError(
+            f"{name} needs an object with from, one of {roles}, and value; found {short_repr(turn)}{hint}"
+        )
     present = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
     if unknown := sorted(present.keys() - {*LEARNT}):
         raise RowError(f"{name}.{unknown[0]} is not read: a turn has from and value, perhaps {', '.join(LEARNT)}")

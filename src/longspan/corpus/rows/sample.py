@@ -39,7 +39,9 @@ def require_key(values: Mapping[str, Any], key: str) -> Any:
 
 def require_string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {short_repr(value)}')
+        raise RowError(
+            f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {short_repr(value)}'
+        )
     check_no_surrogates(value, "its text" if name == "text" else f'its "{name}"')
     return value
 
@@ -222,9 +224,8 @@ _HINTS = {
     "rejected": "; the other answer of a pair is called chosen",
     "instruction": "; its answer is called output",
 }
-_KEYS_TEXT = (
-    "text, messages, prompt and completion, input_ids, conversations, instruction and output, or chosen and rejected"
-)
+_KEYS_TEXT = "text, messages, prompt and completion, input_ids, conversations, instruction and output, "
+_KEYS_TEXT += "or chosen and rejected"
 _COLUMNS = '; data.rename_columns gives columns other names, as ["prompt=question", "completion=answer"]'
 # Keys of a row that may hold tools, and what the JSON of their schemas has, perhaps inside of strings.
 _OF_TOOLS = re.compile(r"(?i).*(tool|func|plugin).*|(.*_)?apis?(_.*)?")
@@ -244,7 +245,9 @@ class _Unread(NamedTuple):
 # The only table of such keys. Beside text only masks are refused: all of a text is learnt, and a label or a weight may
 # be a column for something else.
 _UNREAD = (
-    _Unread(("text", "tokens", "chat"), r".*masks?", f"masks are read beside input_ids alone, as {', '.join(MASKS)}"),
+    _Unread(
+        ("text", "tokens", "chat"), r".*masks?", f"masks are read beside input_ids alone, as {', '.join(MASKS)}"
+    ),
     _Unread(
         ("tokens", "chat"),
         r"labels?|kto_tag",
@@ -381,7 +384,9 @@ def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") 
     if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
         raise RowError(f"{name} is {short_repr(label)}; give a finite number, or a list of such")
     if len(numbers) not in (1, num_labels):
-        raise RowError(f"{name} has {len(numbers)} numbers, and model.num_labels is {num_labels}; give one, or as many")
+        raise RowError(
+            f"{name} has {len(numbers)} numbers, and model.num_labels is {num_labels}; give one, or as many"
+        )
     if len(numbers) < num_labels and numbers[0] not in range(num_labels):
         raise RowError(
             f"{name} is {numbers[0]}, and model.num_labels is {num_labels}: classes are 0 to {num_labels - 1}"
@@ -417,4 +422,6 @@ def rename_columns(row: Row, columns: Sequence[str]) -> Row:
     pairs = [(ours, theirs) for ours, _, theirs in (column.partition("=") for column in columns)]
     gone = {name for pair in pairs for name in pair}
     values = {key: value for key, value in row.values.items() if key not in gone}
-    return row._replace(values=values | {ours: row.values[theirs] for ours, theirs in pairs if theirs in row.values})
+    return row._replace(
+        values=values | {ours: row.values[theirs] for ours, theirs in pairs if theirs in row.values}
+    )

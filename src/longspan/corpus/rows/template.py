@@ -151,7 +151,9 @@ class ChatTemplate:
         """
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
         sample_content = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
-        question, answer = ({"role": sample_role, "content": sample_content} for sample_role in ("user", "assistant"))
+        question, answer = (
+            {"role": sample_role, "content": sample_content} for sample_role in ("user", "assistant")
+        )
         for call_arguments in arguments:
             call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": call_arguments}}
             turns = {
@@ -259,5 +261,7 @@ def read_variables(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RowError(f'"chat_template_kwargs" is {type_name(value)}; give an object: {short_repr(value)}')
     if wrong := sorted(_ARGUMENTS & value.keys()):
-        raise RowError(f'"chat_template_kwargs" has {wrong[0]}, which is no variable of a chat template; leave it out')
+        raise RowError(
+            f'"chat_template_kwargs" has {wrong[0]}, which is no variable of a chat template; leave it out'
+        )
     return value

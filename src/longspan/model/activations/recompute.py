@@ -258,7 +258,9 @@ class RecomputationFeature(Feature):
     def refuse(self, model: PreTrainedModel) -> None:
         size = self.options.segment_layers
         if size < 0:
-            raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
+            raise ModelError(
+                f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4"
+            )
         if size > 1 and all(word == "none" for word in self._measures):
             raise ModelError(
                 f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
@@ -318,7 +320,9 @@ class RecomputationFeature(Feature):
 
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, str]]:
         name, layers = named_layer_list(model)
-        local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
+        local_layers = [
+            (i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)
+        ]
         for number, depth in enumerate(mtp_depths(model)):
             block = depth.mtp_block
             depth_layers = [*block] if isinstance(block, nn.ModuleList) else [block]

@@ -90,7 +90,9 @@ class _Keep(torch.autograd.Function):
     """The identity on rows; it saves them for `_Tiles`, the node behind, which saves nothing itself."""
 
     @staticmethod
-    def forward(ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor
+    ) -> tuple[Tensor, ...]:
         """`nodes` hands this context to `_Tiles`; `anchor`, empty, needs a gradient where no row does, for a node."""
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
@@ -253,7 +255,9 @@ class TileFeature(Feature):
     def refuse(self, model: PreTrainedModel) -> None:
         tile_rows = self.options.mlp_tile_tokens
         if tile_rows < 0:
-            raise ModelError(f"mlp_tile_tokens is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
+            raise ModelError(
+                f"mlp_tile_tokens is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384"
+            )
         has_any = False
         for name, layer in layers_and_mtp_blocks(model).items():
             experts = expert_modules(layer)

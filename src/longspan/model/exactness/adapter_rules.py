@@ -178,7 +178,9 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
         )
     adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
     if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
-        reasons.append(f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them")
+        reasons.append(
+            f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them"
+        )
     for key in ("use_dora", "lora_bias"):
         if tp > 1 and getattr(adapter.config, key, False):
             reasons.append(f"{key} is set, which is not shown to be exact under the encoder's tp {tp}; use tp 1")

@@ -68,11 +68,15 @@ def refuse_unsupported_model(model: nn.Module) -> None:
 
 def refuse_quantized(model: nn.Module) -> None:
     """Raise ModelError for a model whose parameters are codes of weights, by transformers' mark or their own type."""
-    method = getattr(model, "is_quantized", False) and (getattr(model, "quantization_method", None) or "transformers")
+    method = getattr(model, "is_quantized", False) and (
+        getattr(model, "quantization_method", None) or "transformers"
+    )
     codes = (name for name, p in model.named_parameters() if not p.is_floating_point() or p.element_size() == 1)
     if reason := method or next(codes, ""):
         name = getattr(reason, "value", reason)
-        raise ModelError(f"{type(model).__name__} is quantized ({name}), and whole weights are trained; {DEQUANTIZE}")
+        raise ModelError(
+            f"{type(model).__name__} is quantized ({name}), and whole weights are trained; {DEQUANTIZE}"
+        )
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:

@@ -72,10 +72,8 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
-        reason = (
-            f"a small {kind.__name__} that shows how they route cannot be run on the host ({trial_error_text(error)})"
-        )
-        return ClassTrial((f"it has experts, and {reason}",))
+        reason = f"it has experts, and a small {kind.__name__} that shows how they route cannot be run on the host "
+        return ClassTrial((f"{reason}({trial_error_text(error)})",))
 
 
 def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -162,7 +160,9 @@ def _first_differing_module(whole: _Pass, parts: Sequence[_Pass], order: Tensor)
     # A module that is not called equally often for each piece cannot be compared.
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
-            pieces = [piece_pass.outputs[name][i] for piece_pass in parts if i < len(piece_pass.outputs.get(name, ()))]
+            pieces = [
+                piece_pass.outputs[name][i] for piece_pass in parts if i < len(piece_pass.outputs.get(name, ()))
+            ]
             if name and len(pieces) == len(parts) and relative_error(torch.cat(pieces), out[order]) > _TOLERANCE:
                 return name
     return "an unknown place"
@@ -179,7 +179,10 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> It
                 f"different parameters {evidence}"
             )
             return
-        if gradient is not None and (error := relative_error(torch.stack(pieces).sum(0), gradient, least)) > _TOLERANCE:
+        if (
+            gradient is not None
+            and (error := relative_error(torch.stack(pieces).sum(0), gradient, least)) > _TOLERANCE
+        ):
             yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {evidence}"
             return
 

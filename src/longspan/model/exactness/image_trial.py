@@ -343,7 +343,9 @@ def _run_documents(
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
-    return _ImagePass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items()))
+    return _ImagePass(
+        [x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items())
+    )
 
 
 def _logits_from_parts(parts: VisionParts, document: TrialDocument) -> Tensor:

@@ -145,7 +145,9 @@ class _ObservedPass:
             for name, module in {**modules, **layers}.items():
                 note_outputs: Callable[..., Any] = partial(self._note_outputs, name, name in layers)
                 for handle in (
-                    module.register_forward_pre_hook(partial(self._note_inputs, name), prepend=True, with_kwargs=True),
+                    module.register_forward_pre_hook(
+                        partial(self._note_inputs, name), prepend=True, with_kwargs=True
+                    ),
                     module.register_forward_hook(note_outputs),
                 ):
                     stack.callback(handle.remove)
@@ -174,7 +176,9 @@ class _ObservedPass:
 
         return tree_map(replace_rows, out)
 
-    def note(self, name: str, values: Any, call: int = 0, *, out: bool = True, added_to: Tensor | None = None) -> None:
+    def note(
+        self, name: str, values: Any, call: int = 0, *, out: bool = True, added_to: Tensor | None = None
+    ) -> None:
         """`added_to` is the input to which a layer has added its output.
 
         The first pass keeps copies, since modules may write into their tensors.
@@ -189,7 +193,9 @@ class _ObservedPass:
                 inputs = None if added_to is None or added_to.shape != x.shape else added_to[places[0]]
                 self.errors[key] = self._relative_error(x[places[0]], earlier[places[1]], inputs)
 
-    def _compared_indices(self, before: "_ObservedPass", x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _compared_indices(
+        self, before: "_ObservedPass", x: Tensor, earlier: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             here = self.rows.row_numbers(sizes[0])
@@ -248,7 +254,11 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
 def try_rows_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Try a prepared model before its first call in a mode, unless a step did so: a hook, for loops of one's own."""
     shard = kwargs.get("shard")
-    if model.training in _tried_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
+    if (
+        model.training in _tried_modes(model)
+        or isinstance(shard, SeparateRows)
+        or not isinstance(shard, SequenceShard)
+    ):
         return
     with _clean_up_after_trial(model):
         if error := _RowTrial(model, world_of(shard.world_key)).find_error(every_module=False):

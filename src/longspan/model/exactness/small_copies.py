@@ -37,8 +37,20 @@ CHUNK = 7
 SCALED_FROM = 16
 POSITIONS = 512
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
-_HEADS += ("attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "swa_num_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+)
+_HEADS += (
+    "attention_heads",
+    "num_decoder_attention_heads",
+    "num_encoder_attention_heads",
+    "swa_num_attention_heads",
+)
 _HEADS += ("num_query_groups", "linear_num_heads", "num_attention_heads_per_layer")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
 _HEAD_SIZES = ("head_dim", "swa_head_dim", "kv_channels", "d_head", "dim_head", "attention_head_size", "d_kv")
@@ -49,7 +61,14 @@ PICKED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 EXPERT_GROUPS = ("n_group", "num_expert_group")
 _WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention", "window_size")
 _WINDOWS += ("keep_window_size", "local_attention_window_len")
-_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "context_length")
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_target_positions",
+    "context_length",
+)
 _LENGTHS += ("max_source_positions", "model_max_length")
 _VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
 _SCORE_SCALES = ("attention_multiplier",)
@@ -265,7 +284,9 @@ class LayerChoice(NamedTuple):
         if name == "moe_layer_end_index" and isinstance(value, int):
             return len(self.layers) - 1
         if name == "per_layer_config" and isinstance(value, Mapping):
-            return {index: value[key] for index, layer in enumerate(self.layers) for key in value if int(key) == layer}
+            return {
+                index: value[key] for index, layer in enumerate(self.layers) for key in value if int(key) == layer
+            }
         if isinstance(value, list) and value == [*range(self.of)]:  # each layer's own number
             return [*range(len(self.layers))]
         if isinstance(value, list | tuple) and len(value) == self.of and self.of > 1:

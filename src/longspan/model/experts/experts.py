@@ -131,15 +131,28 @@ def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Vis
         dout_rows = dout.index_select(0, visits.rows)
         output_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
         weight_gradients = (dout_rows * outputs).sum(1)[visits.place]
-        return output_gradients.to(outputs.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
+        return output_gradients.to(outputs.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(
+            weights.dtype
+        )
     dout = dout.contiguous()
     weights = weights.contiguous()
     width = outputs.shape[1]
     output_gradients = outputs.new_empty(outputs.shape)
     weight_gradients = torch.zeros_like(weights)
     if outputs.numel():  # else the weights' gradients stay zeros
-        arguments = (output_gradients, weight_gradients, dout, outputs, weights, visits.order, width, outputs.stride(0))
-        kernels.visit_gradients_kernel[(len(outputs),)](*arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width))
+        arguments = (
+            output_gradients,
+            weight_gradients,
+            dout,
+            outputs,
+            weights,
+            visits.order,
+            width,
+            outputs.stride(0),
+        )
+        kernels.visit_gradients_kernel[(len(outputs),)](
+            *arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width)
+        )
     return output_gradients, weight_gradients
 
 
@@ -253,7 +266,8 @@ class _NoRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         needed = zip(ctx.weights, ctx.needs_input_grad[1:], strict=True)
         zeros = (
-            gradients[0].new_zeros(shape, dtype=dtype) if is_needed else None for (shape, dtype), is_needed in needed
+            gradients[0].new_zeros(shape, dtype=dtype) if is_needed else None
+            for (shape, dtype), is_needed in needed
         )
         return gradients[0].to(ctx.dtype), *zeros
 
@@ -286,7 +300,9 @@ def _multiply_by_experts(
         y = F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
     if bias is None:
         return y
-    return y + bias[torch.searchsorted(ends, torch.arange(len(x), device=ends.device, dtype=torch.int32), right=True)]
+    return (
+        y + bias[torch.searchsorted(ends, torch.arange(len(x), device=ends.device, dtype=torch.int32), right=True)]
+    )
 
 
 def expert_product_kind(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:

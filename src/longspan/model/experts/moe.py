@@ -62,7 +62,9 @@ def connect_experts(model: PreTrainedModel) -> None:
     for layer in (*decoder_layers(model).values(), *mtp_blocks(model).values()):
         if expert_modules(layer):
             mixers = [
-                module for module in layer.children() if type(module).__name__.endswith("Attention") or is_mixer(module)
+                module
+                for module in layer.children()
+                if type(module).__name__.endswith("Attention") or is_mixer(module)
             ]
             for child in mixers or layer.children():  # all children, in a layer of nothing but experts
                 child.register_forward_pre_hook(_note_before_experts, with_kwargs=True)
@@ -138,7 +140,9 @@ def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
 
 
 @break_graphs_around
-def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+def _record_routing(
+    router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> tuple[Tensor, ...] | None:
     layer = _layer_arguments.get()
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
         return None
@@ -165,7 +169,9 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     world = world_of(layer.shard.world_key)
     rows = _real_row_index(experts, layer.shard, len(hidden_states), world)
     first_slot = world.slot // world.home.ep * world.home.ep
-    channel = world.channels.find_channel(range(first_slot, first_slot + world.home.ep)) if world.home.ep > 1 else None
+    channel = (
+        world.channels.find_channel(range(first_slot, first_slot + world.home.ep)) if world.home.ep > 1 else None
+    )
     if len(rows) == len(hidden_states):
         return _mix_experts_in_tiles(experts, hidden_states, chosen, weights, layer.shard, channel)
     x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))

@@ -87,7 +87,9 @@ class RouterStatistics:
     def compute_load_fractions(self) -> None:
         """Compute F from all micro-batches of the step, before any backward pass; all slots call it together."""
         if self.coefficients.balance:
-            local = _sum_over_micro_batches([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
+            local = _sum_over_micro_batches([*self.counted_ahead, *self.micro_batches], self.experts)[
+                : self.experts
+            ]
             local = local.tolist() if isinstance(local, Tensor) else local  # zeros, without routers on this stage
             loads = self.world.control.sum_over_stages(local, "loads of experts")
             self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.token_layers
@@ -152,7 +154,9 @@ def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
     gradient = torch.zeros_like(p)
     if coefficients.balance:
         assert statistics.fractions is not None, "a backward pass before compute_load_fractions()"
-        balance_gradient = statistics.fractions.to(p.dtype) * (coefficients.balance * statistics.experts / token_layers)
+        balance_gradient = statistics.fractions.to(p.dtype) * (
+            coefficients.balance * statistics.experts / token_layers
+        )
         gradient += p * (balance_gradient - (p * balance_gradient).sum(-1, keepdim=True))
     if coefficients.z:
         gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / token_layers)

@@ -10,7 +10,15 @@ import triton.language as tl
 # each way in which 16 divides the address.
 @triton.jit(do_not_specialize_on_alignment=("place", "weights"))
 def sum_visits_kernel(
-    out, outputs, weights, place, width, output_row, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
+    out,
+    outputs,
+    weights,
+    place,
+    width,
+    output_row,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Compute out[r] = sum over j of outputs[place[r · TOP_K + j]] (times weights[r, j]).
 
@@ -32,7 +40,16 @@ def sum_visits_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=("order", "weights", "of_weights"))
 def visit_gradients_kernel(
-    of_outputs, of_weights, dout, outputs, weights, order, width, output_row, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
+    of_outputs,
+    of_weights,
+    dout,
+    outputs,
+    weights,
+    order,
+    width,
+    output_row,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Compute the gradients of `sum_visits_kernel`: of the rows of `outputs`, and of the weights.
 

@@ -94,7 +94,9 @@ def quantise_columns(x: Tensor) -> Scaled:
     tile = {"ROWS": _TILE, "COLUMNS": _TILE}
     kernels.largest_of_columns_kernel[(across, parts.shape[1], count)](matrices, parts, *sizes, **tile)
     largest = parts.amax(1).clamp_min(_LEAST)  # so that factors stay finite
-    kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _scaling_factors(largest), *sizes, **tile)
+    kernels.quantise_columns_kernel[(down, across, count)](
+        matrices, values, _scaling_factors(largest), *sizes, **tile
+    )
     return Scaled(values, (largest * (1 / 448.0)).view(values.shape[:-1]))
 
 
@@ -244,7 +246,11 @@ def experts_in_float8(
 
 
 def _multiply_rows(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight, experts: ExpertRows | None = None
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    float8_weight: Float8Weight,
+    experts: ExpertRows | None = None,
 ) -> Tensor:
     """Rows (S, K) with one matrix, or each with its expert's: (S, N).
 
@@ -302,7 +308,11 @@ class _Product(torch.autograd.Function):
         ctx.float8_weight = float8_weight
         ctx.experts = experts
         # A transposed matrix has in its columns what another one has in its rows.
-        w = float8_weight.columns(weight) if experts is not None and experts.transposed else float8_weight.rows(weight)
+        w = (
+            float8_weight.columns(weight)
+            if experts is not None and experts.transposed
+            else float8_weight.rows(weight)
+        )
         return _multiply_scaled(quantise_rows(x), w, x.dtype, bias, experts)
 
     @staticmethod

@@ -240,7 +240,9 @@ class _SpliceHook:
     def _forget_shard(self, *_: Any) -> None:
         self._shard = None
 
-    def _note_lookahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _note_lookahead(
+        self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 

@@ -42,7 +42,9 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
         )
     outer_name = {id(child): names[block] for block in blocks for child in block.modules() if child is not block}
     if nested := [f"{names[block]} in {outer_name[id(block)]}" for block in blocks if id(block) in outer_name]:
-        raise ModelError(f"blocks lie inside each other ({', '.join(nested[:4])}); give the outer or the inner ones")
+        raise ModelError(
+            f"blocks lie inside each other ({', '.join(nested[:4])}); give the outer or the inner ones"
+        )
     chosen = set(blocks)
     return {name: module for module, name in names.items() if module in chosen}
 

@@ -29,7 +29,12 @@ from longspan.model.tensor_parallel.styles import (
 REPLICATED = "replicated"
 STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)
 
-_ATTENTION = (("q_proj", "k_proj", "v_proj"), ("to_q", "to_k", "to_v"), ("wq", "wk", "wv"), ("query", "key", "value"))
+_ATTENTION = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("to_q", "to_k", "to_v"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+)
 _FUSED = (("qkv",), ("qkv_proj",), ("wqkv",), ("Wqkv",))
 _AFTER_ATTENTION = ("out_proj", "o_proj", "proj", "to_out", "wo", "out", "dense", "projection_layer")
 _MLP = {
@@ -187,7 +192,9 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
     ]
     if unknown or not styles:
         reason = (
-            f"linears that are not known by name: {', '.join(unknown[:4])}" if unknown else "no linear that is known"
+            f"linears that are not known by name: {', '.join(unknown[:4])}"
+            if unknown
+            else "no linear that is known"
         )
         raise ModelError(
             f"{type(module).__name__} cannot be split over tp: its blocks have {reason}. Say in tp_plan what they are, "

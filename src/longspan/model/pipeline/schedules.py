@@ -95,7 +95,9 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
     allow_unreachable = True
     accumulate = False
     flags = keep_graph, create_graph, targets, allow_unreachable, accumulate
-    for weight, gradient in zip(weights, engine.run_backward(tuple(edges), tuple(edges.values()), *flags), strict=True):
+    for weight, gradient in zip(
+        weights, engine.run_backward(tuple(edges), tuple(edges.values()), *flags), strict=True
+    ):
         add_gradient(weight, gradient)
 
 
@@ -106,7 +108,9 @@ def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[fro
     groups: dict[frozenset[Node], list[Tensor]] = {}
     for weight in weights:
         if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
-            groups.setdefault(frozenset(_dependent_nodes(node, users, input_users) & input_users), []).append(weight)
+            groups.setdefault(frozenset(_dependent_nodes(node, users, input_users) & input_users), []).append(
+                weight
+            )
     return groups
 
 

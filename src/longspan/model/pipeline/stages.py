@@ -144,7 +144,9 @@ def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], wor
     label = "sum of gradients that stages share"
     slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))  # views, which get the sums
     local_slice = slices.pop(pipeline.index)
-    parts = {holder: local_slice if holder == pipeline.index else torch.empty_like(local_slice) for holder in holders}
+    parts = {
+        holder: local_slice if holder == pipeline.index else torch.empty_like(local_slice) for holder in holders
+    }
     pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], label).wait()
     local_slice.copy_(sum_parts([*parts.values()]))
     pipeline.exchange([(holder, local_slice) for holder in slices], [*slices.items()], label).wait()
@@ -244,7 +246,11 @@ class Stage(nn.Module):
             x, embedding = x.chunk(2, dim=1)
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": x}
         inputs |= {KEYWORD: embedding} if self.with_embedding else {}
-        inputs |= {"position_ids": stage_input.shard.position_ids[None], "shard": stage_input.shard, "use_cache": False}
+        inputs |= {
+            "position_ids": stage_input.shard.position_ids[None],
+            "shard": stage_input.shard,
+            "use_cache": False,
+        }
         inputs |= stage_input.keywords
         if self.last:
             return stage_input.make_output(self.model, inputs)

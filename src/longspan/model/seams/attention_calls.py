@@ -206,7 +206,12 @@ def chunk_size(module: nn.Module) -> int | None:
     config = getattr(module, "config", None)
     layer = getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
-    if not types or not isinstance(layer, int) or not 0 <= layer < len(types) or types[layer] != "chunked_attention":
+    if (
+        not types
+        or not isinstance(layer, int)
+        or not 0 <= layer < len(types)
+        or types[layer] != "chunked_attention"
+    ):
         return None
     return getattr(config, "attention_chunk_size", None)
 
@@ -270,7 +275,13 @@ def sharded_attention(
 
         query = fold_queries(module, query)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
-    mask = {"causal": causal, "window": sliding_window, "chunk": chunk_size(module), "sinks": s_aux, "softcap": softcap}
+    mask = {
+        "causal": causal,
+        "window": sliding_window,
+        "chunk": chunk_size(module),
+        "sinks": s_aux,
+        "softcap": softcap,
+    }
     first_head = _first_head_index(module, q.shape[1], rows) if dropout else 0
     mask["indices"] = None if indices is None or not indices.shape[-1] else indices.squeeze(0)
     layer = {"layer": getattr(module, "layer_idx", None), "kernel": attention_kernel, "first_head": first_head}
@@ -309,7 +320,9 @@ def check_model_call(
     Returns keyword arguments as the model takes them, with a batch dim; calls with a `Probe` are not checked.
     """
     if len(args) > 1:
-        raise ModelError(f"call {_correct_call_text(model)} with keyword arguments; got {len(args)} positional ones")
+        raise ModelError(
+            f"call {_correct_call_text(model)} with keyword arguments; got {len(args)} positional ones"
+        )
     inputs = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
     if isinstance(inputs.get("shard"), Probe):
         return (), inputs
@@ -363,7 +376,9 @@ def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     plain_dims = 2 if name == "inputs_embeds" else 1
     x = x.unsqueeze(0) if x.ndim == plain_dims else x
     if x.ndim != plain_dims + 1 or x.shape[0] != 1:
-        raise ModelError(f"{name} has shape {tuple(x.shape)}; a shard is one packed row: use (1, {shard.local_rows})")
+        raise ModelError(
+            f"{name} has shape {tuple(x.shape)}; a shard is one packed row: use (1, {shard.local_rows})"
+        )
     if x.shape[1] != shard.local_rows:
         raise ModelError(f"{name} has {x.shape[1]} rows, the shard holds {shard.local_rows}; use shard.scatter(x)")
     if shard.local_rows == 0:

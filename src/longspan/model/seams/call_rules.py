@@ -105,8 +105,12 @@ def guard_prepared_model(prepared: nn.Module, name: str, saves: str = SAVES) -> 
     for module in (prepared, *modules):
         target: Any = module
         for method in ("save_pretrained", "push_to_hub"):
-            reason = f"{name}.{method} would write what this rank holds of a prepared model; call {saves} on all ranks"
-            setattr(target, method, partial(refuse_call, f"{reason}, which writes a folder that transformers loads"))
+            reason = (
+                f"{name}.{method} would write what this rank holds of a prepared model; call {saves} on all ranks"
+            )
+            setattr(
+                target, method, partial(refuse_call, f"{reason}, which writes a folder that transformers loads")
+            )
         if hasattr(target, "generate"):
             reason = f"{name}.generate would need caches, which a prepared model has none of; {saves} on all ranks"
             target.generate = partial(
@@ -269,7 +273,9 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
     evaluation_draws = rules.draws_in_evaluation
     if draws := ", ".join(rules.random_draws if training else evaluation_draws):
         config = getattr(model, "config", None)
-        when, allowed_text = (" and in evaluation", "") if evaluation_draws else ("", ", and evaluation draws nothing")
+        when, allowed_text = (
+            (" and in evaluation", "") if evaluation_draws else ("", ", and evaluation draws nothing")
+        )
         remedy = _remedy_text(config, draws, in_evaluation=bool(evaluation_draws))
         if score_columns(model) and "set " not in remedy:  # transformers' 0.1 of a token classifier
             remedy = "before the model is built, set classifier_dropout to 0.0 in its configuration (config.json)"

@@ -46,7 +46,9 @@ class LowestFirst(TorchFunctionMode):
         scores, k = args
         # −0 becomes 0
         values, order = (x[..., :k] for x in (scores + 0.0).sort(dim=-1, descending=True, stable=True))
-        return torch.return_types.topk((values, order.masked_fill(values == -torch.inf, -1) if self._none else order))
+        return torch.return_types.topk(
+            (values, order.masked_fill(values == -torch.inf, -1) if self._none else order)
+        )
 
 
 def order_ties(model: nn.Module) -> None:

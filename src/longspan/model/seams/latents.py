@@ -33,7 +33,9 @@ def reason_to_expand(module: Any, kernel: str | None, dtype: torch.dtype, device
     sizes = module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
     call = AttendCall(1, 1, *sizes, dtype, device, indexed=True, latents=True)
     if device.type == "cuda" and choose_kernel(call, kernel).name == "reference":
-        return "no kernel gathers them here (other types than bfloat16 and float16, deterministic mode, wide latents)"
+        return (
+            "no kernel gathers them here (other types than bfloat16 and float16, deterministic mode, wide latents)"
+        )
     expand = inspect.unwrap(type(module).expand_kv)
     linear = module.kv_b_proj
     if {*getattr(getattr(expand, "__code__", None), "co_names", ())} != _EXPANDING:

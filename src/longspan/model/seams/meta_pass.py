@@ -224,7 +224,12 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def check_kernel_for_calls(
-    model: nn.Module, name: str | None, recorded: Sequence[RecordedCall], *, device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    name: str | None,
+    recorded: Sequence[RecordedCall],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[AttendCall, ...]:
     """Check that the kernel `name` (None: any) can do the recorded calls on this device; return these, each once.
 
@@ -305,7 +310,9 @@ def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall
         if not call.causal:
             raise ModelError(f"{layer_name} is not causal; only causal decoders are supported")
         if call.unknown:
-            raise ModelError(f"{layer_name} passes {', '.join(call.unknown)} to attention, which attend does not take")
+            raise ModelError(
+                f"{layer_name} passes {', '.join(call.unknown)} to attention, which attend does not take"
+            )
         if call.indexed and not is_indexed(call.module):
             raise ModelError(f"{layer_name} passes indices to attention that no known indexer chose, key by key")
         if layer is None or not 0 <= layer < config.num_hidden_layers:
@@ -313,7 +320,9 @@ def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall
         if call.window is None and types and types[layer] == "sliding_attention":
             raise ModelError(f"{layer_name} is a sliding_attention layer but passes no sliding_window to attention")
         if call.chunk is None and types and types[layer] == "chunked_attention":
-            raise ModelError(f"{layer_name} is a chunked_attention layer, and its config has no attention_chunk_size")
+            raise ModelError(
+                f"{layer_name} is a chunked_attention layer, and its config has no attention_chunk_size"
+            )
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap and any(call.softcap is None for call in calls):
         raise ModelError(

@@ -41,7 +41,9 @@ def norm_rows_kernel(
     y = tl.load(x + row[:, None] * x_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
     factor = OFFSET + tl.load(weight + feature, mask=column < width, other=0.0).to(tl.float32)
     if GATE_FIRST or GATE_LAST:
-        gate_block = tl.load(gate + row[:, None] * gate_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+        gate_block = tl.load(gate + row[:, None] * gate_row + feature[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         gate_factor = tl.sigmoid(gate_block)
         if SILU:
             gate_factor *= gate_block

@@ -62,14 +62,29 @@ class NormFormula:
 
 class _OnePass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula
+    ) -> Tensor:
         rows = _flatten_rows(x)
         gates = None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         block = _Block.from_sizes(len(rows), rows.shape[1] // formula.groups)
-        arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _row_stride(gates), eps)
-        _norm_kernels().norm_rows_kernel[block.count, formula.groups](*arguments, **_kernel_constants(formula, block))
+        arguments = (
+            rows,
+            gates,
+            weight,
+            out,
+            inverse,
+            len(rows),
+            block.width,
+            rows.stride(0),
+            _row_stride(gates),
+            eps,
+        )
+        _norm_kernels().norm_rows_kernel[block.count, formula.groups](
+            *arguments, **_kernel_constants(formula, block)
+        )
         ctx.save_for_backward(x, weight, gate, inverse)
         ctx.formula = formula
         ctx.gate_shape = None if gate is None else gate.shape

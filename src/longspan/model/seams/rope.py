@@ -64,7 +64,10 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
             f"one, {kind!r}, cannot be put on it; leave model.rope_scaling empty, or edit its rope_parameters"
         )
     # without "type", the older name of "rope_type"
-    scaled = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": kind, "factor": float(factor)}
+    scaled = {key: value for key, value in rope.items() if key != "type"} | {
+        "rope_type": kind,
+        "factor": float(factor),
+    }
     if kind == "yarn":
         scaled["original_max_position_embeddings"] = limit
         # for linear, readers multiply by the factor themselves
@@ -153,7 +156,9 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     return tree_unflatten(joined, structure[0])
 
 
-def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
+def _rows_by_length(
+    shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None
+) -> dict[int, Integers]:
     """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
     for shard_part in shard.parts:
@@ -184,7 +189,9 @@ def _document_frequencies(
 ) -> Any:
     """The module takes the largest position plus one for the length: `length` − 1 is appended, then dropped."""
     # All rows are taken without an index, which would have to be sent to the device.
-    positions_here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
+    positions_here = (
+        positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
+    )
     with_last = torch.cat([positions_here, positions_here.new_full((1, 1), length - 1)], dim=1)
     return tree_map(
         lambda out: out[:, :-1], _copy_fresh_rotary(rotary)(x, with_last, **_layer_type_argument(layer_type))

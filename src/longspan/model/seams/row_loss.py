@@ -240,7 +240,9 @@ def _reasons_against_base_call(calls: Sequence[ModelCall], inputs: Mapping[str, 
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
-        if other := [name for name, value in base_arguments.items() if _differs_from_step(name, value, expected[name])]:
+        if other := [
+            name for name, value in base_arguments.items() if _differs_from_step(name, value, expected[name])
+        ]:
             yield f"gives its base model {', '.join(other)} of its own making"
         row_inputs = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if lost := [name for name in row_inputs if base_arguments.get(name) is None]:

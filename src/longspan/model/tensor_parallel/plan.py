@@ -293,7 +293,9 @@ class StyledModule(NamedTuple):
 
 def list_styles(model: PreTrainedModel) -> list[StyledModule]:
     """List every module and parameter that the plan names, and mixers, in order; ModelError for an unknown style."""
-    plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()}
+    plan = {
+        re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()
+    }
     styled_modules = list(_find_styled_modules(model, plan))
     if unknown := sorted({f"{p.style!r} of {p.name}" for p in styled_modules if p.style not in KNOWN}):
         raise ModelError(
@@ -396,7 +398,9 @@ def refuse_unnamed_parameters(model: nn.Module, styled_modules: Sequence[StyledM
     """Raise ModelError for a parameter of a split block that the plan does not name: its gradient may be partial."""
     named_ids = set[int]()
     for entry in styled_modules:
-        parameters = entry.module.parameters() if entry.parameter is None else [getattr(entry.module, entry.parameter)]
+        parameters = (
+            entry.module.parameters() if entry.parameter is None else [getattr(entry.module, entry.parameter)]
+        )
         named_ids.update(map(id, parameters))
     for block in sorted(split_block_names(styled_modules)):
         for name, parameter in model.get_submodule(block).named_parameters(prefix=block):

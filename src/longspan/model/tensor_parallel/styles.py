@@ -148,7 +148,9 @@ def split_query_key_value(linear: nn.Linear, world: World, widths: Sequence[int]
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     part_widths = tuple(widths) or (linear.out_features // 3,) * 3
-    wrap_forward(linear, views=dict.fromkeys(names, partial(_query_key_value_rows, key=world.key, widths=part_widths)))
+    wrap_forward(
+        linear, views=dict.fromkeys(names, partial(_query_key_value_rows, key=world.key, widths=part_widths))
+    )
 
 
 def _query_key_value_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
@@ -251,7 +253,9 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
-        with ReplacedAttributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": local_padding}):
+        with ReplacedAttributes(
+            embedding, {"weight": local_tensor(embedding.weight), "padding_idx": local_padding}
+        ):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         return tp_sum_split(vectors, key, ROWS) if sequence_parallel else tp_sum(vectors, key)

@@ -18,7 +18,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.tp_collectives import tp_copy, tp_copy_parameter, tp_gather, tp_index_and_degree, tp_split, tp_sum
+from longspan.comm.tp_collectives import (
+    tp_copy,
+    tp_copy_parameter,
+    tp_gather,
+    tp_index_and_degree,
+    tp_split,
+    tp_sum,
+)
 from longspan.errors import ModelError, plural
 from longspan.model.kinds import is_adapted
 from longspan.model.layers import Absent, decoder_model, expert_modules, layers_and_mtp_blocks, mtp_depths
@@ -118,7 +125,9 @@ def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, ke
     sums = F.pad(sums, (groups.start, count - groups.stop))  # (…, count)
     means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_index_and_degree(key)[1] // count)
     means_here = means[..., groups.start : groups.stop].split(1, -1)
-    return torch.cat([mean.expand(*mean.shape[:-1], size) for mean, size in zip(means_here, sizes, strict=True)], -1)
+    return torch.cat(
+        [mean.expand(*mean.shape[:-1], size) for mean, size in zip(means_here, sizes, strict=True)], -1
+    )
 
 
 Views = dict[nn.Module, dict[str, View]]
@@ -171,7 +180,9 @@ def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
 
-def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
+def _shard_and_view_parts(
+    mixer: nn.Module, parts: MixerParts, world: World
+) -> Iterator[tuple[nn.Module, str, View]]:
     whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
@@ -179,7 +190,9 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
         yield mixer.get_submodule(owner), attribute, lambda _, number=number: number
     for part_name, rows in parts.rows.items():
         for name, owner, attribute in tensors_of_part(mixer, part_name):
-            view = whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
+            view = (
+                whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
+            )
             yield owner, attribute, view
     for part_name in parts.whole:
         for _, owner, attribute in tensors_of_part(mixer, part_name):
@@ -194,7 +207,9 @@ def _wrap_forward_with_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping
         with ExitStack() as stack:
             # a view may name an attribute that only some mixers of a kind have
             for owner, attributes in views.items():
-                values = {name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)}
+                values = {
+                    name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)
+                }
                 stack.enter_context(ReplacedAttributes(owner, values))
             return inner(*args, **kwargs)
 
@@ -248,7 +263,9 @@ def single_and_full_row_modules(
         child_name = f"{name}.{child}"
         if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
             full_row_modules.append(module)
-        elif is_adapted(module) or not any(True for _ in module.children()):  # a norm, or a linear of whole features
+        elif is_adapted(module) or not any(
+            True for _ in module.children()
+        ):  # a norm, or a linear of whole features
             single_row_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
             inside = single_and_full_row_modules(child_name, module, styled_modules)
@@ -304,7 +321,9 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
         if sequence_parallel:
             refuse_sequence_parallel(model)
     elif sequence_parallel:
-        raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
+        raise ModelError(
+            "sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out"
+        )
 
 
 def _checked_styled_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
@@ -357,7 +376,11 @@ def split_over_ranks(
             wrap_forward(module, views={parameter: local_tensor})
         elif isinstance(module, nn.Linear) and style == tp_style.ROWWISE:
             split_rows(module, world, sequence_parallel=in_parts)
-        elif isinstance(module, nn.Linear) and style in _SPLITS and not (module is head and style in tp_style.GATHERED):
+        elif (
+            isinstance(module, nn.Linear)
+            and style in _SPLITS
+            and not (module is head and style in tp_style.GATHERED)
+        ):
             _SPLITS[style](module, world)
     for (first_module, name), *other_places in places.values():  # all that share one take the first one's slice
         for module, other_name in other_places:

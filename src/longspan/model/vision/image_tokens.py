@@ -116,7 +116,12 @@ class ImageTokens:
                 f"how many rows an image has is not said by {type(self.config).__name__} ({self.unknown}); in a loop "
                 "of your own count the placeholders that its processor makes (longspan train does not do so)"
             )
-        if grid is None or len(grid) != 3 or any(side < 1 for side in grid) or any(s % self.merge for s in grid[1:]):
+        if (
+            grid is None
+            or len(grid) != 3
+            or any(side < 1 for side in grid)
+            or any(s % self.merge for s in grid[1:])
+        ):
             raise DataError(
                 f"an image has the grid of patches {grid}; give (t, h, w), h and w multiples of {self.merge} "
                 "(spatial_merge_size), as the model folder's own image processor makes them"
@@ -297,7 +302,9 @@ class VideoTokens:
             media["image_grid_thw"] = torch.from_numpy(grids)
         if _SECONDS in _argument_names(model, "get_rope_index"):  # of float32, as processors give them
             media[_SECONDS] = torch.tensor([video.seconds for video in videos], dtype=torch.float32)
-        return compute_rope_positions(model, config, ids, self.images.kinds(ids, grids) + VIDEO * in_videos, **media)
+        return compute_rope_positions(
+            model, config, ids, self.images.kinds(ids, grids) + VIDEO * in_videos, **media
+        )
 
 
 @cache
@@ -419,4 +426,6 @@ def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
         return list(parts)
     largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
     missing = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
-    return [F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, missing, strict=True)]
+    return [
+        F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, missing, strict=True)
+    ]

@@ -65,7 +65,9 @@ class RandomWeights:
         towers = {module for module in towers_beside_text_model(self._model) if isinstance(module, PreTrainedModel)}
         draw = self._model._init_weights
         yield from ((path, layer, draw) for path, layer in layers.items())
-        yield from ((n, module, module._init_weights) for n, module in self._model.named_modules() if module in towers)
+        yield from (
+            (n, module, module._init_weights) for n, module in self._model.named_modules() if module in towers
+        )
         inside = {module for unit in (*layers.values(), *towers) for module in unit.modules()}
         for path, module in self._model.named_modules():
             if module not in inside and any(True for _ in module.parameters(recurse=False)):

@@ -69,7 +69,9 @@ class FolderWeights:
     `rename` maps the files' names to those of `save_model`.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel, *, rename: Callable[[str], str] = lambda key: key) -> None:
+    def __init__(
+        self, folder: Path, model: PreTrainedModel, *, rename: Callable[[str], str] = lambda key: key
+    ) -> None:
         """Read the headers of the files; `unread` maps what the model does not take to its name.
 
         ModelError for others.

@@ -27,7 +27,12 @@ DEQUANTIZE = (
 )
 _QUANTIZED = "quantization_config"
 _ADAPTER = "adapter_config.json"
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def read_configuration(path: Path) -> PreTrainedConfig:

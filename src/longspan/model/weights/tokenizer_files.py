@@ -95,7 +95,9 @@ def read_stop_token_ids(folder: Path) -> set[int]:
     ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
     # Tokenizers count ids in 32 bits.
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
-        raise DataError(f"{file} has eos_token_id {short_text(wrong[0])}; give the id of a token, or a list of them")
+        raise DataError(
+            f"{file} has eos_token_id {short_text(wrong[0])}; give the id of a token, or a list of them"
+        )
     return {*ids}
 
 

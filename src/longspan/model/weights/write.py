@@ -118,7 +118,9 @@ class WeightWriter:
             if (expected := self._expected.get(name)) is None:
                 raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
             if expected.shape != tensor.shape:
-                raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(expected.shape)} by the configuration")
+                raise ModelError(
+                    f"{name} is {tuple(tensor.shape)}, and {tuple(expected.shape)} by the configuration"
+                )
             tensors[name] = tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
@@ -138,9 +140,13 @@ class WeightWriter:
             self._partial_path(i).rename(self._folder / name)
         parameters = sum(sum(file.values()) for file in self._files)
         if len(names) > 1:
-            file_of_tensor = {tensor: name for name, file in zip(names, self._files, strict=True) for tensor in file}
+            file_of_tensor = {
+                tensor: name for name, file in zip(names, self._files, strict=True) for tensor in file
+            }
             metadata = {"total_parameters": parameters, "total_size": self._bytes}
-            index = json.dumps({"metadata": metadata, "weight_map": file_of_tensor}, indent=2, sort_keys=True) + "\n"
+            index = (
+                json.dumps({"metadata": metadata, "weight_map": file_of_tensor}, indent=2, sort_keys=True) + "\n"
+            )
             (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 

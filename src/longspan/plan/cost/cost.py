@@ -453,7 +453,9 @@ class Cost:
             return cls(**fields | {name: read(fields[name]) for name, read in parts.items() if fields.get(name)})
         except (TypeError, KeyError, AttributeError) as error:
             names = ", ".join(field.name for field in dataclasses.fields(cls))
-            raise PlanError(f"a cost is an object with numbers for some of {names}; got {values!r}: {error}") from None
+            raise PlanError(
+                f"a cost is an object with numbers for some of {names}; got {values!r}: {error}"
+            ) from None
 
 
 DEFAULT_COST = Cost()
@@ -479,14 +481,17 @@ def constants_of_shape(
     backward, and their gradients; an exchange has queries, outputs, keys and values in both passes.
     """
     full = shape.layers - shape.window_layers - shape.chunk_layers - shape.indexed_layers
-    limited_flops = (shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk) * shape.query_width
+    limited_flops = (
+        shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
+    ) * shape.query_width
     limited_flops += _GATHERED * shape.indexed_layers * 14 * shape.chosen * shape.chosen_width
     limited_seconds = limited_flops / (attention_tflops * 1e12)
     scan_seconds = states.scan_seconds if states else 0.0
     return {
         "linear_seconds": 6 * shape.weights / (tflops * 1e12) + limited_seconds + scan_seconds,
         "real_row_seconds": 6 * shape.expert_weights / (tflops * 1e12),
-        "attention_seconds": (full * 7 * shape.query_width + _GATHERED * shape.index_width) / (attention_tflops * 1e12),
+        "attention_seconds": (full * 7 * shape.query_width + _GATHERED * shape.index_width)
+        / (attention_tflops * 1e12),
         "ring_bytes": float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
         "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
         "ring_step_seconds": shape.layers * 2 * step_latency,
@@ -587,7 +592,9 @@ def _shown_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, 
         near = np.minimum(exchanging, together) - 1
         far = np.maximum(exchanging - together, 0)
         sent = cost.exchange_bytes * rows.tokens / degree / exchanging
-        exposed = exposed + sent * np.maximum(near / cost.inside_bytes_per_second, far / cost.across_bytes_per_second)
+        exposed = exposed + sent * np.maximum(
+            near / cost.inside_bytes_per_second, far / cost.across_bytes_per_second
+        )
     return exposed
 
 
@@ -625,7 +632,9 @@ def _shown_seconds_on_network(cost: Cost, rows: PricedRows, around: Floats, comp
 
     def exchange_seconds(sent: Floats, members: Floats) -> Floats:
         near = np.minimum(together, members)
-        return np.maximum(inside.exchange.seconds(sent * (near - 1)), across.exchange.seconds(sent * (members - near)))
+        return np.maximum(
+            inside.exchange.seconds(sent * (near - 1)), across.exchange.seconds(sent * (members - near))
+        )
 
     def shown_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
         parts = [np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages]

@@ -128,7 +128,9 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
         window=call.window or math.inf,
         sent=1.0 if kind == "all_gather" else fetched_share(group.lengths, around, call.window, call.chunk),
     )
-    computed, shown = attention_and_message_seconds(dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price)
+    computed, shown = attention_and_message_seconds(
+        dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price
+    )
     exposed = float(shown) if degree > 1 else 0.0
     return TypePrice(kind, sizes, float(computed) + exposed, exposed)
 
@@ -399,7 +401,9 @@ class Machine:
             real_row_seconds=real + settings.target_share * 2 * products * head_weights / rate + logits,
         )
 
-    def _add_sharding_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
+    def _add_sharding_seconds(
+        self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float
+    ) -> Cost:
         """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts.
 
         seconds(g, s) = copies · (g + s) + wire(g, s), where g gathers and s sums of n weights over w slots take
@@ -451,7 +455,9 @@ class Machine:
             micro_batch += shown
             launches += (SHARDED_LAUNCHES if width > 1 else SHARDED_LAUNCHES_OF_ONE) * (sums * (not summed))
             if not forward:
-                closing, _ = sharding_seconds(int(gathered), sums * summed, 1.0 if settings.free else SHARDING_SHARE)
+                closing, _ = sharding_seconds(
+                    int(gathered), sums * summed, 1.0 if settings.free else SHARDING_SHARE
+                )
                 closing += cost.micro_batch_seconds * settings.free  # nothing runs beside it: all of it shows
         rows = 0.0
         if ep > 1 and shape.expert_layers:
@@ -495,7 +501,11 @@ class Machine:
         summaries = tflops * SUMMARY_SPEED
         channel = CHANNEL_BYTES / memory
         states = StateCost.from_shape(
-            shape, scan_tflops=scans, summary_tflops=summaries, channel_seconds=channel, step_latency=self.step_seconds
+            shape,
+            scan_tflops=scans,
+            summary_tflops=summaries,
+            channel_seconds=channel,
+            step_latency=self.step_seconds,
         )
         constants = constants_of_shape(
             shape,
@@ -555,7 +565,9 @@ class Machine:
         """Return the price of the type that takes least time, which "auto" stands for; p2p takes any heads."""
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0)
-        return min(self.attention_seconds(group, call, node_size=node_size).values(), key=lambda price: price.seconds)
+        return min(
+            self.attention_seconds(group, call, node_size=node_size).values(), key=lambda price: price.seconds
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures by name, for a JSON document; `from_json` gives an equal machine back."""
@@ -568,7 +580,9 @@ class Machine:
         names = {f.name for f in dataclasses.fields(cls)}
         fields = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
         if (version := fields.pop("machine", None)) != VERSION:
-            raise PlanError(f"it is version {version!r} of a machine, and this longspan reads {VERSION}; measure again")
+            raise PlanError(
+                f"it is version {version!r} of a machine, and this longspan reads {VERSION}; measure again"
+            )
         if differ := sorted(names ^ set(fields)):
             raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
@@ -609,7 +623,9 @@ def cost_with_recomputation(
 
 def recomputed_layer_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
     """The share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
-    return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
+    return (
+        min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
+    )
 
 
 def find_machine_of_device(device: str) -> Machine | None:

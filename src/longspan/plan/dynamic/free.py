@@ -9,7 +9,14 @@ own. The constants were chosen by the step over its bound, which others around t
 
 import numpy as np
 
-from longspan.plan.dynamic.lockstep import Bins, Candidate, LeastLoaded, LongDocument, divide_bins, make_micro_batches
+from longspan.plan.dynamic.lockstep import (
+    Bins,
+    Candidate,
+    LeastLoaded,
+    LongDocument,
+    divide_bins,
+    make_micro_batches,
+)
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.fixed import pack_first_fit
@@ -163,7 +170,9 @@ class _Queues:
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
             bins.add_bin(0, part, long=-1, seconds=end, rows=int(self.problem.tokens.sum()))
-        LeastLoaded(bins, [0.0], self.problem).place_items(items, 0, self.problem.tokens.tolist(), self.work.tolist())
+        LeastLoaded(bins, [0.0], self.problem).place_items(
+            items, 0, self.problem.tokens.tolist(), self.work.tolist()
+        )
         for queue_items, short in zip(self.items, bins.short, strict=True):
             queue_items.extend(short)
 
@@ -176,7 +185,9 @@ class _Queues:
         for queue, part in enumerate(self.parts):
             items = sorted(self.items[queue])
             first = len(bins.seconds)
-            places = pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap) if items else []
+            places = (
+                pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap) if items else []
+            )
             for m in range(max(places, default=-1) + 1):
                 bins.add_bin(self.next_micro_batch[queue] + m, part, long=-1, seconds=0.0, rows=self.problem.cap)
                 queue_of_bin.append(queue)

@@ -20,7 +20,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Parts, Problem, slots_in_parts
+from longspan.plan.dynamic.problem import (
+    MORE_MICRO_BATCHES,
+    Floats,
+    FreeSlots,
+    Ints,
+    Parts,
+    Problem,
+    slots_in_parts,
+)
 from longspan.plan.micro_batch import Group, MicroBatch
 
 # What is tried first. Durations between all equal (steepness 0) and those of the sorted documents (1), a little longer
@@ -234,7 +242,9 @@ def _seconds_at_other_degree(problem: Problem, long: list[LongDocument], random:
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
     degree = problem.widest_degree(max(degree, problem.min_cp))
     tokens = int(problem.tokens[document.item])
-    return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, degree <= problem.widest_in_node))
+    return float(
+        problem.request.cost.group_seconds(tokens, tokens * tokens, degree, degree <= problem.widest_in_node)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +280,9 @@ class DegreeTable:
         density = float(problem.work[short] / problem.tokens[short])
         work = problem.request.cost.work_seconds(longest, longest**2)
         latency = problem.request.cost.latency_seconds(np.arange(1, problem.widest_block + 1))
-        return cls(problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density, work, latency)
+        return cls(
+            problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density, work, latency
+        )
 
     @cached_property
     def item_seconds(self) -> Floats:
@@ -434,7 +446,9 @@ class _Placing:
                 for part in self.free[m].remaining_runs():
                     self.bins.add_bin(m, part, long=-1, seconds=0.0, rows=self.problem.cap)
             ready = len(self.durations)
-            position = LeastLoaded(self.bins, self.durations, self.problem).place_items(items, position, tokens, work)
+            position = LeastLoaded(self.bins, self.durations, self.problem).place_items(
+                items, position, tokens, work
+            )
             if position == len(items):
                 return
             self._add_micro_batch(self.durations[-1])
@@ -573,7 +587,9 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
             base_seconds = candidate.long[long].seconds
             base_rows = candidate.long[long].rows
         columns = (problem.tokens[short], problem.squares[short], problem.document_counts[short])
-        sums = [list(accumulate(column.tolist(), initial=start)) for column, start in zip(columns, first, strict=True)]
+        sums = [
+            list(accumulate(column.tolist(), initial=start)) for column, start in zip(columns, first, strict=True)
+        ]
         counts = [count for count in SHARE_COUNTS if count < len(short)] if problem.min_cp == 1 else []
         for count in (*counts, len(short)):
             choices.append((b, count, base_seconds, base_rows))

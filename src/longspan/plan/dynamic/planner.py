@@ -147,7 +147,11 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
     for cp in problem.degrees:
         launch = request.cost.micro_batch_seconds + float(request.cost.latency_seconds(cp))
         least = (problem.mean_slot_seconds + problem.least_micro_batches * launch) / request.cost.stages
-        if request.slots % cp or max(request.lengths) > cp * problem.cap or least + request.cost.update_seconds >= best:
+        if (
+            request.slots % cp
+            or max(request.lengths) > cp * problem.cap
+            or least + request.cost.update_seconds >= best
+        ):
             continue
         packer = Packer.for_request(request, cp)
         yield [_sort_documents(batch) for batch in packer.micro_batches()]

@@ -121,7 +121,9 @@ class Problem:
         if self.has_few_items:  # then any item may be long
             return 0.0
         shortest = self.mean_slot_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
-        too_long = float(self.request.cost.work_seconds(self.widest_run * self.cap, (self.widest_run * self.cap) ** 2))
+        too_long = float(
+            self.request.cost.work_seconds(self.widest_run * self.cap, (self.widest_run * self.cap) ** 2)
+        )
         return min(LEAST_LONG * self.widest_block * shortest, too_long)
 
     @cached_property
@@ -238,7 +240,9 @@ class FreeSlots:
         """Take `width` slots, at most `total`: from one block if one has them, else from as few as possible."""
         parts: Parts = []
         while width:
-            size = self._smallest_fit(width, avoid_remnant=not parts) or max(n for n, b in enumerate(self.by_left) if b)
+            size = self._smallest_fit(width, avoid_remnant=not parts) or max(
+                n for n, b in enumerate(self.by_left) if b
+            )
             block = self.by_left[size].pop()
             count = min(size, width)
             start, all_slots = self.blocks[block]

@@ -11,4 +11,13 @@ from longspan.plan.items.encoding_plan import (
     plan_items,
 )
 
-__all__ = ["EncoderPlanning", "ItemRows", "ItemTable", "MediaItem", "ModalityPlan", "NeededBy", "Wave", "plan_items"]
+__all__ = [
+    "EncoderPlanning",
+    "ItemRows",
+    "ItemTable",
+    "MediaItem",
+    "ModalityPlan",
+    "NeededBy",
+    "Wave",
+    "plan_items",
+]

@@ -80,7 +80,9 @@ class EncoderShape:
         flops = 0
         for rows in images:
             patches = self.patch_count(rows)
-            pairs = self.full_layers * (patches + self.class_rows) ** 2 + self.window_layers * patches * self.window**2
+            pairs = (
+                self.full_layers * (patches + self.class_rows) ** 2 + self.window_layers * patches * self.window**2
+            )
             flops += self._weight_flops(rows, trained) + pair * pairs
         return flops
 

@@ -330,7 +330,9 @@ def plan_items(
             f"{count} of {len(table)} items are of modality {unknown[0]!r}, for which the model has no encoder; it has "
             f"encoders for {', '.join(map(repr, encoders)) or 'none'}"
         )
-    return {modality: _plan_modality(table, modality, needed_by, encoders[modality]) for modality in table.modalities}
+    return {
+        modality: _plan_modality(table, modality, needed_by, encoders[modality]) for modality in table.modalities
+    }
 
 
 @lru_cache(maxsize=8)

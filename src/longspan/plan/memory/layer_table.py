@@ -163,7 +163,9 @@ class LayerTable:
     @property
     def input_bytes(self) -> float:
         """Bytes of a layer's input, of which a rank has 1 / tp under sequence parallelism."""
-        return self.bytes_of_rows(self.hidden_size // self.tp if self.settings.sequence_parallel else self.hidden_size)
+        return self.bytes_of_rows(
+            self.hidden_size // self.tp if self.settings.sequence_parallel else self.hidden_size
+        )
 
     def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[LayerPart, LayerPart]:
         """Return the part of a layer that mixes rows, and its MLP or experts, each with its norms and its input."""
@@ -228,7 +230,9 @@ class LayerTable:
         call = self.attention_call_part(query, key, heads, kv_heads)
         # The projection saves attention's output, which attention saves too unless it was exchanged.
         is_shared = (
-            projected.saved >= self.bytes_of_rows(query) and not gate and (self.lean or not self.load.exchanged_rows)
+            projected.saved >= self.bytes_of_rows(query)
+            and not gate
+            and (self.lean or not self.load.exchanged_rows)
         )
         return part + replace(call, saved=call.saved - self.bytes_of_rows(query) * is_shared)
 
@@ -274,7 +278,9 @@ class LayerTable:
         work = out * (1 + self.lean) + key_gradients + in_flight + sums_of_keys
         work += blocks / (slices if groups > 1 else 1)
         return (
-            replace(local, work=work) if self.lean else LayerPart(2 * out + keys + lse, work, out + lse, 2 * out + keys)
+            replace(local, work=work)
+            if self.lean
+            else LayerPart(2 * out + keys + lse, work, out + lse, 2 * out + keys)
         )
 
     @property
@@ -334,7 +340,9 @@ class LayerTable:
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
         # size that is left then makes a weight for each row. Their input is the router's.
         left = (
-            (weights.all - weights.of_experts) // self.hidden_size - read.experts_attribute_and_count()[1] - 2 * latent
+            (weights.all - weights.of_experts) // self.hidden_size
+            - read.experts_attribute_and_count()[1]
+            - 2 * latent
         )
         width, is_weighted = divmod(left, 2 + self._mlp_has_gate)
         weighted = self.bytes_of_rows(1 + self.hidden_size) if is_weighted else 0.0
@@ -357,7 +365,9 @@ class LayerTable:
         inner = mixer.last / self.hidden_size / tp
         channels = mixer.channels / tp
         heads = mixer.heads / tp
-        part = self.linears_part(self.hidden_size, *(("in_proj_qkvz", "in_proj_ba") if mixer.delta else ("in_proj",)))
+        part = self.linears_part(
+            self.hidden_size, *(("in_proj_qkvz", "in_proj_ba") if mixer.delta else ("in_proj",))
+        )
         part += self.linears_part(inner, "out_proj")
         if not heads:
             return part + LayerPart(self.bytes_of_rows(5 * inner), self.bytes_of_rows(4 * inner))

@@ -201,7 +201,9 @@ class MemoryNeeds:
         if unknown := [word for word in layer_words if word not in known]:
             raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(CHECKPOINT_POLICIES)}")
         if (count := len(layer_words)) != self.layers:
-            raise PlanError(f"{count} measures were given for {self.layers} layers, depths included; give one a layer")
+            raise PlanError(
+                f"{count} measures were given for {self.layers} layers, depths included; give one a layer"
+            )
         words: tuple[CheckpointPolicy, ...] = tuple(known[word] for word in layer_words)
         moments = (moment for place in self.places for moment in place.bytes_at_moments(self.loads, words))
         hosts = (place.host_bytes(self.loads, words) for place in self.places)
@@ -491,7 +493,9 @@ def _leanest_choices(
 
 
 def any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
-    return any(fit_with_fewest_slow_layers(*choice, budget) is not None for choice in _leanest_choices(needs, fixed))
+    return any(
+        fit_with_fewest_slow_layers(*choice, budget) is not None for choice in _leanest_choices(needs, fixed)
+    )
 
 
 def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan]:

@@ -158,7 +158,9 @@ def _count_layer_parameters(
     return Numbers(whole + adapters, adapters, share + adapters, adapters)
 
 
-def _adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
+def _adapter_linears(
+    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
+) -> list[tuple[str, float, float]]:
     """The name of each linear that adapters go into, and the widths of its input and output. Widths that a
     configuration does not name follow from the counted weights. Attention has a gate as wide as its weights beyond the
     four projections. A mixer's input projections make what the convolution reads (`channels`), a gate, and a number for
@@ -176,7 +178,9 @@ def _adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | No
         if mixer.kind == "gated delta net":
             linears += [("in_proj_qkvz", hidden, mixer.channels + inner), ("in_proj_ba", hidden, 2 * mixer.heads)]
         else:
-            linears.append(("in_proj", hidden, mixer.channels + (inner + mixer.heads if mixer.heads else 2 * inner)))
+            linears.append(
+                ("in_proj", hidden, mixer.channels + (inner + mixer.heads if mixer.heads else 2 * inner))
+            )
         linears.append(("out_proj", inner, hidden))
     if kind.feeds == "dense":
         weights = feed_forward_weights(read, "dense")
@@ -403,12 +407,16 @@ class StageBytes:
         yield Bytes(**base | {"gradients": int(self.gradient_bytes(self.all_numbers)), "states": states})
         for load in loads:
             query = load.rows * attention_widths(self.read).query // self.home.tp
-            replays = query * settings.compute_bytes * (settings.gpu and query <= REPLAYED_NUMBERS) * REPLAYED_TENSORS
+            replays = (
+                query * settings.compute_bytes * (settings.gpu and query <= REPLAYED_NUMBERS) * REPLAYED_TENSORS
+            )
             for moment in self._bytes_in_micro_batch(load, measures):
                 moment["work"] += replays
                 yield Bytes(**base | {name: int(size) for name, size in moment.items()})
 
-    def _bytes_in_micro_batch(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> Iterator[dict[str, float]]:
+    def _bytes_in_micro_batch(
+        self, load: SlotLoad, measures: Sequence[CheckpointPolicy]
+    ) -> Iterator[dict[str, float]]:
         """At the loss, then backward through layer i, last first, then the sums; the bytes of a moment are the sum of
 
         gradients  shards of the layers behind i, nothing where whole ones stay;
@@ -495,7 +503,9 @@ class StageBytes:
         number = self.settings.compute_bytes
         vocabulary = self.read.count("vocab_size") / self.home.tp
         bytes_of_logit = 2 * number + (0 if settings.gpu else max(4, number))
-        most_rows = settings.loss_chunk_rows or max(1, int(CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit)))
+        most_rows = settings.loss_chunk_rows or max(
+            1, int(CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit))
+        )
         chunks = -(-load.rows // most_rows)
         sums = max(4, number) if chunks > 1 else number  # bytes of a number of the head's gradient
         logits = -(-load.rows // chunks) * vocabulary * bytes_of_logit

@@ -253,7 +253,9 @@ class Packer:
         np.add.at(tokens, bins, rows)
         np.add.at(squares, bins, rows * rows)
         documents = np.bincount(bins, minlength=count)
-        return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
+        return np.where(
+            tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0
+        )
 
     def _count_micro_batches(self, assignment: Integers) -> int:
         return self._round_up_to_multiple(1 + int(assignment.max()) // len(self.inside))

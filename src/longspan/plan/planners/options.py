@@ -138,7 +138,9 @@ class Request(PlanOptions):
         sizes = options.hierarchical_context_parallel_sizes
         values: dict[str, Any] = vars(options) | {
             "cp_comm_type": types[0] if isinstance(options.cp_comm_type, str) else types,
-            "hierarchical_context_parallel_sizes": sizes if sizes is None or isinstance(sizes, int) else tuple(sizes),
+            "hierarchical_context_parallel_sizes": sizes
+            if sizes is None or isinstance(sizes, int)
+            else tuple(sizes),
         }
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check(home)
@@ -204,7 +206,9 @@ class Request(PlanOptions):
             )
         sizes = self.hierarchical_context_parallel_sizes
         if sizes is not None:
-            check_hierarchical_sizes(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
+            check_hierarchical_sizes(
+                self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp
+            )
         check_degree_suits_heads(self, cp)
         self.check_longest(cp)
         return int(cp)
@@ -291,7 +295,9 @@ class Request(PlanOptions):
         for one model, know the query heads, the groups keep "auto": `attend`, which sees the heads, chooses.
         """
         chooses_type = "auto" in self.types and bool(self.heads or self.cost.network)
-        if not chooses_type and ("a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is not None):
+        if not chooses_type and (
+            "a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is not None
+        ):
             return micro_batches
         table = GroupTable.from_micro_batches(micro_batches)
         cost = replace(self.cost, cp_comm_type="auto") if chooses_type else self.cost.under("a2a+p2p", 0)

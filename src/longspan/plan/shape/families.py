@@ -125,7 +125,9 @@ FAMILIES: dict[str, Family] = {
     "cohere_compass_text": Family(
         small={"rope_parameters": lambda small: small["rope_parameters"] or _ROPE_BY_LAYER},
     ),
-    "dbrx": Family(small={"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}}),
+    "dbrx": Family(
+        small={"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}}
+    ),
     "deepseek_v2": Family(small=_defaults_where_none(num_experts_per_tok=2)),
     "deepseek_v3": Family(mtp_names="last layers"),
     "deepseek_v32": Family(mtp_names="last layers"),

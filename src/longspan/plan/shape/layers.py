@@ -64,7 +64,9 @@ class ConfigReader:
         """Return the first of these attributes that is set, perhaps by its family's name; None if none is."""
         for name in (*names, *(_IN_FILES[name] for name in names if name in _IN_FILES)):
             config = self._config
-            value = cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
+            value = (
+                cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
+            )
             if value is not None:
                 return value
         if "intermediate_size" in names and (width := self.family.mlp_width):
@@ -386,7 +388,9 @@ class MixerShape:
     @property
     def chunked_flops(self) -> int:
         """Forward FLOPs in chunks, as kernels compute it: also products inside the chunk."""
-        inside_chunk = 6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
+        inside_chunk = (
+            6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
+        )
         return self.scan_flops + self.heads * CHUNK * inside_chunk
 
     @property
@@ -394,7 +398,9 @@ class MixerShape:
         """FLOPs of a run's summary, forward (its final state from an empty one, and what it does to a state before it)
         and backward (the gradient of that state). Under a delta rule the state and the matrix are two products each.
         """
-        forward = 4 * self.heads * self.key_size * (self.key_size + self.value_size) if self.delta else 2 * self.state
+        forward = (
+            4 * self.heads * self.key_size * (self.key_size + self.value_size) if self.delta else 2 * self.state
+        )
         return forward + (4 if self.delta else 2) * self.state
 
 

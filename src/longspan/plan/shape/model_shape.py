@@ -121,7 +121,9 @@ class ModelShape:
         vocabulary = read.count("vocab_size")
         outside = hidden * vocabulary * (1 + depths) + 2 * hidden * hidden * depths
         expert_layers = sum(kind.feeds == "experts" for kind in kinds)
-        stored = hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2) + 2 * hidden * hidden * depths
+        stored = (
+            hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2) + 2 * hidden * hidden * depths
+        )
         return cls(
             layers=len(attention),
             weights=sum(layer.all for layer in layers) + outside,
@@ -174,14 +176,18 @@ def _check_can_be_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
         unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.model_type}' if read.model_type else ''}, Mamba 1")
-    priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())} - {*(() if is_indexed else INDEXED)}
+    priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())} - {
+        *(() if is_indexed else INDEXED)
+    }
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
         advice = "leave --model out: the prices are then a Qwen3-8B's"
         raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {advice}")
     layer_count = [] if types else ["num_hidden_layers"]  # types tell how many layers there are
     heads = ["num_attention_heads"] if not kinds or any(kind.attention for kind in kinds) else []
-    widths = ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
+    widths = (
+        ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
+    )
     read.check_counts("hidden_size", *layer_count, *heads, "vocab_size", one_of=widths)
 
 
@@ -270,7 +276,9 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
         in_chunks += chunks * _window_pairs(shape.chunk, shape.chunk) + _window_pairs(last_rows, last_rows)
     chosen = sum(_window_pairs(length, shape.chosen) for length in lengths) if shape.indexed_layers else 0
     pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers - shape.indexed_layers) * pairs
-    pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks + shape.indexed_layers * chosen
+    pairs_of_layers += (
+        shape.window_layers * in_windows + shape.chunk_layers * in_chunks + shape.indexed_layers * chosen
+    )
     scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
     row_flops = (4 if frozen else 6) * shape.weights + scans
     return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers + 2 * shape.index_width * pairs

@@ -133,7 +133,9 @@ def write_first_outputs(y: Tensor, x: Tensor, arrived: Tensor, convolution: Conv
     triton_kernel("write_first_kernel")[grid](*arguments, **sizes)
 
 
-def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
+def arrived_gradients(
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
+) -> Tensor:
     columns = 1 << (first.arrived.shape[1] - 1).bit_length()  # a power of two, as Triton's blocks have
     gradients = torch.empty_like(arrived)
     grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)

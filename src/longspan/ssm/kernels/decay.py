@@ -62,7 +62,9 @@ def scan_chunks(
 def decay_unsupported_reason(recurrence: Recurrence) -> str:
     if recurrence.delta:
         return "a recurrence without a delta term"
-    return fla_unsupported_call_reason(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_unsupported_call_reason(
+        recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size
+    )
 
 
 class _Decays:
@@ -97,7 +99,9 @@ class DecayForward:
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._additions, self._decays.whole, zero, self._runs)
-        total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
+        total = zero.new_zeros((len(zero), heads)).index_add_(
+            0, self._runs.run_of_chunk, self._decays.whole.float()
+        )
         return pick_rows(states, leaving), torch.exp2(pick_rows(total, carrying))[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
@@ -142,7 +146,14 @@ class DecayBackward:
         q, k, v, _ = add_batch_dim(self._inputs)
         dh = torch.empty_like(self._h)
         scan_chunks(self._added_gradients, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
-        arguments = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
+        arguments = {
+            "q": q,
+            "k": k,
+            "g": self._decays.g,
+            "do": self._do.unsqueeze(0),
+            "dh": dh,
+            "scale": self._scale,
+        }
         shared = {"chunk_size": CHUNK, **run_index_arguments(self._runs)}
         compute_read_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk, _, dg = compute_read_gradients(**arguments, v=v, h=self._h, **shared)

@@ -141,7 +141,9 @@ class Pieces:
             put_rows(
                 result,
                 pieces_after - 1,
-                map_states(pick_rows(transitions, maps).mT, pick_rows(result, pieces_after), pick_rows(initial, maps)),
+                map_states(
+                    pick_rows(transitions, maps).mT, pick_rows(result, pieces_after), pick_rows(initial, maps)
+                ),
             )
         return result
 
@@ -231,7 +233,9 @@ class DeltaStates:
         self._pieces = pieces
         map_runs, map_rows = pieces.pieces_with_maps
         self.transitions: Tensor
-        self._states, self.transitions = compute_run_maps({name: x[:, map_rows] for name, x in rows.items()}, map_runs)
+        self._states, self.transitions = compute_run_maps(
+            {name: x[:, map_rows] for name, x in rows.items()}, map_runs
+        )
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         summed_runs = np.union1d(leaving, carrying)
@@ -296,7 +300,9 @@ class DeltaGradients:
 def kimi_unsupported_reason(recurrence: Recurrence) -> str:
     if not recurrence.delta or not recurrence.by_channel:
         return "a delta rule of a decay for each key number"
-    return fla_unsupported_call_reason(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_unsupported_call_reason(
+        recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size
+    )
 
 
 class KimiForward:
@@ -377,7 +383,9 @@ _WY = "ops.gated_delta_rule.wy_fast"
 def delta_unsupported_reason(recurrence: Recurrence) -> str:
     if not recurrence.delta or recurrence.by_channel:
         return "a delta rule of one decay a head"
-    return fla_unsupported_call_reason(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_unsupported_call_reason(
+        recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size
+    )
 
 
 class DeltaForward:
@@ -443,7 +451,9 @@ class DeltaBackward:
         indices = run_index_arguments(self._runs)
         arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         compute_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
-        dq, dk_outputs, dw, dg_outputs = compute_gradients(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
+        dq, dk_outputs, dw, dg_outputs = compute_gradients(
+            **arguments, scale=self._scale, chunk_size=CHUNK, **indices
+        )
         # dv as du: rows add the values u − w S, so that u has their gradient.
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
         dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(**arguments, **indices)

@@ -92,7 +92,9 @@ def scan(
     fades = None if q is None and beta is None else _pair_decays(g)
     if beta is not None and fades is not None:
         weight = cut_rows(beta.unsqueeze(-1))
-        system = _products_under_decay(weight * k, k, fades).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
+        system = _products_under_decay(weight * k, k, fades).tril(-1) + torch.eye(
+            chunk, dtype=k.dtype, device=k.device
+        )
         right_side = torch.cat([weight * v, weight * k * decay.exp()], -1)
         solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
         new_values, state_share = solution.split([v.shape[-1], k.shape[-1]], -1)
@@ -160,7 +162,9 @@ def summaries(
     rows = to_device(expand_runs(starts, starts + lengths[summed_runs]), k.device)
     k, v, g = (x.index_select(0, rows) for x in (k, v, g))
     beta = None if beta is None else beta.index_select(0, rows)
-    leaving_at, carrying_at = (to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying))
+    leaving_at, carrying_at = (
+        to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying)
+    )
     zero = k.new_zeros((len(summed_runs), heads, size, width))
     if beta is None:
         runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths[summed_runs]), k.device)
@@ -205,7 +209,9 @@ class TorchBackward:
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:
         """They are zero where no output depends on a state, as without rows. The graph is kept for `gradients`."""
-        (gradients,) = torch.autograd.grad(self._out, self._entering, self._dout, retain_graph=True, allow_unused=True)
+        (gradients,) = torch.autograd.grad(
+            self._out, self._entering, self._dout, retain_graph=True, allow_unused=True
+        )
         gradients = torch.zeros_like(self._entering) if gradients is None else gradients
         return pick_rows(gradients, runs)
 

@@ -41,7 +41,9 @@ def scan_chunks_kernel(
     inside = place < SIZE * WIDTH
     row = place // WIDTH
     column = place % WIDTH
-    added_offsets = (head // SHARED) * SIZE * SHARED * WIDTH + row * SHARED * WIDTH + (head % SHARED) * WIDTH + column
+    added_offsets = (
+        (head // SHARED) * SIZE * SHARED * WIDTH + row * SHARED * WIDTH + (head % SHARED) * WIDTH + column
+    )
     state_offsets = head * SIZE * WIDTH + place
     first_chunk = tl.load(chunk_ends + run)
     end_chunk = tl.load(chunk_ends + run + 1)
@@ -234,7 +236,9 @@ def _load_decays(
     last_row = tl.minimum(rows_left, CHUNK) - 1
     if BY_CHANNEL:
         key = tl.arange(0, KEYS)
-        last = tl.load(decays + last_row * HEADS * SIZE + key, mask=key < tl.where(rows_left > 0, SIZE, 0), other=0.0)
+        last = tl.load(
+            decays + last_row * HEADS * SIZE + key, mask=key < tl.where(rows_left > 0, SIZE, 0), other=0.0
+        )
         row_decays = last
     else:
         row = tl.arange(0, CHUNK)

@@ -57,7 +57,9 @@ def offload_optimizer_states(
     update parameters together; ModelError where a host lacks the bytes.
     """
     if isinstance(optimizer, OffloadedStates):
-        raise ConfigError("the states of this optimizer wait on the host already; call offload_optimizer_states once")
+        raise ConfigError(
+            "the states of this optimizer wait on the host already; call offload_optimizer_states once"
+        )
 
     def measure_bytes() -> int:
         """Return the bytes of this rank's states. Raises ConfigError for another class of optimizer."""
@@ -75,7 +77,9 @@ def offload_optimizer_states(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
         )
-    check_free_host_memory(size, world, "moments of the optimizer on the host (train.offload_optimizer_states) take")
+    check_free_host_memory(
+        size, world, "moments of the optimizer on the host (train.offload_optimizer_states) take"
+    )
     return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes)
 
 
@@ -177,7 +181,9 @@ class OffloadedStates(Optimizer):
     returns. Schedulers and hooks belong to this optimizer. `inner`, which updates, has no states of its own.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> None:
+    def __init__(
+        self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = STATE_BUCKET_BYTES
+    ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
@@ -245,7 +251,9 @@ class OffloadedStates(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _update_buckets(self, buckets: Sequence[StateBucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    def _update_buckets(
+        self, buckets: Sequence[StateBucket], before: Mapping[nn.Parameter, dict[str, Any]]
+    ) -> None:
         next_fetched = self._fetch_bucket(buckets[0], before) if buckets else None
         device_states = list[Tensor]()  # of the bucket before, until they are on the host
         for bucket, next_bucket in zip(buckets, [*buckets[1:], None], strict=True):
@@ -284,7 +292,9 @@ class OffloadedStates(Optimizer):
             group["foreach"] = bool(group["foreach"])
         inner.param_groups = [group]
         inner.state = defaultdict(dict, {p: state for p, state in zip(stand_ins, states, strict=True) if state})
-        places = {p: (part.parameter, part.start, part.last) for p, part in zip(stand_ins, bucket.parts, strict=True)}
+        places = {
+            p: (part.parameter, part.start, part.last) for p, part in zip(stand_ins, bucket.parts, strict=True)
+        }
         try:
             with inner.use_stand_ins(places) if isinstance(inner, OnePassAdamW) else nullcontext():
                 inner.step()

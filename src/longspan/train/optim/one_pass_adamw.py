@@ -287,7 +287,9 @@ def kernel_table(updates: Sequence[Update]) -> Any:
     """Return the kernel's table (tensors, COLUMNS) of int64, whose last columns are pairs of factors in float32."""
     table = bytearray(_ROW.size * len(updates))
     for row, update in enumerate(updates):
-        rounding = (*update.key, *update.places) if update.key is not None and update.places is not None else _NEAREST
+        rounding = (
+            (*update.key, *update.places) if update.key is not None and update.places is not None else _NEAREST
+        )
         addresses = [tensor.data_ptr() for tensor in update[:4]]
         _ROW.pack_into(table, _ROW.size * row, *addresses, update.parameter.numel(), *rounding, *update.factors)
     return np.frombuffer(table, np.int64).reshape(len(updates), COLUMNS)

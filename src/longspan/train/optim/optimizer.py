@@ -107,7 +107,9 @@ def build_optimizer(
     check_optimizer_arguments(name, arguments)
     rates = lr if isinstance(lr, Mapping) else {"": lr}
     groups = parameter_groups(model, name, weight_decay, rates)
-    return OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, tuple(arguments.items())).build(groups)
+    return OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, tuple(arguments.items())).build(
+        groups
+    )
 
 
 def parameter_groups(
@@ -364,7 +366,9 @@ def _describe_difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Param
             return f"updates of {update:.3g} differ by {error:.3g} from those of whole parameters"
         for state in tree_leaves(optimizers[0].state[sharded]):
             if isinstance(state, Tensor) and state.ndim and not isinstance(state, DTensor):
-                return f"a state {tuple(state.shape)} is this rank's alone (no DTensor), which no checkpoint can hold"
+                return (
+                    f"a state {tuple(state.shape)} is this rank's alone (no DTensor), which no checkpoint can hold"
+                )
             if not isinstance(state, Tensor | int | float):
                 return f"a state is {state!r}, which no checkpoint can hold"
     return ""

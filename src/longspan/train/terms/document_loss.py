@@ -169,7 +169,9 @@ class DocumentPasses:
     def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
         """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
         # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
-        indices = sorted({self._index.get(document, -1) for documents in self._sets_across for document in documents})
+        indices = sorted(
+            {self._index.get(document, -1) for documents in self._sets_across for document in documents}
+        )
         if not indices:
             return
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
@@ -256,7 +258,9 @@ class LossTerm(Term):
     CommError where ranks have different ones, or some have neither.
     """
 
-    def __init__(self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int = 0) -> None:
+    def __init__(
+        self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int = 0
+    ) -> None:
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
@@ -265,7 +269,9 @@ class LossTerm(Term):
         try:
             self.loss_fn: LossFn
             self.divisor: float
-            self.loss_fn, self.divisor, loss_text = _read_loss(loss, divisor, inputs.plan, world, chunk_rows, scores)
+            self.loss_fn, self.divisor, loss_text = _read_loss(
+                loss, divisor, inputs.plan, world, chunk_rows, scores
+            )
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
         if world.control.compare_digests(

@@ -381,7 +381,9 @@ class Encoding:
         world = model.world
         documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
         index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
-        items = table if len(index) == len(table) else ItemTable(table.lengths, [table.items[i] for i in index], index)
+        items = (
+            table if len(index) == len(table) else ItemTable(table.lengths, [table.items[i] for i in index], index)
+        )
         language_model = model.language_model
         multiple = call_rules(language_model).row_multiple
         needed_by = NeededBy(
@@ -479,12 +481,16 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, dept
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     make = partial(Encoding, model, plan, plan.micro_batches, table, backward=True, depths=depths)
-    planned[_encoding_key(model, plan, table, (True, depths))] = _pool.submit(_plan_in_thread, stream, make, documents)
+    planned[_encoding_key(model, plan, table, (True, depths))] = _pool.submit(
+        _plan_in_thread, stream, make, documents
+    )
     while len(planned) > MOST_AHEAD:
         planned.popitem(last=False)
 
 
-def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0) -> Encoding:
+def take_encoding(
+    model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0
+) -> Encoding:
     """Take the waves of a step: those planned ahead, which it waits for, or planned now."""
     ahead = _planned_encodings.get(model, OrderedDict()).pop(
         _encoding_key(model, plan, table, (backward, depths)), None
@@ -503,7 +509,9 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
     return encoding
 
 
-def _encoding_key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
+def _encoding_key(
+    model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]
+) -> tuple[object, ...]:
     """A caller may freeze an encoder between planning ahead and the step: the key has which ones are frozen."""
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

@@ -54,13 +54,17 @@ class MicroBatchLoss:
     def check(self, plan: Plan, scores: int) -> tuple[str, ...]:
         """Return the names of values. Raises LossError for others, for a plan in free mode and for several scores."""
         if not callable(self.function):
-            raise LossError(f"the function of a MicroBatchLoss is {short_text(self.function)}; give one of (tokens)")
+            raise LossError(
+                f"the function of a MicroBatchLoss is {short_text(self.function)}; give one of (tokens)"
+            )
         if plan.mode != "lockstep":
             raise LossError(
                 f'a MicroBatchLoss is of whole micro-batches, and the plan is {plan.mode}; use mode="lockstep"'
             )
         if scores > 1 or (scores and self.also):
-            raise LossError(f"a MicroBatchLoss takes heads of one score, without also=; this one has {scores} scores")
+            raise LossError(
+                f"a MicroBatchLoss takes heads of one score, without also=; this one has {scores} scores"
+            )
         return check_value_names(self.also)
 
 
@@ -84,10 +88,16 @@ class MicroBatchPasses:
         documents = tuple(d for group in batch.shard.micro_batch.groups for d in group.documents)
         lengths = tuple(self._lengths[d] for d in documents)
         starts = dict(zip(documents, np.cumsum((0, *lengths)), strict=False))
-        at = np.array([starts[d] for d in targets.documents.tolist()], dtype=np.int64) + targets.positions + self._ahead
+        at = (
+            np.array([starts[d] for d in targets.documents.tolist()], dtype=np.int64)
+            + targets.positions
+            + self._ahead
+        )
         values = partial(tabulate_values, row_numbers(head), self._also)
         table = np.zeros((len(self._names), sum(lengths)))
-        table[:, at] = chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
+        table[:, at] = (
+            chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
+        )
         over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
         loss, slopes = self._differentiate(documents, lengths, np.reshape(over_slots, table.shape))
         # Every slot has the loss, and losses are summed over slots.

@@ -37,8 +37,8 @@ class SameOnRanks:
         finite = np.isfinite(self._sums)
         low = np.where(finite, -self._sums, -np.inf)
         values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
-        extremes = np.array(world.control.largest_over_ranks(values.ravel().tolist(), "comparison of losses")).reshape(
-            3, 2, 2
-        )
+        extremes = np.array(
+            world.control.largest_over_ranks(values.ravel().tolist(), "comparison of losses")
+        ).reshape(3, 2, 2)
         spread = extremes[0] + extremes[1]  # the largest less the smallest; -inf where no rank has any
         return bool((spread > TOLERANCE * extremes[2]).any())

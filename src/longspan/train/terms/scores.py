@@ -135,7 +135,9 @@ class TokenScores:
         return self.values[start : start + self.lengths[document]]
 
 
-def token_scores(model: nn.Module, plan: Plan, documents: Any, world: World, loss_chunk_rows: int = 0) -> TokenScores:
+def token_scores(
+    model: nn.Module, plan: Plan, documents: Any, world: World, loss_chunk_rows: int = 0
+) -> TokenScores:
     """Compute the scores of all rows of a plan's documents that count, on every rank; no gradient.
 
     >>> values = token_scores(model, plan, [ScoredDocument(ids, rows="all")], world).of(0)      # (length, L)

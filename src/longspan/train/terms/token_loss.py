@@ -52,7 +52,9 @@ def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
 
 def compare_names_on_ranks(names: tuple[str, ...], world: World) -> None:
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
-    world.control.compare_digests(digest, what="lists also=", hint="Give every rank the same names in the same order")
+    world.control.compare_digests(
+        digest, what="lists also=", hint="Give every rank the same names in the same order"
+    )
 
 
 @torch.no_grad()
@@ -226,7 +228,9 @@ class TokenLoss:
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         targets = BatchTargets(batch, hidden.device)
-        return chunked_loss(hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self._chunk_rows)
+        return chunked_loss(
+            hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self._chunk_rows
+        )
 
     def _losses_and_slopes(
         self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
@@ -256,7 +260,9 @@ class TokenLoss:
 def check_losses(losses: Any, log_probs: Tensor) -> Tensor:
     if isinstance(losses, Tensor) and losses.shape == log_probs.shape[:1] and losses.is_floating_point():
         return losses
-    shape = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+    shape = (
+        f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+    )
     raise LossError(
         f"the loss gave {shape} for {len(log_probs)} rows; return a floating-point loss for each, of "
         f"shape ({len(log_probs)},): they are summed over all ranks and divided by divisor= afterwards"
@@ -313,7 +319,9 @@ def tabulate_values(numbers: ValuesOfRows, also: Sequence[str], logits: Tensor, 
 class CollectedLogProbs:
     """A loss that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
 
-    def __init__(self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = (), *, scores: int = 0) -> None:
+    def __init__(
+        self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = (), *, scores: int = 0
+    ) -> None:
         self._lengths = tuple(lengths)
         self._chunk_rows = chunk_rows
         self._also = also
