@@ -1,9 +1,12 @@
 """Keys of version 0.3: their page, the files that `longspan upgrade` rewrites, and configurations of older runs."""
 
 import tomllib
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longspan.cli.main import main
 from longspan.cli.upgrade import upgrade_text
@@ -78,6 +81,17 @@ def test_a_file_is_rewritten_with_its_comments(tmp_path: Path, capsys: pytest.Ca
     assert (config.optimizer.lr, config.checkpoint.every, config.evaluation.sets[0].name) == (1e-3, 2, "books")
     assert main(["upgrade", str(file)]) == 0 and file.read_text() == text
     assert upgrade_text(text) == (text, [])
+
+
+@given(st.sets(st.sampled_from(sorted(set(RENAMED) - set(VALUES))), min_size=1), st.booleans())
+def test_any_old_keys_are_rewritten_where_they_stand_or_move(keys: set[str], comments: bool) -> None:
+    lines = list[str]()
+    for section, names in groupby(sorted(keys), lambda key: key.partition(".")[0]):
+        lines += [f"[{section}]", *(f"{name.partition('.')[2]} = 1{'  # why' * comments}" for name in names), ""]
+    text, changes = upgrade_text("\n".join(lines))
+    found = {f"{section}.{key}" for section, table in tomllib.loads(text).items() for key in table}
+    assert found == {RENAMED[key] for key in keys} and len(changes) == len(keys)
+    assert text.count("# why") == comments * len(keys)
 
 
 def test_keys_in_another_form_are_refused() -> None:

@@ -92,7 +92,8 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
 
 
 def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a configuration with the keys of now; those of now, and unknown ones, stay as they are.
+    """Return the tables of a configuration with the keys of now; those of now, and unknown ones, stay as they are. A
+    section from which all has moved is none.
 
     >>> upgraded_tables({"train": {"memory": "none", "lr": 0.1}, "eval": [{"name": "books"}]})
     {'train': {'plan_memory': False}, 'optimizer': {'lr': 0.1}, 'evaluation': {'sets': [{'name': 'books'}]}}
@@ -104,7 +105,6 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
         elif not isinstance(values, Mapping):
             result[section] = values
         else:
-            result.setdefault(section, {})
             for key, value in values.items():
                 new = RENAMED.get(f"{section}.{key}", f"{section}.{key}")
                 new_section, _, new_key = new.partition(".")

@@ -109,7 +109,7 @@ class _CorpusOfRun:
         values = self._settings.deciding_values()
         changes = list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
-        asked = upgraded_tables({"data": recorded.asked})["data"]
+        asked = upgraded_tables({"data": recorded.asked}).get("data", {})
         for key in asked.keys() | values.keys():
             old_value = absolute_path(asked.get(key, defaults.get(key)))
             new_value = values.get(key)

@@ -136,7 +136,7 @@ class CorpusSettings:
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
         values = {name: getattr(self.data, name) for name in _DECIDING}
-        values |= upgraded_tables({"data": self.row_settings().deciding_values})["data"]
+        values |= upgraded_tables({"data": self.row_settings().deciding_values}).get("data", {})
         values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
         if not self.data.sources:
             return {"path": self.data.path, "split": self.data.split} | values
