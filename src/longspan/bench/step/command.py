@@ -171,7 +171,8 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     )
     seconds, peak, reserved, retries = (max(figures) for figures in zip(*figures_of_ranks, strict=True))
     tokens = sum(settings.lengths)
-    flops = model_flops(ModelShape.of(settings.configuration), settings.lengths)
+    shape = ModelShape.of(settings.configuration)
+    flops = model_flops(shape, settings.lengths, frozen=settings.config.lora.rank > 0)
     row: dict[str, Any] = {
         "seconds": seconds,
         "tokens_per_second_per_device": tokens / seconds / settings.ranks,
@@ -249,8 +250,8 @@ def record_text(record: dict[str, Any]) -> str:
     about = (
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
         f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
-        f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
-        "recomputation; padding does not count."
+        f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token (4 of frozen ones) and causal "
+        "attention, without recomputation; padding does not count."
     )
     return "\n\n".join([f"# {title}", origin_text(record), markdown_table(_NAMES, rows), *lines, about]) + "\n"
 

@@ -13,6 +13,7 @@ from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import (
     ContextConfig,
+    LoraSection,
     MachineSection,
     ModelConfig,
     OptimizerSection,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 PLANNERS = ("padded", "fixed", "dynamic")
-SECTIONS = ("model", "parallel", "context", "train", "optimizer")
+SECTIONS = ("model", "parallel", "context", "train", "optimizer", "lora")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class StepFlags(BenchFlags, SourceFlags):
     context: ContextConfig = field(default_factory=lambda: ContextConfig(cp_comm_type="auto"))
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     run: MachineSection = field(default_factory=MachineSection)
     peak_tflops: float = 0.0
     """Peak TFLOP/s of a device, for the model FLOPs utilisation; 0: the vendor's figure for a known GPU."""
