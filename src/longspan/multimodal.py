@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.data.item_documents import MediaDocuments as MediaDocuments
-    from longspan.data.item_documents import items_at_placeholders as items_at_placeholders
-    from longspan.model import Encoder as Encoder
-    from longspan.model import EncoderHome as EncoderHome
-    from longspan.model import ImageInput as ImageInput
-    from longspan.model import MultimodalModel as MultimodalModel
-    from longspan.model import Video as Video
-    from longspan.model import image_tokens as image_tokens
-    from longspan.model import prepare_encoder as prepare_encoder
-    from longspan.model import video_tokens as video_tokens
+    from longspan.data.item_documents import (
+        MediaDocuments as MediaDocuments,
+        items_at_placeholders as items_at_placeholders,
+    )
+    from longspan.model import (
+        Encoder as Encoder,
+        EncoderHome as EncoderHome,
+        ImageInput as ImageInput,
+        MultimodalModel as MultimodalModel,
+        Video as Video,
+        image_tokens as image_tokens,
+        prepare_encoder as prepare_encoder,
+        video_tokens as video_tokens,
+    )
     from longspan.plan.items import MediaItem as MediaItem
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -462,7 +462,8 @@ def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixt
 
 def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "usable_gpus", lambda: 2)
-    monkeypatch.setattr(question, "find_first_gpu", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
+    gpus = machine.LocalGpus(2, (8, 0), 108, "NVIDIA A100-SXM4-40GB", 42_000_000_000)
+    monkeypatch.setattr(question, "find_gpus", lambda: gpus)
     monkeypatch.setattr(question, "free_host_bytes", lambda: 100_000_000_000)
     words = ["train", config, "--dry-run", "--json", "--context.max_tokens_per_slot", "3000"]
     assert main([*words, "--train.activation_checkpointing", "full"]) == 0
@@ -472,8 +473,8 @@ def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], mo
     assert main([*words, "--train.activation_checkpointing", "full", "--device", "cpu", "--world", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["gpu"] == "H200"
-    here = machine.find_first_gpu()
-    assert here is None or here[1] > 0
+    here = machine.find_gpus()
+    assert (here.bytes > 0) == (here.name != "")
 
 
 PRECISIONS: list[dict[str, Any]] = [

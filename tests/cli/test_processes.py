@@ -164,11 +164,13 @@ def driver_of(count: int, error: int = 0) -> SimpleNamespace:
         cuInit=lambda flags: error,
         cuDeviceGetCount=lambda into: write(into, count),
         cuDeviceGetAttribute=lambda into, attribute, device: write(into, {75: 9, 76: 0, 16: 132}[attribute]),
+        cuDeviceTotalMem_v2=lambda into, device: write(into, 150 << 30),
+        cuDeviceGetName=lambda name, size, device: setattr(name, "value", b"NVIDIA H200"[:size]),
     )
 
 
 BUILDS: list[tuple[dict[str, Any], SimpleNamespace | None, LocalGpus]] = [
-    ({"cuda": "13.0", "hip": None}, driver_of(2), LocalGpus(2, (9, 0), 132)),
+    ({"cuda": "13.0", "hip": None}, driver_of(2), LocalGpus(2, (9, 0), 132, "NVIDIA H200", 150 << 30)),
     ({"cuda": "13.0"}, driver_of(0), NO_GPUS),  # CUDA_VISIBLE_DEVICES is empty
     ({"cuda": "13.0"}, driver_of(0, error=100), NO_GPUS),  # a driver without devices
     ({"cuda": "13.0"}, None, NO_GPUS),  # no driver

@@ -16,7 +16,7 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.keys import key_value
 from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.resolved import resolve
-from longspan.resolve.ways import Given, set_usual_mode
+from longspan.resolve.ways import set_usual_mode
 from tests.resolve.choices import FILE, Case, cases, choose, facts_of
 
 PINNED: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def _check_dry_run(name: str) -> None:
     config, facts = facts_of(case)
     resolved = resolve(config, facts).config
     gpus = Gpus(machine=case.machine, count=len(case.home.ranks), bytes=1, host_bytes=1, name=case.gpu)
-    answer = _answer_ways("", GpuRun(config, gpus, case.model), facts, frozenset(), Given())
+    answer = _answer_ways("", GpuRun(config, gpus, case.model), facts)
     keys = _run_keys(answer.config, frozenset())
     for full_name, value in keys.items():
         section, _, key = full_name.partition(".")

@@ -24,8 +24,7 @@ from longspan.attention.call import (
 )
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
 from longspan.comm import Addend, Handle, split_columns
-from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES
-from longspan.plan.messages import GATHER_SLICES as SLICES
+from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES, GATHER_SLICES as SLICES
 
 _Pair = tuple[Tensor, Tensor]
 

@@ -33,9 +33,14 @@ from longspan.attention.rows import (
     views_by_member,
 )
 from longspan.comm import Addend, Handle, split_columns
-from longspan.plan.messages import EXCHANGE_SLICE_BYTES as SLICE_BYTES
-from longspan.plan.messages import EXCHANGE_SLICES as SLICES
-from longspan.plan.messages import HeadSplit, count_exchange_slices, count_head_groups, head_split
+from longspan.plan.messages import (
+    EXCHANGE_SLICE_BYTES as SLICE_BYTES,
+    EXCHANGE_SLICES as SLICES,
+    HeadSplit,
+    count_exchange_slices,
+    count_head_groups,
+    head_split,
+)
 
 
 class HeadSwap:

@@ -377,10 +377,14 @@ class _Bench:
     def _memory_trials(self) -> Iterator[Trial]:
         for count in PASS_NUMBERS[self.device]:
             x = torch.zeros(count, device=self.world.device)
-            name = f"memory: {8 * count:,} bytes read and written"
-            counts = {"calls": 1, "bytes": 8.0 * count}
             yield Trial(
-                CalibrationSample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4
+                CalibrationSample(
+                    part="memory",
+                    name=f"memory: {8 * count:,} bytes read and written",
+                    counts={"calls": 1, "bytes": 8.0 * count},
+                ),
+                lambda x=x: x.mul_(2.0),
+                turns=4,
             )
 
     def _message_trials(self) -> Iterator[Trial]:
@@ -426,10 +430,16 @@ class _Bench:
     ) -> Iterator[Trial]:
         for size in MESSAGE_BYTES[self.device]:
             turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
-            name = f"{kind} {level}: {size:,} bytes"
-            counts = {"messages": 1, "bytes": float(size)}
             yield Trial(
-                CalibrationSample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns
+                CalibrationSample(
+                    part="link",
+                    name=f"{kind} {level}: {size:,} bytes",
+                    counts={"messages": 1, "bytes": float(size)},
+                    level=level,
+                    kind=kind,
+                ),
+                make(size),
+                turns,
             )
 
     def _make_exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:

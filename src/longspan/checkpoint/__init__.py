@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.checkpoint.checkpoint import find_checkpoint as find_checkpoint
-    from longspan.checkpoint.checkpoint import load_checkpoint as load_checkpoint
-    from longspan.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from longspan.checkpoint.checkpoint import (
+        find_checkpoint as find_checkpoint,
+        load_checkpoint as load_checkpoint,
+        save_checkpoint as save_checkpoint,
+    )
     from longspan.checkpoint.saver import CheckpointSaver as CheckpointSaver
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -185,7 +185,3 @@ def proof_checks(proof: "Proof") -> Iterator[Check]:
         yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({ranks_text})", None)
     for outcome in proof.outcomes:
         yield Check("parity", outcome.case.name, outcome_text(outcome), outcome.good)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -114,11 +114,10 @@ def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
 
 
 def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    exact_dtypes: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
-    rounded_dtypes: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
-    first, second = (
-        (exact_dtypes, rounded_dtypes) if processes.backend == "gloo" else (rounded_dtypes, exact_dtypes)
-    )
+    first = _EXACT[processes.backend]
+    second = _ROUNDED[processes.backend]
+    if processes.backend == "nccl":
+        first, second = second, first
     ranks = processes.ranks
     text_set: CaseSet = "basic" if has_only_image_text_class(config) else case_set
     cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]

@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -189,14 +189,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     if flags.compare:
         weights = find_saved_weights(flags.target if flags.compare == BASE else flags.compare)
         second = _make_subject(argv, replace(weights, base=flags.compare == BASE), flags, flag_keys)
-        other = replace(
-            second.config,
-            parallel=config.parallel,
-            context=config.context,
-            evaluation=config.evaluation,
-            encoder=replace(second.config.encoder, tp=config.encoder.tp, max_tokens=config.encoder.max_tokens),
-            run=replace(second.config.run, machine=config.run.machine),
-        )
+        other = replace(_with_layout(second.config, config), evaluation=config.evaluation)
         subjects.append(replace(second, config=other))
     return EvalRequest(
         subjects=tuple(subjects),
@@ -222,6 +215,18 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
             )
 
 
+def _with_layout(config: RunConfig, layout: EvalFlags | RunConfig) -> RunConfig:
+    """A configuration with the layout and the plans of others."""
+    return replace(
+        config,
+        parallel=layout.parallel,
+        context=layout.context,
+        evaluation=replace(config.evaluation, **layout.evaluation.plan_keys),
+        encoder=replace(config.encoder, tp=layout.encoder.tp, max_tokens=layout.encoder.max_tokens),
+        run=replace(config.run, machine=layout.run.machine),
+    )
+
+
 def _make_subject(
     argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]
 ) -> Subject:
@@ -238,14 +243,11 @@ def _make_subject(
             f"--compare {BASE} is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out, or name "
             "a run with [lora]"
         )
+    config = _with_layout(own, flags)
     config = replace(
-        own,
+        config,
         model=replace(own.model, **explicit),
-        parallel=flags.parallel,
-        context=flags.context,
-        evaluation=replace(own.evaluation, **flags.evaluation.plan_keys),
-        encoder=replace(own.encoder, **asdict(flags.encoder)),
-        run=replace(own.run, dir=str(run_dir or own.run.dir), machine=flags.run.machine),
+        run=replace(config.run, dir=str(run_dir or own.run.dir)),
         lora=LoraSection() if weights.base else own.lora,
         mtp=MtpSection() if weights.base else own.mtp,
     ).with_sets(())

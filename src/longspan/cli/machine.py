@@ -24,11 +24,15 @@ _ATTRIBUTES = (75, 76, 16)
 
 @dataclass(frozen=True)
 class LocalGpus:
-    """How many GPUs torch can use, and the compute capability and multiprocessors (0: not known) of the first."""
+    """How many GPUs torch can use; of the first the compute capability, and multiprocessors, name and bytes if the
+    driver was asked (0 and "": not known).
+    """
 
     count: int
     capability: tuple[int, int]
     multiprocessors: int = 0
+    name: str = ""
+    bytes: int = 0
 
 
 NO_GPUS = LocalGpus(0, (0, 0))
@@ -61,21 +65,11 @@ def _count_gpus_by_driver() -> LocalGpus:
     for number, attribute in zip(numbers, _ATTRIBUTES, strict=True):
         driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)  # the first device is number 0
     major, minor, multiprocessors = (number.value for number in numbers)
-    return LocalGpus(count.value, (major, minor), multiprocessors)
-
-
-def find_first_gpu() -> tuple[str, int] | None:
-    """Return the name and the bytes of the first GPU that torch can use, by CUDA's driver; None where it finds none."""
-    if sys.platform != "linux" or not _torch_is_built_for("cuda") or not _count_gpus_by_driver().count:
-        return None
-    driver = ctypes.CDLL("libcuda.so.1")  # `_count_gpus_by_driver` has initialised it
     name = ctypes.create_string_buffer(256)
     size = ctypes.c_size_t()
-    device = ctypes.c_int()
-    if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
-        return None
-    driver.cuDeviceGetName(name, len(name), device)
-    return name.value.decode(errors="replace"), int(size.value)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(size), 0)
+    driver.cuDeviceGetName(name, len(name), 0)
+    return LocalGpus(count.value, (major, minor), multiprocessors, name.value.decode(errors="replace"), size.value)
 
 
 @cache

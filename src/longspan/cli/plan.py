@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from longspan.cli.flags import Groups, check_flags_at_least, flag_text, parse_flags, write_text_file
 from longspan.cli.plans.answer import answer_gpu_question
-from longspan.cli.plans.planning import read_lengths
+from longspan.cli.plans.planning import PlanningFlags, read_lengths
 from longspan.cli.plans.question import OF_PRESET, GpuFlags, is_gpu_question, parse_question
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
@@ -38,11 +38,8 @@ UNPRICED = (
     "--gpu NAME --gpus N --model FOLDER prices it by the model's weights"
 )
 
-READ_BY_DEGREES = {
-    *("lengths", "same", "distribution", "tokens", "longest_document", "seed", "slots", "world", "tp", "pp", "vpp"),
-    *("node_size", "machine", "model", "cp_comm_type", "hierarchical_context_parallel_sizes", "min_cp", "max_cp"),
-    *("max_tokens_per_slot", "json", "compare", "which_eval_degree"),
-}
+READ_BY_DEGREES = {field.name for field in fields(PlanningFlags)} - {"planner", "mode", "cp"}
+READ_BY_DEGREES |= {"world", "tp", "pp", "vpp", "compare", "which_eval_degree"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +63,25 @@ class PlanFlags(GpuFlags):
 
     SHOWN: ClassVar[Groups] = {
         "a plan of one step": (
-            *("--lengths", "--distribution", "--same", "--slots", "--max_tokens_per_slot", "--cp_comm_type"),
-            *("--model", "--machine", "--plot", "--json"),
+            "--lengths",
+            "--distribution",
+            "--same",
+            "--slots",
+            "--max_tokens_per_slot",
+            "--cp_comm_type",
+            "--model",
+            "--machine",
+            "--plot",
+            "--json",
         ),
         "what fits GPUs (--gpu)": (
-            *("--gpu", "--gpus", "--longest", "--data", "--tokens_per_step", "--epochs", "--write"),
+            "--gpu",
+            "--gpus",
+            "--longest",
+            "--data",
+            "--tokens_per_step",
+            "--epochs",
+            "--write",
         ),
         "planners or degrees compared": ("--compare", "--world", "--tp", "--pp", "--which_eval_degree"),
     }

@@ -45,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
         from longspan.cli.plans.answer import show_dry_run
 
         ranks = count_ranks(flags.world, flags.device)
-        on_gpus = flags.device != "cpu"
-        return show_dry_run(config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)
+        return show_dry_run(config, ranks=ranks, on_gpus=flags.device != "cpu", as_json=flags.json)
     check_flags_at_least(flags, show=0)
     if flags.show:
         from longspan.cli.show import show_rows

@@ -95,8 +95,8 @@ class Case:
         return Layout(ranks // unit * unit, tp=self.tp, pp=self.pp, ep=self.ep)
 
 
-def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List the cases of a set over this number of ranks, once for each dtype. "basic": FSDP2 at degrees 2 and 3 under
+def list_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple[Case, ...]:
+    """List the cases of a set over this number of ranks. "basic": FSDP2 at degrees 2 and 3 under
     p2p, all_gather and full recomputation at 2, and a step of several micro-batches. "whole": every degree and type,
     tp, pp, ep where they divide the ranks, losses of routers, evaluation at another degree and a dynamic plan.
     """
@@ -131,12 +131,10 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
         ]
         # Under a2a the smaller last group would have to deal out the heads to another number of slots.
         cases = [case for case in cases if ranks % (case.cp if "a2a" in case.cp_comm_type else case.unit) == 0]
-    return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in cases)
+    return tuple(replace(case, dtype=dtype) for case in cases)
 
 
-def list_contiguous_cases(
-    name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)
-) -> tuple[Case, ...]:
+def list_contiguous_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple[Case, ...]:
     """List cases in which a slot has consecutive rows, as state-space layers need; a2a only where its degree divides
     the ranks.
     """
@@ -144,23 +142,21 @@ def list_contiguous_cases(
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
     if name == "whole" and ranks % widest == 0:
         cases.append(Case(cp=widest, cp_comm_type="a2a"))
-    return tuple(replace(case, dtype=dtype, partition="contiguous") for dtype in dtypes for case in cases)
+    return tuple(replace(case, dtype=dtype, partition="contiguous") for case in cases)
 
 
-def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
+def list_image_cases(name: CaseSet, ranks: int, dtype: DTypeName = "float64") -> tuple[Case, ...]:
     """List the cases of `list_cases` with images among the text, without those of routers' losses; the whole set on an
     even number of ranks also has an encoder with tp 2.
     """
-    cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
+    cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtype) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
-        cp = 2 if ranks >= 4 else 1
-        encoder_cases = [
-            Case(encoder=2),
-            Case(cp=2, encoder=2),
-            Case(tp=2, cp=cp, encoder=2),
-            Case(pp=2, encoder=2),
+        cases += [
+            Case(dtype, encoder=2),
+            Case(dtype, cp=2, encoder=2),
+            Case(dtype, tp=2, cp=2 if ranks >= 4 else 1, encoder=2),
+            Case(dtype, pp=2, encoder=2),
         ]
-        cases += [replace(case, dtype=dtype) for dtype in dtypes for case in encoder_cases]
     return tuple(cases)
 
 

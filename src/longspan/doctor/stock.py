@@ -175,8 +175,9 @@ def compute_stock_answer(
     layers of the documents. Raises what the model's own code raises, and ModelError where it returns no logits of
     routers.
     """
-    images = any(isinstance(document, TrialDocument) for document in documents)
-    model: Any = make_stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
+    model: Any = make_stock_model(
+        config, weights, attention, images=any(isinstance(document, TrialDocument) for document in documents)
+    ).to(compute or weights)  # pyright: ignore[reportArgumentType]
     if nudge:
         random = torch.Generator().manual_seed(nudge)
         with torch.no_grad():

@@ -11,8 +11,7 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.evaluation.live import evaluate as evaluate
-    from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
-    from longspan.evaluation.metrics import TargetTokens as TargetTokens
+    from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions, TargetTokens as TargetTokens
     from longspan.evaluation.result import Evaluation as Evaluation
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -10,9 +10,11 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.hf.arguments import LongspanArguments as LongspanArguments
-    from longspan.hf.trainer import LongspanMixin as LongspanMixin
-    from longspan.hf.trainer import LongspanTrainer as LongspanTrainer
-    from longspan.hf.trainer import with_longspan as with_longspan
+    from longspan.hf.trainer import (
+        LongspanMixin as LongspanMixin,
+        LongspanTrainer as LongspanTrainer,
+        with_longspan as with_longspan,
+    )
 
 if find_spec("accelerate") is None:
     raise ImportError("longspan.hf needs accelerate, which is not installed: pip install 'longspan[hf]'")

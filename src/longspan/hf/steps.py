@@ -49,11 +49,11 @@ from longspan.train import (
     RouterCoefficients,
     TokenLogProbs,
     clip_grad_norm,
+    grad_norm as norm_of,
     run_step,
     token_log_probs,
     token_scores,
 )
-from longspan.train import grad_norm as norm_of
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch

@@ -152,8 +152,7 @@ def start_compile_workers(ranks_of_host: int) -> None:
 
     `ranks_of_host` ranks share the host's cores.
     """
-    from torch._inductor import async_compile
-    from torch._inductor import config as inductor
+    from torch._inductor import async_compile, config as inductor
 
     with _STARTING:
         cores = len(os.sched_getaffinity(0))

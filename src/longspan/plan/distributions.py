@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 
+SHORTEST = 16  # rows of a document
+DRAWN = 4096  # documents at a time
 DISTRIBUTIONS = ("lognorm", "bimodal", "uniform", "expo", "files")
 
 
-def sample_lengths(
-    name: str, tokens: int, *, seed: int = 0, longest: int = 131072, shortest: int = 16
-) -> NDArray[np.int64]:
+def sample_lengths(name: str, tokens: int, *, seed: int = 0, longest: int = 131072) -> NDArray[np.int64]:
     """Draw lengths of documents until they hold at least `tokens` together (n,).
 
     >>> int(sample_lengths("lognorm", 100_000).sum()) >= 100_000
@@ -25,32 +25,32 @@ def sample_lengths(
     """
     if name not in DISTRIBUTIONS:
         raise PlanError(f"unknown distribution {name!r}; use one of {', '.join(DISTRIBUTIONS)}")
-    if tokens < 1 or not 1 <= shortest <= longest:
+    if tokens < 1 or longest < SHORTEST:
         raise PlanError(
-            f"tokens {tokens}, shortest {shortest} and longest {longest} make no documents; use at least 1"
+            f"tokens {tokens}, shortest {SHORTEST} and longest {longest} make no documents; use at least 1"
         )
     random = np.random.default_rng(seed)
     samples = [np.zeros(0, np.int64)]
     total = 0
     while total < tokens:
-        batch = np.clip(_draw_lengths(name, random, 4096).astype(np.int64), shortest, longest)
+        batch = np.clip(_draw_lengths(name, random).astype(np.int64), SHORTEST, longest)
         batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
         samples.append(batch)
         total += int(batch.sum())
     return np.concatenate(samples)
 
 
-def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+def _draw_lengths(name: str, random: np.random.Generator) -> NDArray[np.float64]:
     if name == "lognorm":
         # ln(64K / 2K) / 2.326, the 99 % quantile
-        return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))
+        return np.exp(np.log(2048) + 1.4898 * random.standard_normal(DRAWN))
     if name == "bimodal":
-        return np.where(random.random(count) < 0.9, 2048.0, 65536.0)
+        return np.where(random.random(DRAWN) < 0.9, 2048.0, 65536.0)
     if name == "uniform":
-        return random.integers(1024, 65537, count).astype(np.float64)
+        return random.integers(1024, 65537, DRAWN).astype(np.float64)
     if name == "expo":
-        return random.exponential(8192, count)
-    return random.choice(_stdlib_file_lengths(), count)  # "files"
+        return random.exponential(8192, DRAWN)
+    return random.choice(_stdlib_file_lengths(), DRAWN)  # "files"
 
 
 @cache

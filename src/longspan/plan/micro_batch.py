@@ -105,6 +105,11 @@ class MicroBatch:
         return max(rows.values(), default=0)
 
 
+def main_type(types: str | Sequence[str]) -> str:
+    """Return the communication type that most layers of a list have, or the one type."""
+    return types if isinstance(types, str) else max(types, key=types.count)
+
+
 def fit_level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
     """Fit the configured sizes (a2a, p2p), or only the a2a size, to a group of this degree: the a2a size becomes the
     largest number that divides the configured one and the degree.

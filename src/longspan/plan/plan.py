@@ -85,10 +85,13 @@ class Plan:
     def timeline(self, cost: Cost | None = None) -> Timeline:
         """Return when each slot works in each micro-batch, under the plan's own cost or another on its own stages."""
         cost = replace(cost or self.cost, stages=self.cost.stages, chunks=self.cost.chunks)
-        batches = self.micro_batches
-        slots = self.slots
         return timeline(
-            batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple
+            self.micro_batches,
+            self.slots,
+            cost,
+            mode=self.mode,
+            node_size=self.node_size,
+            row_multiple=self.row_multiple,
         )
 
     def reprice(self, cost: Cost, *, max_cp: int | None = None) -> "Plan":
@@ -121,8 +124,8 @@ class Plan:
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
-        seconds = {"predicted_seconds": self.predicted_seconds, "lower_bound_seconds": self.lower_bound_seconds}
-        further_fields = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
+        seconds = {name: getattr(self, name) for name in _SECONDS}
+        further_fields = {"tokens": self.tokens, **seconds, "cost": self.cost.to_json()}
         return json.dumps(self._fields_for_digest() | further_fields, indent=indent)
 
     def _fields_for_digest(self) -> dict[str, Any]:

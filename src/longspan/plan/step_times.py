@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError
 from longspan.layout import Floats, Integers
 from longspan.plan.cost.cost import Cost
-from longspan.plan.micro_batch import Group, MicroBatch, Mode
+from longspan.plan.micro_batch import Group, MicroBatch, Mode, main_type
 
 Way = tuple[str, int, str]  # communication type, a2a size, partition
 
@@ -113,10 +113,13 @@ class GroupTable:
         sums: Floats = np.bincount(cells, weights=values[self.group], minlength=count * slots).astype(np.float64)
         return sums.reshape(count, slots)
 
+    def rows_by_slot(self, count: int, slots: int, row_multiple: int) -> Integers:
+        rows = self.sums_by_slot(self.rows, count, slots).astype(np.int64)
+        return -(-rows // row_multiple) * row_multiple
+
 
 def _type_size_and_partition(group: Group) -> Way:
-    types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-    kind = max(types, key=types.count) if group.degree > 1 else "p2p"
+    kind = main_type(group.cp_comm_type) if group.degree > 1 else "p2p"
     return kind, (group.hierarchical_context_parallel_sizes or (1,))[0], group.partition
 
 
@@ -163,9 +166,7 @@ class Timeline:
 
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Integers:
     """Return the rows that each slot holds in each micro-batch (M, slots), with padding, in whole `row_multiple`s."""
-    table = GroupTable.from_micro_batches(micro_batches)
-    rows = table.sums_by_slot(table.rows, len(micro_batches), slots).astype(np.int64)
-    return -(-rows // row_multiple) * row_multiple
+    return GroupTable.from_micro_batches(micro_batches).rows_by_slot(len(micro_batches), slots, row_multiple)
 
 
 def timeline(
@@ -186,7 +187,6 @@ def timeline(
         launches = cost.group_launch_seconds + cost.document_launch_seconds * table.documents.astype(np.float64)
         hosts = cost.launch_seconds + table.sums_by_slot(launches, count, slots) - cost.micro_batch_seconds
         busy = np.where(busy > 0, np.maximum(busy, hosts), busy)
-    rows = table.sums_by_slot(table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
         slowest = busy.max(axis=1).tolist()
         turns = np.array(cost.turn_seconds(slowest))[:, None]
@@ -200,7 +200,7 @@ def timeline(
         busy[active] += cost.micro_batch_seconds
         start, end, total = _free_times(busy, active, _label_joined_slots(table, count, slots))
     total += cost.closing_seconds + cost.update_seconds
-    return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total)
+    return Timeline(table.rows_by_slot(count, slots, row_multiple), busy, start, end, total)
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) -> tuple[Floats, Floats, float]:

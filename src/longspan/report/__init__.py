@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.report.bars import PlanBars as PlanBars
-    from longspan.report.bars import plan_bars as plan_bars
-    from longspan.report.gantt import gantt_svg as gantt_svg
-    from longspan.report.gantt import plan_document as plan_document
+    from longspan.report.bars import PlanBars as PlanBars, plan_bars as plan_bars
+    from longspan.report.gantt import gantt_svg as gantt_svg, plan_document as plan_document
     from longspan.report.png import write_png as write_png
     from longspan.report.run_folder import RunFolder as RunFolder
-    from longspan.report.run_page import plan_page as plan_page
-    from longspan.report.run_page import write_report as write_report
+    from longspan.report.run_page import plan_page as plan_page, write_report as write_report
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

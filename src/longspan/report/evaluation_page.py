@@ -6,8 +6,9 @@ from typing import Any
 from longspan.errors import plural
 from longspan.evaluation.result import HELD_OUT, SAME
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.report.page import COLORS, Part, chart, curve, page, page_head, section, table, time_and_command_text
+from longspan.report.page import COLORS, Part, chart, curve, page, page_head, section, table
 from longspan.report.run_folder import EvalRow, RunFolder
+from longspan.run.facts import time_and_command
 
 Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
 NATS = "nats per predicted token"
@@ -50,10 +51,7 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
     sets = evaluations_by_set(run)
     last = {name or HELD_OUT: rows[-1] for name, rows in sets.items()}
     if any(sets):  # the held-out documents have no name, and are in the table of degrees
-        curves = (
-            curve(name or HELD_OUT, [r.step for r in rows], [r.loss for r in rows], color, "marks")
-            for color, (name, rows) in enumerate(sets.items())
-        )
+        curves = (_loss_marks(name or HELD_OUT, rows, color) for color, (name, rows) in enumerate(sets.items()))
         losses = chart("Loss of each set", loss_unit(run), *curves, format="loss", tall=True)
         rows = [(row, {"set": name, "step": f"{row.step:,}"}) for name, row in last.items()]
         yield section("Evaluation sets", {"charts": [losses]}, evaluation_table(rows))
@@ -66,6 +64,10 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
             "mark to the next. A model that fails on long documents shows a loss that rises to the right."
         )
         yield section("Loss by position and by length", {"note": note}, {"charts": charts})
+
+
+def _loss_marks(name: str, rows: Sequence[EvalRow], color: int) -> Part:
+    return curve(name, [row.step for row in rows], [row.loss for row in rows], color, "marks")
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
@@ -128,7 +130,7 @@ def degree_curves(run: RunFolder) -> Iterator[Part]:
         by_degree.setdefault(row.degree, []).append(row)
     for color, (degree, rows) in enumerate(sorted(by_degree.items(), key=lambda item: -len(item[1])), 1):
         words = f"cp {degree}" if degree.isdecimal() else f"{degree} plans"
-        yield curve(f"evaluation, {words}", [r.step for r in rows], [r.loss for r in rows], color, "marks")
+        yield _loss_marks(f"evaluation, {words}", rows, color)
 
 
 def eval_page(record: Mapping[str, Any]) -> str:
@@ -164,7 +166,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
     sections += [_difference_section(difference, names) for difference in differences]
     if charts := [*bucket_charts(by_position, by_length)]:
         sections.append(section("Where the loss is", {"charts": charts}))
-    title = page_head(names[0], time_and_command_text(), layout, *changes)
+    title = page_head(names[0], " · ".join(time_and_command()), layout, *changes)
     return page(f"{names[0]} · longspan", {"head": title, "sections": sections})
 
 

@@ -201,9 +201,14 @@ class _Canvas:
         words = f"micro-batch {part.micro_batch}, slots {slots}"
         info = f"{plural(part.documents, 'short document')}|{plural(part.tokens, 'token')}|{words}"
         place = {"x": self.x(part.start), "y": _TOP + part.slot * self.slot_height}
-        width = max((part.stop - part.start) * self.x_scale, 0.6)
-        height = max(part.slots * self.slot_height, 0.8)
-        return svg_element("rect", class_="many", data_info=info, **place, width=width, height=height)
+        return svg_element(
+            "rect",
+            class_="many",
+            data_info=info,
+            **place,
+            width=max((part.stop - part.start) * self.x_scale, 0.6),
+            height=max(part.slots * self.slot_height, 0.8),
+        )
 
     def slot_axis(self) -> Iterator[str]:
         """Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n =

@@ -7,14 +7,10 @@ charts, table, text, details or plans, whose drawing is the method of that name 
 import base64
 import itertools
 import json
-import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,11 +24,6 @@ Part = dict[str, Any]
 def page_head(title: str, *lines: str, story: str = "", **others: object) -> Part:
     """Return the head of a page: its title, a sentence, and lines; an empty line is left out."""
     return {"title": title, "version": __version__, "story": story, "lines": [*filter(None, lines)], **others}
-
-
-def time_and_command_text() -> str:
-    command = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]])
-    return f"{datetime.now().astimezone().isoformat(' ', 'minutes')} · {command}"
 
 
 def section(title: str, *parts: Part, key: str = "") -> Part:

@@ -25,20 +25,27 @@ MOST = 1e30  # a larger number of a record is taken for none
 MAX_PLANS = 8  # in the report; the first and last saved and some between
 MTP_LOSS = "mtp_loss_"  # and the number of a depth: columns that a run may have
 TRAIN_COLUMNS = (
-    *(
-        "loss",
-        "tokens",
-        "targets",
-        "grad_norm",
-        "lr",
-        "seconds",
-        "tokens_per_second",
-        "memory_bytes",
-        "micro_batches",
-    ),
-    *("efficiency", "tflops", "mfu", "predicted_seconds", "bound_share", "encoder_share"),
-    *("predicted_encoder_share", "router_balance_loss", "router_z_loss"),
-    *("save_bytes", "save_seconds", "save_shown_seconds"),
+    "loss",
+    "tokens",
+    "targets",
+    "grad_norm",
+    "lr",
+    "seconds",
+    "tokens_per_second",
+    "memory_bytes",
+    "micro_batches",
+    "efficiency",
+    "tflops",
+    "mfu",
+    "predicted_seconds",
+    "bound_share",
+    "encoder_share",
+    "predicted_encoder_share",
+    "router_balance_loss",
+    "router_z_loss",
+    "save_bytes",
+    "save_seconds",
+    "save_shown_seconds",
 )
 _EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")
 _NO_METRIC = {

@@ -26,9 +26,9 @@ from longspan.report.page import (
     page_head,
     section,
     table,
-    time_and_command_text,
 )
 from longspan.report.run_folder import MTP_LOSS, RunFolder
+from longspan.run.facts import time_and_command
 
 # What building a page raises for records that hold values which no run writes.
 BAD_RECORD = (
@@ -105,7 +105,9 @@ def plan_page(plan: Plan, *, title: str = "plan") -> str:
     """Return a page with the picture of one plan."""
     part = plan_part(plan, title, None, measured=bool(plan.cost.source))
     plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0}}, {"note": _PLAN_NOTE})
-    return page(f"{title} · longspan", {"head": page_head(title, time_and_command_text()), "sections": [plans]})
+    return page(
+        f"{title} · longspan", {"head": page_head(title, " · ".join(time_and_command())), "sections": [plans]}
+    )
 
 
 def run_head(run: RunFolder) -> Part:
@@ -221,15 +223,27 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
     loss = run.train["loss"]
     vocab = run.vocab_size()
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
-    curves = [curve("training", run.step, loss, 0, "faint" if window > 1 else "line")]
-    if window > 1:
-        curves.append(curve(f"training, averaged over {window} steps", run.step, moving_average(loss, window)))
+    curves = _curves_of_steps(run, "loss", window, ("training", "training, averaged"))
     uniform = [(math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess")] if vocab else []
     options = {"format": "loss", "tall": True, "references": uniform, "events": resume_events(run)}
     yield section(
         "Loss",
         {"charts": [chart("Training and evaluation", loss_unit(run), *curves, *degree_curves(run), **options)]},
     )
+
+
+def _curves_of_steps(
+    run: RunFolder, column: str, window: int, names: tuple[str, str], color: int = 0
+) -> list[Part]:
+    """The curve of every step, and over it that of averages over a `window` of more than one."""
+    values = run.train[column]
+    if window == 1:
+        return [curve(names[0], run.step, values, color)]
+    averages = moving_average(values, window)
+    return [
+        curve(names[0], run.step, values, color, "faint"),
+        curve(f"{names[1]} over {window} steps", run.step, averages, color),
+    ]
 
 
 def resume_events(run: RunFolder) -> list[tuple[int, str]]:
@@ -258,12 +272,8 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
     for title, name, unit, color, options in _STEP_CHARTS:
         if name not in shown:
             continue
-        averaged = window > 1 and name not in ("lr", "memory_bytes")
-        curves = [curve("each step", run.step, run.train[name], color, "faint" if averaged else "line")]
-        if averaged:
-            curves.append(
-                curve(f"averaged over {window} steps", run.step, moving_average(run.train[name], window), color)
-            )
+        steps = 1 if name in ("lr", "memory_bytes") else window
+        curves = _curves_of_steps(run, name, steps, ("each step", "averaged"), color)
         charts.append(chart(title, unit, *curves, events=events, log=spiky and name == "grad_norm", **options))
     shares = {"encoder_share": "measured"} if "encoder_share" in shown else {}
     shares |= {"predicted_encoder_share": "predicted"} if shares and "predicted_seconds" in shown else {}
@@ -301,11 +311,9 @@ def memory_sections(run: RunFolder) -> Iterator[Part]:
     """The plan of memory of run.json, bytes by what they are for, beside the measured peak. On GPUs the peak is what
     torch allocates, so that a total without communicators stands above it.
     """
-    device, host, (peak, planned) = (
-        _planned_bytes(run, "device"),
-        _planned_bytes(run, "host"),
-        measured_and_planned_peaks(run),
-    )
+    device = _planned_bytes(run, "device")
+    host = _planned_bytes(run, "host")
+    peak, planned = measured_and_planned_peaks(run)
     if not device.get("total") or run.facts is None:
         return
     measures = run.facts.memory.get("measures")

@@ -1,11 +1,7 @@
 """The facts of a run at the start of a session, read from its model, world, plans and corpus."""
 
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +15,7 @@ from longspan.model.execution import Execution, model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts
-from longspan.run.facts import RunFacts
+from longspan.run.facts import RunFacts, time_and_command
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
 from longspan.train.step_end import counted_parameters
@@ -32,6 +28,7 @@ def collect_facts(run: TrainingRun) -> RunFacts:
     home = run.world.home
     sessions = _sessions_so_far(run)
     sizes = _count_parameters(run)
+    date, command = time_and_command()
     return RunFacts(
         lines=tuple(_fact_lines(run, *sizes, sessions)),
         parameters=sizes[0],
@@ -44,8 +41,8 @@ def collect_facts(run: TrainingRun) -> RunFacts:
         priced_for=run.cost.source or "",
         steps=run.config.train.steps,
         done=run.done,
-        date=datetime.now().astimezone().isoformat(" ", "minutes"),
-        command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]]),
+        date=date,
+        command=command,
         sessions=sessions,
         memory=run.memory.to_json() if run.memory is not None else {},
     )

@@ -1,7 +1,10 @@
 """The facts of a run (run.json) and its result (summary.json), as values without torch: the report reads them too."""
 
 import math
+import shlex
+import sys
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,12 @@ from longspan.files import json_safe_values
 from longspan.versions import versions
 
 LOCK = "run.lock"  # in a run's folder; locked by the run that is at work in it
+
+
+def time_and_command() -> tuple[str, str]:
+    """The time now, to the minute, and the command of this process."""
+    name = Path(sys.argv[0]).name.replace("__main__.py", "longspan")
+    return datetime.now().astimezone().isoformat(" ", "minutes"), shlex.join([name, *sys.argv[1:]])
 
 
 @dataclass(frozen=True, kw_only=True)

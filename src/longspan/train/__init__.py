@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.data.batch_documents import BatchDocuments as BatchDocuments
-    from longspan.data.batch_documents import documents_of as documents_of
+    from longspan.data.batch_documents import BatchDocuments as BatchDocuments, documents_of as documents_of
     from longspan.data.document import Document as Document
     from longspan.data.scored_document import ScoredDocument as ScoredDocument
     from longspan.model import disable_adapter as disable_adapter
@@ -21,21 +20,25 @@ if TYPE_CHECKING:
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
     from longspan.train.read_rows import read_inputs_and_labels as read_inputs_and_labels
-    from longspan.train.step import StepResult as StepResult
-    from longspan.train.step import run_step as run_step
-    from longspan.train.step import token_log_probs as token_log_probs
-    from longspan.train.step_end import clip_grad_norm as clip_grad_norm
-    from longspan.train.step_end import grad_norm as grad_norm
+    from longspan.train.step import (
+        StepResult as StepResult,
+        run_step as run_step,
+        token_log_probs as token_log_probs,
+    )
+    from longspan.train.step_end import clip_grad_norm as clip_grad_norm, grad_norm as grad_norm
     from longspan.train.terms.document_loss import DocumentLoss as DocumentLoss
-    from longspan.train.terms.micro_batch_loss import MicroBatchLoss as MicroBatchLoss
-    from longspan.train.terms.micro_batch_loss import MicroBatchTokens as MicroBatchTokens
+    from longspan.train.terms.micro_batch_loss import (
+        MicroBatchLoss as MicroBatchLoss,
+        MicroBatchTokens as MicroBatchTokens,
+    )
     from longspan.train.terms.mtp import MtpLoss as MtpLoss
-    from longspan.train.terms.scores import TokenScores as TokenScores
-    from longspan.train.terms.scores import reward_loss as reward_loss
-    from longspan.train.terms.scores import score_loss as score_loss
-    from longspan.train.terms.scores import scores as scores
-    from longspan.train.terms.scores import token_scores as token_scores
-    from longspan.train.terms.token_loss import LossTokens as LossTokens
-    from longspan.train.terms.token_loss import TokenLogProbs as TokenLogProbs
+    from longspan.train.terms.scores import (
+        TokenScores as TokenScores,
+        reward_loss as reward_loss,
+        score_loss as score_loss,
+        scores as scores,
+        token_scores as token_scores,
+    )
+    from longspan.train.terms.token_loss import LossTokens as LossTokens, TokenLogProbs as TokenLogProbs
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

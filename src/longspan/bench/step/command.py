@@ -46,8 +46,11 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
     """Open a world, time every planner, then the peers; returns the record, which is equal on every rank. The cost and
     the plan of memory, which all planners share, move from their rows to the record.
     """
-    backend = None if settings.backend == "nccl" else "gloo"
-    with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
+    with World(
+        settings.home,
+        backend=None if settings.backend == "nccl" else "gloo",
+        timeout=settings.flags.timeout_seconds,
+    ) as world:
         settings = replace(settings, config=set_node_size(settings.config, world))
         set_world_machine(settings.config, world)
         record: dict[str, Any] = {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json()}
@@ -89,8 +92,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
 
     # Every batch is a coming step, under all planners: they share one model, whose layers must suit all plans.
     batches = [batch.lengths for batch in settings.batches()]
-    model_config = settings.configuration
-    facts = gather_facts(settings.config, world, model_config, batches.__getitem__, len(batches))
+    facts = gather_facts(settings.config, world, settings.configuration, batches.__getitem__, len(batches))
     decide = partial(_resolve_for_planners, settings.planners)
     resolved = resolve_on_ranks(settings.config, facts, world, log, decide)
     config = resolved.config
@@ -121,7 +123,8 @@ def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Fac
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
     context = replace(training.config.context, planner=planner)
-    training, started = replace(training, config=replace(training.config, context=context)), time.perf_counter()
+    training = replace(training, config=replace(training.config, context=context))
+    started = time.perf_counter()
     plan = training.training_choice.plan(settings.lengths, settings.home)
     planning_seconds = time.perf_counter() - started
     documents = synthetic_documents(settings.lengths, vocabulary_size(training.model) or 2)
@@ -285,7 +288,3 @@ def main(argv: Sequence[str], peers: Peers | None = None) -> int:
     record = run_on_ranks(measure_step_on_rank, (settings, peers), ranks)
     show_record(record, flags, text=record_text(record), markdown=record_text(record))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

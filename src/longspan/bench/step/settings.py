@@ -100,8 +100,11 @@ def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
         defaults = {name: getattr(file_config, name) for name in SECTIONS}
         defaults["run"] = MachineSection(file_config.run.machine)
         flags = parse_flags(StepFlags, argv, "longspan bench step", defaults)
-    run = replace(file_config.run, machine=flags.run.machine)
-    config = replace(file_config, run=run, **{name: getattr(flags, name) for name in SECTIONS})
+    config = replace(
+        file_config,
+        run=replace(file_config.run, machine=flags.run.machine),
+        **{name: getattr(flags, name) for name in SECTIONS},
+    )
     return flags, set_local_folders(config)
 
 
@@ -234,9 +237,22 @@ def make_settings(
 
         kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")
         peak = peak_tflops(torch.cuda.get_device_name(0), kind) or 0.0
-    facts = step_facts(config, configuration, home, [documents.lengths], gpu=gpu)
+    facts = Facts(
+        home=home,
+        machine=run_machine(config, gpu=gpu),
+        model=configuration,
+        lengths_of_step=lambda step: documents.lengths,
+        steps=1,
+        longest=max(documents.lengths),
+        gpu=gpu,
+    )
     config, _ = choose_partition(config, facts)
-    config = _choose_degree(config, facts)
+    if (
+        not config.context.context_parallel_size
+    ):  # planners of one degree share that at which packed documents are fastest
+        packed = replace(config, context=replace(config.context, planner="fixed"))
+        degree = rank_ways(packed, facts).best.way.choice.degree
+        config = replace(config, context=replace(config.context, context_parallel_size=degree))
     settings = StepSettings(
         flags=flags,
         config=config,
@@ -300,29 +316,6 @@ def _set_limits(
     if context.context_parallel_size == NOT_GIVEN:  # 0: the fastest, chosen later
         context = replace(context, context_parallel_size=home.slots if flags.sequences else 0)
     return replace(config, context=context)
-
-
-def _choose_degree(config: RunConfig, facts: Facts) -> RunConfig:
-    """Put the degree at which packed documents are fastest in place of 0; planners of one degree share it."""
-    if config.context.context_parallel_size:
-        return config
-    best = rank_ways(replace(config, context=replace(config.context, planner="fixed")), facts).best
-    return replace(config, context=replace(config.context, context_parallel_size=best.way.choice.degree))
-
-
-def step_facts(config: RunConfig, model: Any, home: Layout, steps: Sequence[Sequence[int]], *, gpu: bool) -> Facts:
-    """The facts of steps of these documents, without bytes."""
-    machine = run_machine(config, gpu=gpu)
-    longest = max(map(max, steps))
-    return Facts(
-        home=home,
-        machine=machine,
-        model=model,
-        lengths_of_step=steps.__getitem__,
-        steps=len(steps),
-        longest=longest,
-        gpu=gpu,
-    )
 
 
 def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:

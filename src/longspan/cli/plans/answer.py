@@ -42,7 +42,7 @@ from longspan.model.presets import find_published_preset
 from longspan.model.weights.tokenizer_files import tokenizer_folder
 from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
-from longspan.plan.memory.settings import Bytes
+from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
@@ -66,9 +66,9 @@ class RunDocuments:
     config: RunConfig
     order: StepOrder
     longest: int
-    target_share: float
-    image_rows: float
     line: str
+    target_share: float = 1.0
+    image_rows: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -111,8 +111,7 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
             0.0 if images is None else float(images.column("rows").sum()) / tokens * most_step_tokens(config, order)
         )
         longest_tokens = _longest_planned_length(order, lengths)
-        line = documents_line(config, order)
-        yield RunDocuments(config, order, longest_tokens, share, rows, line)
+        yield RunDocuments(config, order, longest_tokens, documents_line(config, order), share, rows)
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
@@ -135,14 +134,8 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     lengths = np.concatenate(counts)
     order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(counts)), [*map(len, counts)]))
     config = _set_steps(config, order, log)
-    return RunDocuments(
-        config,
-        order,
-        longest=_longest_planned_length(order, lengths),
-        target_share=1.0,
-        image_rows=0.0,
-        line=f"{documents_line(config, order)}; estimated",
-    )
+    line = f"{documents_line(config, order)}; estimated"
+    return RunDocuments(config, order, _longest_planned_length(order, lengths), line)
 
 
 def _set_steps(config: RunConfig, order: StepOrder, log: Log) -> RunConfig:
@@ -165,8 +158,10 @@ OF_MEMORY = (
     "train.device_memory_limit",
     "train.activation_checkpointing",
     "train.offload_activations",
-)
-OF_MEMORY += ("train.offload_optimizer_states", "train.mlp_tile_tokens", GATHERS)  # keys by which less may fit
+    "train.offload_optimizer_states",
+    "train.mlp_tile_tokens",
+    GATHERS,
+)  # keys by which less may fit
 SHOWN = (
     "train",
     "optimizer",
@@ -199,7 +194,6 @@ class Answer:
     run: GpuRun
     config: RunConfig
     ways: tuple[Fit, ...]
-    given_keys: frozenset[str]
     longest: int
     steps: int | None = None
     sampled: int = 0
@@ -211,22 +205,27 @@ class Answer:
         """Seconds of a step of the first way; None where nothing fits."""
         return self.ways[0].seconds
 
+    @property
+    def hours(self) -> float | None:
+        """Hours of all steps of a run; None where nothing fits, and for a single step."""
+        return None if self.seconds is None or self.steps is None else self.seconds * self.steps / 3600
+
     def to_json(self) -> dict[str, Any]:
         """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
         `device` is the moment at which a GPU holds most, `largest` has each part at its own largest.
         """
         gpus = self.run.gpus
         best = self.ways[0]
+        hours = self.hours
         fits = self.seconds is not None
         memory = planned_memory(best)
-        hours = self.seconds * self.steps / 3600 if self.seconds is not None and self.steps is not None else None
         return {
             "device": memory.device.to_json(),
             "host": memory.host.to_json(),
             "measures": list(memory.measures),
             "longest": self.longest,
             "fits": fits,
-            "keys": _run_keys(self.config, self.given_keys),
+            "keys": _run_keys(self.config, self.run.given_keys),
             "largest": _largest_parts(best),
             "steps": self.steps,
             "step_seconds": self.seconds,
@@ -246,8 +245,7 @@ class Answer:
 def _largest_parts(fit: Fit) -> dict[str, int]:
     memory = planned_memory(fit)
     needs = fit.way.memory_needs(fit.plans)
-    names = ("gathered_once", "summed_once", "offload_optimizer_states", "mlp_tile_tokens", "segment_layers")
-    settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names})
+    settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in CHOSEN_SETTINGS})
     places = (replace(place, settings=settings) for place in needs.places)
     moments = [m for place in places for m in place.bytes_at_moments(needs.loads, memory.measures)]
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
@@ -329,21 +327,24 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     config = resolve_defaults(config, gpus.count)
     if source == "data" and not gives("train.epochs", "train.steps"):
         config = replace(config, train=replace(config.train, epochs=1.0))
-    run = GpuRun.with_model(config, gpus)
-    run = replace(run, config=_leave_open(config, question))
-    given = Given(planner=not flags.compare, ep=gives("parallel.ep"))
+    run = replace(
+        GpuRun.with_model(config, gpus),
+        config=_leave_open(config, question),
+        given_keys=question.given_keys,
+        given=Given(planner=not flags.compare, ep=gives("parallel.ep")),
+    )
     if preset := find_published_preset(config.model.source):
         print(OF_PRESET.format(config.model.source, preset), file=sys.stderr)
     if source == "data":
-        answer = _answer_by_data(run, question.given_keys, given, estimate=True)
+        answer = _answer_by_data(run, estimate=True)
     elif source == "longest":
-        answer = _answer_by_longest(run, question.given_keys, given)
+        answer = _answer_by_longest(run)
     else:
         lengths, lengths_source = read_lengths(flags, run.home.slots)
         title = (
             f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {lengths_source}"
         )
-        answer = _answer_ways(title, run, run.facts_of_step(lengths), question.given_keys, given)
+        answer = _answer_ways(title, run, run.facts_of_step(lengths))
     return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
 
 
@@ -371,36 +372,38 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
         return 0
     check_paths_exist(config)
     run = GpuRun.with_model(config, choose_gpus(config, ranks, on_gpus=on_gpus))
-    return _show_answer(_answer_by_data(run, frozenset(), Given(), estimate=False), as_json=as_json)
+    return _show_answer(_answer_by_data(run, estimate=False), as_json=as_json)
 
 
-def _answer_by_data(run: GpuRun, given_keys: frozenset[str], given: Given, *, estimate: bool) -> Answer:
+def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     with open_run_documents(run.config, log, estimate=estimate) as documents:
-        run = replace(run, config=documents.config)
+        length = "train.epochs" if documents.config.train.epochs else "train.steps"
+        shown = run.given_keys | {"train.tokens_per_step", length}
+        run = replace(run, config=documents.config, given_keys=shown)
         title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
-        shown = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
-        answer = _answer_ways(title, run, documents.facts(run), shown, given)
+        answer = _answer_ways(title, run, documents.facts(run))
         return _time_steps(replace(answer, steps=documents.steps), documents)
 
 
-def _answer_by_longest(run: GpuRun, given_keys: frozenset[str], given: Given) -> Answer:
+def _answer_by_longest(run: GpuRun) -> Answer:
     tokens, way = find_longest(run.config, run.facts_of_step((UNIT * run.home.slots,)))
     if not tokens:
         tokens = UNIT * run.home.slots
-        return _answer_ways(
-            f"a document of {tokens:,} tokens", run, run.facts_of_step((tokens,)), given_keys, given
-        )
+        return _answer_ways(f"a document of {tokens:,} tokens", run, run.facts_of_step((tokens,)))
     facts = run.facts_of_step((tokens,))
     way = replace(way, facts=facts)
     fit = fit_way(way, way.plan_steps(facts.timed_steps))
     config = scale_positions(way.config, facts.model, tokens)
-    title = f"the longest document that fits has {tokens:,} tokens"
-    notes = tuple(position_notes(config, facts.model, tokens))
     return Answer(
-        title=title, run=run, config=config, ways=(fit,), given_keys=given_keys, longest=tokens, notes=notes
+        title=f"the longest document that fits has {tokens:,} tokens",
+        run=run,
+        config=config,
+        ways=(fit,),
+        longest=tokens,
+        notes=tuple(position_notes(config, facts.model, tokens)),
     )
 
 
@@ -413,8 +416,10 @@ def _time_steps(answer: Answer, documents: RunDocuments) -> Answer:
     if all(fit.way.choice.has_one_degree for fit in fitting):
         sample = evenly(documents.steps, PRICED)
         sampled = len(sample)
-        chosen, *others = (_fit_on(fit, sample) for fit in fitting)
-        fitting = [chosen, *sorted(others, key=lambda fit: fit.rank)]
+        for i, fit in enumerate(fitting):
+            plans = tuple(fit.way.plan_steps(sample))
+            fitting[i] = replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
+        fitting[1:] = sorted(fitting[1:], key=lambda fit: fit.rank)
     images = f"images: {documents.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
     return replace(
         answer,
@@ -424,17 +429,12 @@ def _time_steps(answer: Answer, documents: RunDocuments) -> Answer:
     )
 
 
-def _fit_on(fit: Fit, steps: Sequence[int]) -> Fit:
-    plans = fit.way.plan_steps(steps)
-    return replace(fit, plans=tuple(plans), seconds=fit.way.step_seconds(plans, fit.memory))
-
-
-def _answer_ways(title: str, run: GpuRun, facts: Facts, given_keys: frozenset[str], given: Given) -> Answer:
+def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     config = run.config
     notes = list[str]()
     try:
         config, _ = choose_partition(config, facts)
-        ranking = rank_ways(config, facts, given)
+        ranking = rank_ways(config, facts, run.given)
         ways = ranking.fits
         notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
     except PlanError:  # the limit of rows that is given is below what the longest document needs
@@ -449,27 +449,26 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts, given_keys: frozenset[st
         chosen = settle(config, ranking).config
     else:
         chosen = ways[0].way.config
-        larger = _fit_more_gpus(run, facts, given)
+        larger = _fit_more_gpus(run, facts)
     chosen = scale_positions(chosen, facts.model, longest)
-    if fits and given.planner:
+    if fits and run.given.planner:
         notes += position_notes(chosen, facts.model, longest)
     return Answer(
         title=title,
         run=run,
         config=chosen,
         ways=tuple(ways),
-        given_keys=given_keys,
         longest=find_longest(run.config, facts)[0],
         notes=tuple(notes),
         larger=larger,
     )
 
 
-def _fit_more_gpus(run: GpuRun, facts: Facts, given: Given) -> tuple[GpuRun, RunConfig] | None:
+def _fit_more_gpus(run: GpuRun, facts: Facts) -> tuple[GpuRun, RunConfig] | None:
     """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
     On each number the leanest layout is tried first: all slots, fewest rows.
     """
-    given = replace(given, planner=True)
+    given = replace(run.given, planner=True)
     for count in (run.gpus.count << doublings for doublings in range(1, 11)):
         with suppress(LongspanError):  # degrees that do not suit this number
             larger = replace(run, gpus=replace(run.gpus, count=count))
@@ -497,17 +496,17 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
 
 def _answer_lines(answer: Answer) -> Iterator[str]:
     best = answer.ways[0]
-    figures = _way_figures(answer.ways[0])
+    figures = _way_figures(best)
     budget = answer.run.budget
     memory = planned_memory(best)
     assert answer.seconds is not None
     yield from (answer.title, f"on {answer.run.gpus.title}", "", memory.summary_line(budget))
     speed = f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
     speed += f", MFU {number_text(100 * figures['mfu'], 2)}%" if figures["mfu"] else ""
-    if answer.steps is None:
+    hours = answer.hours
+    if hours is None or answer.steps is None:
         yield f"a step is predicted to take {seconds_text(answer.seconds)}: {speed}"
     else:
-        hours = answer.seconds * answer.steps / 3600
         total = f"{hours:,.2f} hours" if hours >= 1 else seconds_text(hours * 3600)
         sample = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
         yield (
@@ -582,7 +581,7 @@ def _refusal_line(answer: Answer) -> str:
     line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; "
     if larger:
         gpus = larger[0].gpus
-        keys = _run_keys(larger[1], answer.given_keys)
+        keys = _run_keys(larger[1], answer.run.given_keys)
         words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
         flags = re.sub('[],"[]', "", " ".join(words))  # as the command line takes strings and lists
         line += f"it fits {gpus.count_and_name}, with {flags}"
@@ -598,10 +597,11 @@ def _refusal_line(answer: Answer) -> str:
 
 def _key_lines(answer: Answer) -> Iterator[str]:
     config = answer.config
-    named = {name for name in answer.given_keys if name.partition(".")[0] in ("model", "data", "run")}
+    given_keys = answer.run.given_keys
+    named = {name for name in given_keys if name.partition(".")[0] in ("model", "data", "run")}
     named |= {f"model.{key}" for key in ("path", "preset", "config", "num_labels") if getattr(config.model, key)}
     named |= {"optimizer.lr"} if config.optimizer.lr != NOT_GIVEN else set()
-    values = {name: _read_key(config, name) for name in named} | _run_keys(config, answer.given_keys)
+    values = {name: _read_key(config, name) for name in named} | _run_keys(config, given_keys)
     last_section = ""
     for name in sorted(values):
         section, _, key = name.partition(".")

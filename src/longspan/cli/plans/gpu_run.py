@@ -1,7 +1,7 @@
 """A run on GPUs that words name: its checked keys, its model, and the facts that decide. No GPU, no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longspan.cli.plans.question import Gpus
@@ -16,6 +16,7 @@ from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, re
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
+from longspan.resolve.ways import Given
 from longspan.run.checks import (
     check_keys_needed_by_keys,
     check_lora,
@@ -30,11 +31,15 @@ from longspan.train.optim.state_numbers import optimizer_state_numbers
 
 @dataclass(frozen=True)
 class GpuRun:
-    """A run of a configuration on GPUs. `model` names the model to planners."""
+    """A run of a configuration on GPUs. `model` names the model to planners; `given_keys` and what is `given` besides
+    are those of a question.
+    """
 
     config: RunConfig
     gpus: Gpus
     model: Any
+    given_keys: frozenset[str] = frozenset()
+    given: Given = field(default_factory=Given)
 
     @classmethod
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "GpuRun":
@@ -65,11 +70,13 @@ class GpuRun:
     @property
     def budget(self) -> MemoryBudget:
         """What a GPU and its share of the host may be filled with."""
-        device = self.config.train.device_memory_limit or int(GPU_SHARE * self.gpus.bytes)
-        return MemoryBudget(device=device, host=self.gpus.host_bytes)
+        return MemoryBudget(
+            device=self.config.train.device_memory_limit or int(GPU_SHARE * self.gpus.bytes),
+            host=self.gpus.host_bytes,
+        )
 
     def facts(self, lengths_of_step: Callable[[int], Sequence[int]], steps: int, **more: Any) -> Facts:
-        lora = self.config.lora.rank > 0
+        config = self.config
         return Facts(
             home=self.home,
             machine=self.gpus.machine,
@@ -77,7 +84,9 @@ class GpuRun:
             lengths_of_step=lengths_of_step,
             steps=steps,
             budget=self.budget,
-            state_numbers=optimizer_state_numbers(self.config.optimizer, lora=lora, dtype=self.config.model.dtype),
+            state_numbers=optimizer_state_numbers(
+                config.optimizer, lora=config.lora.rank > 0, dtype=config.model.dtype
+            ),
             **more,
         )
 

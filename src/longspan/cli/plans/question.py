@@ -19,7 +19,7 @@ from longspan.cli.flags import (
     parse_flags,
     split_flags,
 )
-from longspan.cli.machine import find_first_gpu
+from longspan.cli.machine import NO_GPUS, find_gpus
 from longspan.cli.plans.planning import PlanningFlags
 from longspan.cli.processes import count_host_ranks, has_torchrun
 from longspan.config.defaults import set_local_folders
@@ -29,7 +29,7 @@ from longspan.host import free_host_bytes
 from longspan.model.presets import find_published_preset
 from longspan.plain_text import gib_text
 from longspan.plan import Machine
-from longspan.plan.cost.machine import find_machine_of_device, read_machine
+from longspan.plan.cost.machine import find_machine_of_device, read_machine, scale_product_speeds
 from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
@@ -233,11 +233,8 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     if run_machine:
         speed = read_machine(run_machine, "run.machine")
     elif flags.tflops:
-        scale = flags.tflops * 1e12 / machine.product_flops_per_second
-        rates = {
-            key: value * scale for key, value in machine.float_fields().items() if key.endswith("flops_per_second")
-        }
-        speed = replace(machine, **rates, assumed=False, source=f"the model on GPUs of {flags.tflops:g} TFLOP/s")
+        speed = scale_product_speeds(machine, flags.tflops * 1e12 / machine.product_flops_per_second)
+        speed = replace(speed, assumed=False, source=f"the model on GPUs of {flags.tflops:g} TFLOP/s")
     if not size:
         raise ConfigError(
             f"--gpu {gpu} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it "
@@ -256,14 +253,15 @@ def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     """Choose the GPUs of a run: with `on_gpus` those here, if there are any, else those of run.machine, else H200s.
     Those here are as fast as run.machine or, without it, the machine of their name says; with neither, as H200s.
     """
-    name, size = (find_first_gpu() if on_gpus else None) or ("", 0)
+    here = find_gpus() if on_gpus else NO_GPUS
+    name = here.name
     named = read_machine(config.run.machine, "run.machine") if config.run.machine else find_machine_of_device(name)
     machine = named or Machine.known("H200")
     host = 0
     if name:
         host_ranks = count_host_ranks() if has_torchrun() else ranks
         host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, host_ranks))
-    size = size or machine.memory_bytes or Machine().memory_bytes
+    size = here.bytes or machine.memory_bytes or Machine().memory_bytes
     return Gpus(
         machine=machine, count=ranks, bytes=size, host_bytes=host or HOST_BYTES, name=name or machine.device
     )

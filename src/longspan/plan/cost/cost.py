@@ -18,7 +18,7 @@ from longspan.layout import Floats, Layout
 from longspan.plan.check import check_choice, check_comm_type, check_count, check_number
 from longspan.plan.cost.links import Network
 from longspan.plan.messages import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES, GATHER_SLICE_BYTES
-from longspan.plan.micro_batch import PARTITIONS
+from longspan.plan.micro_batch import PARTITIONS, main_type
 from longspan.plan.shape.model_shape import ModelShape
 
 _STATE_SIZE = 4  # bytes of a number of a state
@@ -153,8 +153,13 @@ Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size", "stages", "chunks")
 _DIVIDED_BY_TP = (
-    *("linear_seconds", "real_row_seconds", "attention_seconds", "ring_bytes", "exchange_bytes"),
-    *("merge_seconds", "copy_seconds"),
+    "linear_seconds",
+    "real_row_seconds",
+    "attention_seconds",
+    "ring_bytes",
+    "exchange_bytes",
+    "merge_seconds",
+    "copy_seconds",
 )
 
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
@@ -283,9 +288,8 @@ class Cost:
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
         """Return this cost for groups of a communication type, or of the type that most layers of a list have."""
-        types = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
         heads = self.heads if heads is None else heads
-        return dataclasses.replace(self, cp_comm_type=max(types, key=types.count), a2a_size=a2a_size, heads=heads)
+        return dataclasses.replace(self, cp_comm_type=main_type(cp_comm_type), a2a_size=a2a_size, heads=heads)
 
     @cached_property
     def ways(self) -> "tuple[Cost, ...]":
@@ -294,7 +298,7 @@ class Cost:
         """
         if not self.has_choice:
             return (self,)
-        heads = self.heads or (self.network.heads if self.network else 0)
+        heads = self._known_heads
         types = ["a2a+p2p"]
         if self.cp_comm_type == "auto":
             types = ["a2a", "p2p", "all_gather"] if heads else ["p2p", "all_gather"]
@@ -306,6 +310,10 @@ class Cost:
         return [way for way in self.ways if way.a2a_size <= most]
 
     @property
+    def _known_heads(self) -> int:
+        return self.heads or (self.network.heads if self.network else 0)
+
+    @property
     def has_choice(self) -> bool:
         """Whether each group has the type ("auto") or the sizes (a2a+p2p without) that are fastest for it."""
         return self.cp_comm_type == "auto" or (self.cp_comm_type == "a2a+p2p" and not self.a2a_size)
@@ -313,7 +321,7 @@ class Cost:
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
         """Return whether degrees suit this type: a2a divides the heads (unknown: only by 1), a2a+p2p has two levels."""
         degree = np.asarray(degree, dtype=np.int64)
-        heads = self.heads or (self.network.heads if self.network else 0)
+        heads = self._known_heads
         if self.cp_comm_type == "a2a":
             return (heads % np.maximum(degree, 1) == 0) if heads else degree == 1
         return degree % self.a2a_size == 0 if self.a2a_size > 1 else degree > 0

@@ -290,12 +290,8 @@ class Machine:
         if scale is None:
             return usual
         products, memory, inside, across, gib = scale
-        rates = {
-            key: value * products for key, value in usual.float_fields().items() if key.endswith("flops_per_second")
-        }
         return replace(
-            usual,
-            **rates,
+            scale_product_speeds(usual, products),
             device=name,
             memory_bytes_per_second=usual.memory_bytes_per_second * memory,
             memory_bytes=gib << 30,
@@ -371,8 +367,9 @@ class Machine:
         # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
         products = 2 if frozen else 3  # of logits: forward, gradients of rows, and of weights
-        passes = 1 + RECOMPUTED_PASSES * share
-        cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
+        cost = self._add_row_seconds(
+            cost, shape, settings, passes=1 + RECOMPUTED_PASSES * share, products=products, saved=saved
+        )
         return self._add_sharding_seconds(cost, shape, settings, share).shared_by(settings.tp)
 
     def _add_row_seconds(
@@ -497,14 +494,11 @@ class Machine:
         """
         tflops = self.product_flops_per_second / 1e12
         memory = self.memory_bytes_per_second
-        scans = tflops * SCAN_SPEED
-        summaries = tflops * SUMMARY_SPEED
-        channel = CHANNEL_BYTES / memory
         states = StateCost.from_shape(
             shape,
-            scan_tflops=scans,
-            summary_tflops=summaries,
-            channel_seconds=channel,
+            scan_tflops=tflops * SCAN_SPEED,
+            summary_tflops=tflops * SUMMARY_SPEED,
+            channel_seconds=CHANNEL_BYTES / memory,
             step_latency=self.step_seconds,
         )
         constants = constants_of_shape(
@@ -553,10 +547,14 @@ class Machine:
         """
         # A model of one layer with nothing but this call.
         width = call.head_dim + (call.value_dim or call.head_dim)  # of a key and a value together
-        queries = call.heads * width // 2
-        keys = call.kv_heads * width // 2
-        heads, kv_heads = call.heads, call.kv_heads
-        shape = ModelShape(layers=1, weights=0, query_width=queries, key_width=keys, heads=heads, kv_heads=kv_heads)
+        shape = ModelShape(
+            layers=1,
+            weights=0,
+            query_width=call.heads * width // 2,
+            key_width=call.kv_heads * width // 2,
+            heads=call.heads,
+            kv_heads=call.kv_heads,
+        )
         cost = self._shape_cost(shape, call.bytes_per_number)
         cost = cost if call.passes == "both" else cost.forward_only()
         return price_types(cost, group, call, node_size or self.node_size)
@@ -588,6 +586,11 @@ class Machine:
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
         fields["assumed_parts"] = tuple(fields["assumed_parts"])
         return cls(**fields | links)
+
+
+def scale_product_speeds(machine: Machine, factor: float) -> Machine:
+    fields = machine.float_fields().items()
+    return replace(machine, **{name: rate * factor for name, rate in fields if name.endswith("flops_per_second")})
 
 
 def cost_with_recomputation(

@@ -60,9 +60,10 @@ class EncoderShape:
         vision = model.section("vision_config")
         text = ConfigReader.read_language_model(config)
         if not model.family.images or not vision.count("depth", "num_hidden_layers"):
+            priced = [name.removesuffix("*") for name, family in FAMILIES.items() if family.images]
             raise PlanError(
                 f"{model.where} ({model.model_type or 'no model_type'}) has no tower that its configuration prices; "
-                f"those of {', '.join(_priced_families())} have"
+                f"those of {', '.join(priced)} have"
             )
         if model.family.images == "merged":
             return _read_merging_tower(model.family.gated_tower, vision, text.count("hidden_size"))
@@ -121,10 +122,6 @@ class EncoderShape:
             micro_batch_seconds=WAVE_SECONDS if gpu else machine.micro_batch_seconds,
             source=machine.source,
         )
-
-
-def _priced_families() -> list[str]:
-    return [name.removesuffix("*") for name, family in FAMILIES.items() if family.images]
 
 
 def read_window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:

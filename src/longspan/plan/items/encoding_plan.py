@@ -136,8 +136,7 @@ class ItemTable:
 
     def placeholders(self, document: int) -> Integers:
         """Return the positions of a document that items take, ascending."""
-        first, last = np.searchsorted(self._spans.document, (document, document + 1))
-        start, stop = (keys[first:last] - document * self._stride for keys in (self._spans.start, self._spans.stop))
+        start, stop = np.array(self.runs(document, self.modalities), dtype=np.int64).reshape(-1, 2).T
         return expand_runs(start, stop)
 
     def runs(self, document: int, modalities: Sequence[str]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from longspan.plan.cost.machine import AttentionCall, Machine, resolve_compiled_parts
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.messages import count_exchange_slices, count_head_groups, head_split
-from longspan.plan.micro_batch import Group, MicroBatch
+from longspan.plan.micro_batch import Group, MicroBatch, main_type
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import (
     CHUNK,
@@ -20,6 +20,7 @@ from longspan.plan.shape.layers import (
     MixerShape,
     attention_weights,
     attention_widths,
+    experts_per_token,
     feed_forward_weights,
     key_value_heads,
     read_mixer_shape,
@@ -63,14 +64,16 @@ def slot_loads(
     """
     heads = read.count("num_attention_heads")
     head_dim = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(1, heads)
-    kv_heads = max(1, key_value_heads(read) // tp)
-    number = settings.compute_bytes
-    call = AttentionCall(heads=max(1, heads // tp), kv_heads=kv_heads, head_dim=head_dim, bytes_per_number=number)
+    call = AttentionCall(
+        heads=max(1, heads // tp),
+        kv_heads=max(1, key_value_heads(read) // tp),
+        head_dim=head_dim,
+        bytes_per_number=settings.compute_bytes,
+    )
 
     def exchange(group: Group, node_size: int) -> tuple[str, int]:
         """The type of most layers of a group, and how many members exchange heads under it (1: it does not)."""
-        types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-        kind = max(types, key=types.count)
+        kind = main_type(group.cp_comm_type)
         sizes = group.hierarchical_context_parallel_sizes
         if kind == "auto":
             price = machine.fastest_type(group, call, node_size=node_size)
@@ -319,7 +322,7 @@ class LayerTable:
         own_gate = self.read.family.own_expert_gate
         weights = feed_forward_weights(read, "experts")
         latent = read.count("moe_latent_size")
-        visits = read.count("num_experts_per_tok", "num_experts_per_token")
+        visits = experts_per_token(read)
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
         probabilities = self.bytes_of_rows(0 if own_gate else read.experts_attribute_and_count()[1], WIDE)
         router = LayerPart(

@@ -21,6 +21,7 @@ from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Re
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
 from longspan.plan.memory.settings import (
     CHECKPOINT_POLICIES,
+    CHOSEN_SETTINGS,
     Bytes,
     CheckpointPolicy,
     FixedMemory,
@@ -212,11 +213,7 @@ class MemoryNeeds:
             host=max(hosts, key=lambda host: host.total),
             measures=words,
             rows=max(load.rows for load in self.loads),
-            gathered_once=settings.gathered_once,
-            summed_once=settings.summed_once,
-            offload_optimizer_states=settings.offload_optimizer_states,
-            mlp_tile_tokens=settings.mlp_tile_tokens,
-            segment_layers=settings.segment_layers,
+            **{name: getattr(settings, name) for name in CHOSEN_SETTINGS},
         )
 
 

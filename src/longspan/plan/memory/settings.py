@@ -128,6 +128,16 @@ class MemorySettings:
         return max(4, self.weight_bytes)
 
 
+# of these settings, those that a plan of memory chooses
+CHOSEN_SETTINGS = (
+    "gathered_once",
+    "summed_once",
+    "offload_optimizer_states",
+    "mlp_tile_tokens",
+    "segment_layers",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FixedMemory:
     """Keys of memory that are given by hand, and are not chosen; None leaves a key to the choice.

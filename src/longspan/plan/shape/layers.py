@@ -430,9 +430,9 @@ def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
     if kind in readers:
         return readers[kind](read, hidden)
     width = read.count("conv_L_cache")
-    weights = 4 * hidden * hidden + hidden * width
-    last = hidden * hidden
-    return MixerShape(kind=kind, weights=weights, last=last, channels=hidden, width=width)
+    return MixerShape(
+        kind=kind, weights=4 * hidden * hidden + hidden * width, last=hidden * hidden, channels=hidden, width=width
+    )
 
 
 def _read_gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
