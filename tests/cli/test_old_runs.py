@@ -39,7 +39,7 @@ def old_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_old_names(run: Path) -> None:
-    """Make the folder of a run one that 0.3 wrote: its configuration, its checkpoints and the records of its corpora."""
+    """Make the folder of a run one that 0.3 wrote: its configuration, checkpoints and records of corpora."""
     file = run / "config.toml"
     file.write_text(tomlkit.dumps(old_tables(tomllib.loads(file.read_text()))))
     for file in run.glob("checkpoints/*/state.json"):
