@@ -9,14 +9,15 @@ from tests.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.hf.test_trainer import MUTATIONS as OF_TRAINERS
 from tests.model.experts.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
-from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS
-from tests.model.mtp.test_exact import OF_WHOLE_DEPTHS
+from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS, OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
-from tests.model.vision.test_exact import MUTATIONS as OF_IMAGES
-from tests.model.vision.test_exact import PREFIX as OF_PREFIXES
-from tests.model.vision.test_exact import SPANS as OF_SPANS
-from tests.model.vision.test_exact import VIDEOS as OF_VIDEOS
+from tests.model.vision.test_exact import (
+    MUTATIONS as OF_IMAGES,
+    PREFIX as OF_PREFIXES,
+    SPANS as OF_SPANS,
+    VIDEOS as OF_VIDEOS,
+)
 from tests.mutation import mutate, restore
 from tests.ssm.test_parity import MUTANTS as OF_STATES
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
-from longspan.attention import all_gather, all_to_all
-from longspan.attention import rows as rows_module
+from longspan.attention import all_gather, all_to_all, rows as rows_module
 from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
 from longspan.attention.saved_outputs import Recording as OutputRecording

@@ -9,8 +9,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from longspan import Group, MicroBatch, attend
 from longspan.attention.all_to_all import HeadSplit

@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from longspan import Layout, World
-from longspan.checkpoint import checkpoint as checkpoint_module
-from longspan.checkpoint import files as files_module
-from longspan.checkpoint import storage as storage_module
+from longspan.checkpoint import checkpoint as checkpoint_module, files as files_module, storage as storage_module
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import (
     check_file_hashes,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from longspan import Layout, World
-from longspan.checkpoint import saver as module
-from longspan.checkpoint import storage
+from longspan.checkpoint import saver as module, storage
 from longspan.checkpoint.checkpoint import check_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import (
     check_file_hashes,

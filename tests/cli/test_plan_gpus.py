@@ -11,8 +11,7 @@ import pytest
 
 from longspan.cli import machine, processes
 from longspan.cli.main import main
-from longspan.cli.plans import answer as plans_answer
-from longspan.cli.plans import question
+from longspan.cli.plans import answer as plans_answer, question
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
 from longspan.config.defaults import compute_dtype

@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from longspan.bench.benches import BenchFlags
-from longspan.cli import machine as gpus
-from longspan.cli import main as command
-from longspan.cli import processes
+from longspan.cli import machine as gpus, main as command, processes
 from longspan.cli.machine import NO_GPUS, LocalGpus, find_gpus, machine_facts, machine_text, set_gpu_environment
 from longspan.cli.main import main
 from longspan.cli.processes import Processes, choose_processes

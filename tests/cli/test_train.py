@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longspan.checkpoint.files import PARTIAL
-from longspan.cli import processes
-from longspan.cli import train as verb
+from longspan.cli import processes, train as verb
 from longspan.cli.eval import result_tables
 from longspan.cli.main import main
 from longspan.config.file import load_config, to_toml

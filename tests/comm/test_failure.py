@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from longspan.comm import failure_reports, rendezvous
-from longspan.comm import watch as answering
+from longspan.comm import failure_reports, rendezvous, watch as answering
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.comm.world import World

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from longspan.cli.flags import parse_train
 from longspan.config.defaults import resolve_defaults, set_steps, warn_about_small_updates

@@ -5,8 +5,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from longspan.cli.main import main
 from longspan.cli.upgrade import upgrade_text

@@ -17,8 +17,7 @@ from transformers import AutoTokenizer, Qwen3Config
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.plan_section import EvaluationSection
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
-from longspan.corpus import builder
-from longspan.corpus import recipe as recipes
+from longspan.corpus import builder, recipe as recipes
 from longspan.corpus.build import check_ids_in_vocabulary, open_or_build_run_corpus
 from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files, texts_for_tokenizer
 from longspan.corpus.recipe import CorpusSettings

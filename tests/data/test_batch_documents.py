@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, token_log_probs  # noqa: F401
 from longspan.data.batch_documents import documents_of

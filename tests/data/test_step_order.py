@@ -14,8 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from longspan.data import stream
 from longspan.data.step_order import StepOrder, sample_documents

@@ -11,8 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan.comm import World
-from longspan.doctor import proof as proving
-from longspan.doctor import stock
+from longspan.doctor import proof as proving, stock
 from longspan.doctor.cases import LENGTHS, Case, list_cases, list_contiguous_cases, plan_case
 from longspan.doctor.proof import CaseRun, Outcome, ProofRanks, Task, outcome_text, prove, run_proof
 from longspan.doctor.stock import (

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.attention import KERNELS, AttendCall
-from longspan.attention import rows as sums
+from longspan.attention import KERNELS, AttendCall, rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.kernels import table
 from longspan.attention.tiles import Launch, Mask, Tile, Tiling

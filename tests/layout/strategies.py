@@ -1,7 +1,6 @@
 """Inputs of the geometry's property tests: the same examples on every run and machine."""
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 examples = settings(derandomize=True, max_examples=50, deadline=None, database=None)
 

@@ -11,8 +11,7 @@ from longspan.model.take_apart import image_cost, take_apart_or_undo
 from longspan.model.vision.image_encoder import split_off_image_encoder
 from longspan.testing import run_ranks
 from tests.model.seams.wrappers import tiny as wrapper
-from tests.model.stock import tiny as text_model
-from tests.model.stock import weights_of
+from tests.model.stock import tiny as text_model, weights_of
 from tests.model.vision.models import config_of, here, tiny
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 from longspan.plan import Cost, Group, MicroBatch, ModelShape, Plan, slot_rows
 from longspan.plan.cost.cost import StateCost, constants_of_shape

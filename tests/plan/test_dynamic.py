@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from bench.plans.message_bound import bound_with_messages
 from bench.plans.strong_bound import strong_bound
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from longspan.layout import Layout
 from longspan.plan import (

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_fixed, plan_padded, slot_rows

@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from longspan.plain_text import bytes_text, number_text, ranges_text, seconds_text
 from longspan.report import plan_page, write_report

@@ -44,8 +44,7 @@ from longspan.model.weights.fill import RandomWeights
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.run import records as run_records
-from longspan.run import set_up
+from longspan.run import records as run_records, set_up
 from longspan.run.facts import RunFacts, TrainResult
 from longspan.run.lock import _lock_file
 from longspan.run.metrics import read_metrics

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from longspan.corpus.row_files import CHUNK_BYTES, chunk_rows, row_file
 from longspan.corpus.rows.infer_turns import longest_overlap

@@ -40,7 +40,7 @@ def show_rows(config: RunConfig, count: int) -> None:
     recipe = make_recipe(settings, files, (), tokenizer)
     marks = _COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _MARKS
     legend = f"· between tokens, ⏎ a line break, targets {marks[0]}so{marks[1]}"
-    print("\n".join([*row_lines(settings, recipe), legend]))
+    print("\n".join([*row_lines(recipe), legend]))
     for source, encoding in enumerate(recipe.encodings):
         of_source = (file for file in files if file.source == source)
         rows = (row for file in of_source for row in rows_of_file(file, data.max_text_bytes))

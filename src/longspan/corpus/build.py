@@ -22,14 +22,8 @@ from longspan.corpus.cache import Cache, cache_error, cache_folder
 from longspan.corpus.files import FileSums, LogLine, file_differences, texts_for_tokenizer
 from longspan.corpus.lines import left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, Recipe, make_recipe
-from longspan.corpus.rows.sample import display_kind
-from longspan.corpus.tokenizer import (
-    TextTokenizer,
-    check_vocabulary,
-    load_tokenizer,
-    reload_with_config,
-    train_tokenizer,
-)
+from longspan.corpus.rows.sample import KIND_TEXTS
+from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.images import ImageTable
 from longspan.data.manifest import FILE, Record, read_record
@@ -145,15 +139,16 @@ class _CorpusOfRun:
         paths = ", ".join(path for _, path in self._settings.source_paths())
         self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
         trained = train_tokenizer(texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
-        # Read again as later starts read it: in the run's folder, beside the model's config.json.
-        return reload_with_config(trained, self._run_dir / "config.json")
+        # Read again as later starts read it: beside the model's config.json, by whose class it may split otherwise.
+        trained.save_pretrained(self._run_dir)
+        return replace(load_tokenizer(self._run_dir), folder=None)
 
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
         tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         _check_saved_tokenizer(tokenizer, self._run_dir)
-        for line in row_lines(self._settings, recipe):
+        for line in row_lines(recipe):
             self._log(line)
         build = partial(build_documents, recipe, log=self._log)
         try:
@@ -289,7 +284,7 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
     parts = [f"{plural(len(corpus.sources), 'file')} of {', '.join(paths)}"]
     if set(manifest.kinds) != {"text"}:
         parts.append(
-            f"{plural(manifest.rows, 'row')} of {', '.join(map(display_kind, dict.fromkeys(manifest.kinds)))}"
+            f"{plural(manifest.rows, 'row')} of {', '.join(KIND_TEXTS[kind] for kind in dict.fromkeys(manifest.kinds))}"
         )
     parts += [plural(len(corpus), "document"), plural(int(corpus.lengths.sum()), "token")]
     if manifest.images:

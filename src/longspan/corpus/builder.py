@@ -7,6 +7,7 @@ is in `recipe.py`.
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     """
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
-    with _Writer(folder, recipe) as writer:
+    with closing(_Writer(folder, recipe)) as writer:
         for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), recipe.processes):
             writer.write_rows(encoded)
             progress.log_batch(batch, writer)
@@ -68,10 +69,7 @@ class _Writer:
         self._notes = Notes()
         self.tokens = self._targets = self._texts = 0  # written so far
 
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for column in (*self._columns.values(), self._codes):
             column.close()
         for file in (self._tokens, self._images):
@@ -118,7 +116,7 @@ class _Writer:
             tokenizer_digest=encoding.tokenizer.digest,
             tokenizer_size=encoding.tokenizer.size,
             dtype=self._recipe.encoder.dtype,
-            max_document_tokens=self._recipe.longest,
+            max_document_tokens=self._recipe.settings.data.max_document_tokens,
             key=self._recipe.key,
             kinds=tuple(encoding.kind for encoding in self._recipe.encodings),
             encodings=tuple(encoding.digest for encoding in self._recipe.encodings),
@@ -177,7 +175,7 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
     batch = list[FileChunk]()
     size = 0
     for number, file in enumerate(recipe.files):
-        for chunk in file.read_chunks(recipe.most_bytes):
+        for chunk in file.read_chunks(recipe.settings.data.max_text_bytes):
             batch.append(FileChunk(file.source, number, chunk))
             size += len(chunk.data)
             if len(chunk.data) > _LONG_BYTES:
@@ -201,17 +199,18 @@ def _check_unchanged(recipe: Recipe) -> None:
 
 
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
+    path = " and ".join(f"{key} {path!r}" for key, path in recipe.settings.source_paths())
     skipped = len(manifest.skipped)
     left_out = manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     if skipped == len(recipe.files):
         name = recipe.files[0].path.name
         return (
-            f"{recipe.path} is not UTF-8 ({plural(skipped, 'file')}); iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > "
+            f"{path} is not UTF-8 ({plural(skipped, 'file')}); iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > "
             f"{shlex.quote(f'utf8-{name}')} converts a text, if it is Latin-1, and so for other encodings"
         )
     return (
-        f"{recipe.path} is empty: of {plural(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
+        f"{path} is empty: of {plural(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
         f"not UTF-8, and the rest holds no text of {SHORTEST} tokens or more"
         f"{rows if left_out.masked_rows or left_out.bad_rows else ''}; give text"
     )

@@ -327,9 +327,7 @@ FIRST_FILES = 5
 SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 
-def kind_of_files(
-    files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: int = MAX_TEXT_BYTES, columns: Sequence[str] = ()
-) -> Kind:
+def kind_of_files(files: Sequence[CorpusFile], skip_bad: bool, most_bytes: int, columns: Sequence[str]) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
 
     With `skip_bad`, bad rows (also of over `most_bytes`) and rows of no kind do not count; else they raise DataError.

@@ -8,7 +8,7 @@ from pathlib import Path
 from longspan.corpus.files import files_of_other_kinds
 from longspan.corpus.recipe import CorpusSettings, Recipe
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import CHATS, Row, Sample, rows_hold, short_repr
+from longspan.corpus.rows.sample import CHATS, KIND_TEXTS, Row, Sample, short_repr
 from longspan.corpus.tokenizer import pattern_of_any
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
@@ -61,9 +61,9 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         yield f"not in the rendered texts, as the chat template does not write them: {', '.join(parts)}{more_text}"
 
 
-def row_lines(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
-    for (key, _), encoding in zip(settings.source_paths(), recipe.encodings, strict=True):
-        source_text = f"{key}: " if settings.data.sources else ""
+def row_lines(recipe: Recipe) -> Iterator[str]:
+    for (key, _), encoding in zip(recipe.settings.source_paths(), recipe.encodings, strict=True):
+        source_text = f"{key}: " if recipe.settings.data.sources else ""
         yield source_text + rows_line(encoding)
         if (line := missing_end_line(encoding)) is not None:
             yield source_text + line
@@ -73,6 +73,7 @@ _WORDS = ("Zq0user", "Zq1assistant")
 
 
 def rows_line(encoding: RowEncoding) -> str:
+    title = f"rows hold {KIND_TEXTS[encoding.kind]}"
     opening = " ".join(encoding.tokenizer.opening)
     closing = " ".join(encoding.tokenizer.closing)
     parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
@@ -92,7 +93,7 @@ def rows_line(encoding: RowEncoding) -> str:
     }
     if encoding.settings.num_labels:
         scored = "both documents of each pair" if encoding.kind == PAIRS else "each document, which has a label,"
-        return f"{rows_hold(encoding.kind)}: {surrounding_tokens}; the model scores {scored} at the last token"
+        return f"{title}: {surrounding_tokens}; the model scores {scored} at the last token"
     if encoding.kind in CHATS:  # others may have no template
         targets = (
             "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
@@ -100,8 +101,8 @@ def rows_line(encoding: RowEncoding) -> str:
         if encoding.template.has_marks(None):
             targets = "whose {% generation %} marks name the targets"
         source = encoding.tokenizer.template_file or encoding.tokenizer.folder
-        return f"{rows_hold(encoding.kind)}: written by the chat template of {source}, {targets}"
-    return f"{rows_hold(encoding.kind)}: {treatment[encoding.kind]}"
+        return f"{title}: written by the chat template of {source}, {targets}"
+    return f"{title}: {treatment[encoding.kind]}"
 
 
 def missing_end_line(encoding: RowEncoding) -> str | None:

@@ -2,19 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longspan.config.renamed import upgraded_tables
 from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RunConfig
 from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
 from longspan.corpus.files import STDLIB, CorpusFile, find_rows, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import RowSettings
+from longspan.corpus.rows.sample import DATE, RowSettings
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import PAIRS, SourceFile
 from longspan.errors import DataError
@@ -34,31 +33,32 @@ class Recipe:
     """Everything that decides the documents of a corpus.
 
     `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
-    source's rows. `longest` is the most tokens of a document, `most_bytes` of a row (0: any). A bad row is an error, or
-    left out with `skip_bad`. `path` names the corpus in messages.
+    source's rows.
     """
 
-    path: str
+    settings: "CorpusSettings"
     files: Sequence[CorpusFile]
     sources: Sequence[SourceFile]
     encodings: tuple[RowEncoding, ...]
-    longest: int
-    skip_bad: bool = False
-    most_bytes: int = MAX_TEXT_BYTES
 
     @cached_property
     def key(self) -> str:
         """The SHA-256 of all that decides the documents; equal for equal files, unless rows may have images."""
+        data = self.settings.data
+        is_text = {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"}
         digests = [encoding.digest for encoding in self.encodings]
+        deciding = [
+            TEXT_VERSION if is_text else VERSION,
+            digests,
+            data.max_document_tokens,
+            self.settings.skips_bad,
+        ]
         # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
-        further_settings = [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
-        further_settings += ["texts"] * self.records_texts
-        version = (
-            TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
-        )
-        digest = hashlib.sha256(
-            json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode()
-        )
+        if data.max_text_bytes != MAX_TEXT_BYTES:
+            deciding.append(data.max_text_bytes)
+        if self.records_texts:
+            deciding.append("texts")
+        digest = hashlib.sha256(json.dumps(deciding).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             rows = "" if file.rows is None else f" {file.rows}"
             digest.update(f"{file.source} {source.sha256} {source.name}{rows}\n".encode())
@@ -74,13 +74,14 @@ class Recipe:
     def records_texts(self) -> bool:
         """Whether a text may become several documents, and it is recorded which."""
         splits = any(encoding.settings.turns == "split" or encoding.kind == PAIRS for encoding in self.encodings)
-        return splits or self.longest > 0
+        return splits or self.settings.data.max_document_tokens > 0
 
     @property
     def encoder(self) -> DocumentEncoder:
         """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
-        return DocumentEncoder(self.encodings, self.longest, "<u2" if fits_uint16 else "<u4", self.skip_bad)
+        longest = self.settings.data.max_document_tokens
+        return DocumentEncoder(self.encodings, longest, "<u2" if fits_uint16 else "<u4", self.settings.skips_bad)
 
     @property
     def processes(self) -> int:
@@ -90,8 +91,10 @@ class Recipe:
         return 1 if size <= small_bytes else usable_cores()
 
 
-# Keys of [data] that decide documents, with the paths and RowSettings.
-_DECIDING = ("max_document_tokens", "on_bad_row", "max_text_bytes")
+# Keys of [data] that decide documents, with the paths; those that came with version 0.4 only where they are set, so
+# that records of before fit.
+_DECIDING = ("max_document_tokens", "on_bad_row", "max_text_bytes", "parse_special_tokens", "split_turns")
+_WHERE_SET = ("end_of_chat_token", "rename_columns", "chat_template")
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,11 @@ class CorpusSettings:
         """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut."""
         data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
         return cls(data, num_labels=config.model.num_labels, **names)
+
+    @property
+    def skips_bad(self) -> bool:
+        """Whether a bad row is left out; else it is an error."""
+        return self.data.on_bad_row == "skip"
 
     def source_paths(self) -> tuple[tuple[str, str], ...]:
         """Return the key and the path of each source; without any, the standard library is the only one."""
@@ -135,22 +143,13 @@ class CorpusSettings:
 
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
-        values = {name: getattr(self.data, name) for name in _DECIDING}
-        values |= upgraded_tables({"data": self.row_settings().deciding_values}).get("data", {})
-        values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
-        if not self.data.sources:
-            return {"path": self.data.path, "split": self.data.split} | values
-        sources = [f"{source.path} {source.split}".strip() for source in self.data.sources]
-        return {"sources": sources} | values
-
-    def row_settings(self) -> RowSettings:
-        return RowSettings(
-            parse_special_tokens=self.data.parse_special_tokens,
-            turns="split" if self.data.split_turns else "together",
-            end_of_chat=self.data.end_of_chat_token,
-            columns=self.data.rename_columns,
-            num_labels=self.num_labels,
-        )
+        data = self.data
+        values = {"date_string": DATE} | {key: getattr(data, key) for key in _DECIDING}
+        optional = {key: getattr(data, key) for key in _WHERE_SET} | {"num_labels": self.num_labels}
+        values |= {key: [*value] if isinstance(value, tuple) else value for key, value in optional.items() if value}
+        if not data.sources:
+            return {"path": data.path, "split": data.split} | values
+        return {"sources": [f"{source.path} {source.split}".strip() for source in data.sources]} | values
 
 
 def make_recipe(
@@ -158,37 +157,26 @@ def make_recipe(
 ) -> Recipe:
     """Make the recipe of the documents of these files. Raises DataError for different kinds of rows in one source."""
     data = settings.data
+    labels = settings.num_labels
+    row_settings = RowSettings(
+        parse_special_tokens=data.parse_special_tokens,
+        turns="split" if data.split_turns else "together",
+        end_of_chat=data.end_of_chat_token,
+        columns=data.rename_columns,
+        num_labels=labels,
+    )
     encodings = list[RowEncoding]()
     for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
-        kind = kind_of_files(
-            source_files,
-            skip_bad=data.on_bad_row == "skip",
-            most_bytes=data.max_text_bytes,
-            columns=data.rename_columns,
-        )
-        encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
-    _check_kinds({encoding.kind for encoding in encodings}, settings)
-    return Recipe(
-        path=" and ".join(f"{key} {path!r}" for key, path in settings.source_paths()),
-        files=files,
-        sources=sources,
-        encodings=tuple(encodings),
-        longest=data.max_document_tokens,
-        skip_bad=data.on_bad_row == "skip",
-        most_bytes=data.max_text_bytes,
-    )
-
-
-def _check_kinds(kinds: Collection[str], settings: CorpusSettings) -> None:
+        kind = kind_of_files(source_files, settings.skips_bad, data.max_text_bytes, data.rename_columns)
+        encodings.append(RowEncoding(kind, tokenizer, row_settings))
+    kinds = {encoding.kind for encoding in encodings}
     paths = " and ".join(path for _, path in settings.source_paths())
-    labels = settings.num_labels
     if PAIRS in kinds and labels != 1:
         raise DataError(
             f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {labels}; set it to 1 to train "
             "a model that scores, or give a loss of your own in a loop (docs/losses.md)"
         )
     if PAIRS in kinds and len(kinds) > 1:
-        raise DataError(
-            f"rows of {paths} are pairs and also {' and '.join({*kinds} - {PAIRS})}; train on one of them"
-        )
+        raise DataError(f"rows of {paths} are pairs and also {' and '.join(kinds - {PAIRS})}; train on one of them")
+    return Recipe(settings, files, sources, tuple(encodings))

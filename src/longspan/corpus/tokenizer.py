@@ -7,13 +7,11 @@ in a text are plain text unless they are to be parsed. Long texts are encoded in
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -191,15 +189,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     )
     engine.train_from_iterator(texts, trainer)
     return _make_tokenizer(engine, engine.token_to_id(END_OF_TEXT))
-
-
-def reload_with_config(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
-    """Return a trained tokenizer as transformers reads it beside a config.json, whose class may split otherwise."""
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(Path(folder))
-        if config.is_file():
-            shutil.copyfile(config, Path(folder) / config.name)
-        return replace(load_tokenizer(folder), folder=None)  # the temporary folder is removed
 
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:

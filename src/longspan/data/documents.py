@@ -82,10 +82,8 @@ class Corpus:
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
         self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
         self.images: ImageTable | None = ImageTable.open_in_folder(folder)
-        if not (dtype := self.manifest.dtype):  # as data.cache_dir = "none" wrote it
-            raise DataError(f"{folder} has no tokens; remove it, and it is built again")
         self._offsets = map_array(folder / "offsets.npy")
-        self._tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
+        self._tokens = np.memmap(folder / "tokens.bin", dtype=self.manifest.dtype, mode="r")
         codes = self.manifest.codes
         self._codes = np.memmap(folder / "codes.bin", dtype=codes, mode="r") if codes else None
         for name, array in (("tokens.bin", self._tokens), ("codes.bin", self._codes)):

@@ -212,7 +212,7 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
         folder.mkdir()
         files = settings.find_source_files(folder)
         recipe = make_recipe(settings, files, FileSums().sums_of_files(files, log), tokenizer)
-        for line in row_lines(settings, recipe):
+        for line in row_lines(recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.corpus.images import test_families as families
-from tests.corpus.images import test_images as tables
-from tests.corpus.images import test_videos as videos
+from tests.corpus.images import test_families as families, test_images as tables, test_videos as videos
 from tests.corpus.images.folders import qwen_folder
 from tests.mutation import mutated
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import MASKS, Row, RowSettings, Sample, common_kind, rows_hold
+from longspan.corpus.rows.sample import KIND_TEXTS, MASKS, Row, RowSettings, Sample, common_kind
 from longspan.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, asks, says
@@ -51,7 +51,7 @@ def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool
 )
 def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
     assert common_kind([Row("line 1", values)] * 2) == kind
-    assert rows_hold(common_kind([Row("line 1", values)])) == shown
+    assert f"rows hold {KIND_TEXTS[common_kind([Row('line 1', values)])]}" == shown
 
 
 @pytest.mark.parametrize(

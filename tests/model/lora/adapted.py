@@ -15,8 +15,7 @@ from longspan.model.exactness.small_copies import make_tiny_model, shrink_config
 from longspan.model.presets import preset_config
 from tests.model.deep import deep
 from tests.model.experts.moe_models import moe_model
-from tests.model.seams.families import FAMILIES
-from tests.model.seams.families import tiny as of_family
+from tests.model.seams.families import FAMILIES, tiny as of_family
 from tests.model.seams.test_mixers import small_config
 from tests.model.stock import SIZES, at_random, gradients_of, random_model, texts, tiny
 

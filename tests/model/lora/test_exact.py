@@ -20,8 +20,7 @@ from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step, token_log_probs
 from tests.model.lora.adapted import LENGTHS, OTHER_HYBRIDS, adapted, dense_answer
-from tests.model.seams.families import MANY_HEADS
-from tests.model.seams.families import here as indexed_here
+from tests.model.seams.families import MANY_HEADS, here as indexed_here
 from tests.model.seams.test_mixers import here
 from tests.model.stock import error, gradients_of, prepare_untried, texts
 from tests.mutation import Change, mutated

@@ -5,8 +5,7 @@ import weakref
 from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from longspan.model.pipeline.schedules import compute_input_gradient, compute_weight_gradients

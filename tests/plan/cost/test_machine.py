@@ -16,13 +16,11 @@ from longspan.cli.main import main
 from longspan.config.sections import RunConfig, RunSection
 from longspan.errors import ConfigError, PlanError
 from longspan.plan import AttentionCall, Cost, CostSettings, Group, Machine, MicroBatch, PlanOptions, timeline
-from longspan.plan.cost import cost as costs
-from longspan.plan.cost import machine as machines
+from longspan.plan.cost import cost as costs, machine as machines
 from longspan.plan.cost.links import KINDS, Link
 from longspan.plan.cost.machine import LOGIT_BYTES, find_machine_of_device
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind
-from longspan.plan.shape.model_shape import QWEN3_8B as CONFIG
-from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.model_shape import QWEN3_8B as CONFIG, ModelShape
 from longspan.plan.step_times import GroupTable
 from longspan.resolve.memory import cost_without_model
 from tests.plan.cases import MIXTURE, flops_cost

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bench.training.live_bytes import LiveBytes
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PhiConfig, PhiForCausalLM

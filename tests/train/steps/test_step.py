@@ -18,8 +18,7 @@ from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.model.sharding import fsdp_modules
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, run_step
-from longspan.train import passes as step_passes
+from longspan.train import build_optimizer, passes as step_passes, run_step
 from longspan.train.step_inputs import check_update_arguments
 from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 

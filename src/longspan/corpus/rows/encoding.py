@@ -198,7 +198,7 @@ class RowEncoding:
         if self.kind in (*CHATS, "prompt+completion", PAIRS):
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self.template)
-        deciding_values = [self.kind, tokenizer, [*self.settings.deciding_values.values()], template]
+        deciding_values = [self.kind, tokenizer, self.settings.deciding_values, template]
         if self.images is not None:
             deciding_values.append(self.images.digest)
         if self.settings.num_labels:

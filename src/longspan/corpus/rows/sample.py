@@ -175,12 +175,10 @@ class RowSettings:
     num_labels: int = 0
 
     @property
-    def deciding_values(self) -> dict[str, Any]:
+    def deciding_values(self) -> list[Any]:
         """Those that came with version 0.4 only where they are set, so that old corpora fit."""
-        values = {"parse_special_tokens": self.parse_special_tokens, "turns": self.turns, "date_string": DATE}
-        values |= {"end_of_chat": self.end_of_chat} if self.end_of_chat else {}
-        values |= {"columns": [*self.columns]} if self.columns else {}
-        return values | ({"num_labels": self.num_labels} if self.num_labels else {})
+        optional = (self.end_of_chat, [*self.columns], self.num_labels)
+        return [self.parse_special_tokens, self.turns, DATE, *filter(None, optional)]
 
 
 Kind = Literal[
@@ -209,7 +207,7 @@ COLUMNS = (  # that are read, with any row
     *("input", "label", "margin", "labels", *MASKS, "attention_mask", "tools", "chat_template_kwargs"),
     *(key for keys in MEDIA_KEYS.values() for key in keys),
 )
-_SHOWN: dict[Kind, str] = {
+KIND_TEXTS: dict[str, str] = {
     "text": "text",
     "messages": "messages (chat)",
     "prompt+completion": "prompt and completion",
@@ -290,8 +288,8 @@ def common_kind(rows: Sequence[Row]) -> Kind:
     for row in rows[1:]:
         if (other := row_kind(row)) != kind:
             raise DataError(
-                f"{row.where} holds {_SHOWN[other]}, and {first.where} holds {_SHOWN[kind]}; rows of one source must "
-                "be of one kind: give each kind a source of its own"
+                f"{row.where} holds {KIND_TEXTS[other]}, and {first.where} holds {KIND_TEXTS[kind]}; rows of one "
+                "source must be of one kind: give each kind a source of its own"
             )
     return kind
 
@@ -327,11 +325,11 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
     places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
     for key, why in unread_keys(values, places.get(kind, "chat")):
         if key not in known:
-            raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
+            raise RowError(f'"{key}" stands beside {KIND_TEXTS[kind]}, and is not read: {why}; leave the key out')
     for key in values if chat and not values.get("tools") else ():
         if key not in known and _OF_TOOLS.fullmatch(key) and _SCHEMA.search(json.dumps(values[key], default=str)):
             raise RowError(
-                f'"{key}" stands beside {_SHOWN[kind]}, and holds tools, which are read as tools: '
+                f'"{key}" stands beside {KIND_TEXTS[kind]}, and holds tools, which are read as tools: '
                 f'data.rename_columns = ["tools={key}"] renames it, and ["{key}="] leaves it out'
             )
 
@@ -368,7 +366,7 @@ def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
 
 
 def _several_kinds(kinds: Sequence[Kind]) -> str:
-    kind_texts = " and also ".join(_SHOWN[kind] for kind in kinds)
+    kind_texts = " and also ".join(KIND_TEXTS[kind] for kind in kinds)
     return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.rename_columns does"
 
 
@@ -392,14 +390,6 @@ def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") 
             f"{name} is {numbers[0]}, and model.num_labels is {num_labels}: classes are 0 to {num_labels - 1}"
         )
     return tuple(map(float, numbers))
-
-
-def rows_hold(kind: Kind) -> str:
-    return f"rows hold {display_kind(kind)}"
-
-
-def display_kind(kind: str) -> str:
-    return next((text for name, text in _SHOWN.items() if name == kind), kind)
 
 
 def has_media_keys(values: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.rows.messages import Field, read_json_value, replace_field
-from longspan.corpus.rows.sample import DATE, RowError, rows_hold, short_repr, type_name
+from longspan.corpus.rows.sample import DATE, KIND_TEXTS, RowError, short_repr, type_name
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
@@ -76,8 +76,8 @@ class ChatTemplate:
         folder = tokenizer.folder
         if folder is None:
             raise DataError(
-                f"{rows_hold('messages')}, and a tokenizer that is trained on the corpus has no chat template; name "
-                "the folder of a chat model's tokenizer with data.tokenizer, or put its files into that of model.path"
+                f"rows hold {KIND_TEXTS['messages']}, and a tokenizer that is trained on the corpus has no chat "
+                "template; name the folder of a chat model's tokenizer with data.tokenizer, or put its files into that of model.path"
             )
         stock: Any = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
         if tokenizer.template_file is not None:
@@ -94,7 +94,7 @@ class ChatTemplate:
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
             raise DataError(
-                f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
+                f"rows hold {KIND_TEXTS['messages']}, and the tokenizer in {folder} has no chat template; put its "
                 "chat_template.jinja there, or name the file in a run with data.chat_template"
             )
         template = stock.get_chat_template()
