@@ -28,11 +28,11 @@ SMALL = (  # on one GPU
     "{python} -m longspan bench step --world 1 --model.preset qwen3-4b --planners fixed --warmup 1 --repeats 1 "
     "--out {out}"
 )
-CHOICES = {"auto": "auto --train.device_memory_limit 51539607552"} | {
-    name.replace(" ", "-"): f"none --train.activation_checkpointing {keys}"
+CHOICES = {"auto": "true --train.device_memory_limit 51539607552"} | {
+    name: f"false --train.activation_checkpointing {keys}"
     for name, keys in {
         "selective": "selective",
-        "selective on the host": "selective --train.offload_activations true",
+        "selective-on-the-host": "selective --train.offload_activations true",
         "full": "full",
     }.items()
 }
@@ -60,7 +60,6 @@ class GpuRun:
     gpus: int = 2
 
     def words(self, folder: Path) -> list[str]:
-        """Return the command for a folder of results."""
         places = {
             "python": sys.executable,
             "torchrun": f"{sys.executable} -m torch.distributed.run --nproc-per-node {self.gpus}",
@@ -213,9 +212,9 @@ RUNS = (
         for name, keys in CHOICES.items()
     ),
     GpuRun("step-peers", 150, f"{PEERS.replace('fixed', 'none')} --sequences 8192,16384,32768 --repeats 2"),
-    GpuRun("trainer-train", 100, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
-    GpuRun("trainer-sft", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
-    GpuRun("trainer-trl", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways 'TRL cp'"),
+    GpuRun("trainer-train", 100, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways train"),
+    GpuRun("trainer-sft", 95, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways SFTTrainer"),
+    GpuRun("trainer-trl", 95, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways 'TRL cp'"),
     *(  # two documents on four GPUs are the published work of each
         GpuRun(
             f"evaluation-{name}",
@@ -326,7 +325,6 @@ def main() -> None:
 
 
 def choose_runs(names: str) -> list[GpuRun]:
-    """Return the runs of these names, in their order; all without a name. Exits where one is not there."""
     by_name = {run.name: run for run in RUNS}
     chosen = [word.strip() for word in names.split(",") if word.strip()] or list(by_name)
     if unknown := [name for name in chosen if name not in by_name]:
@@ -335,7 +333,6 @@ def choose_runs(names: str) -> list[GpuRun]:
 
 
 def take_runs(runs: list[GpuRun], folder: Path, seconds: float) -> bool:
-    """Take the runs that have not ended well in this folder, while there is time; returns whether none failed."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "runs.jsonl"
     started = time.monotonic()
@@ -357,7 +354,6 @@ def take_runs(runs: list[GpuRun], folder: Path, seconds: float) -> bool:
 
 
 def take_run(run: GpuRun, folder: Path, limit: float) -> dict[str, str | int | float]:
-    """Take one run, in a session of its own that is ended whole; returns its line."""
     log = folder / f"{run.name}.log"
     started = time.monotonic()
     paths = [str(HERE / "src"), str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

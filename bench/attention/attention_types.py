@@ -122,7 +122,6 @@ class Run:
     replayed: Callable[[], Gradients] | None = None  # backward of what `forward` gave last, where it is not autograd's
 
     def backward(self, out: Tensor) -> Gradients:
-        """Gradients of the inputs."""
         return torch.autograd.grad(out, self.inputs, self.gradient) if self.replayed is None else self.replayed()
 
 
@@ -136,7 +135,6 @@ class AttentionCase:
 
 
 def own_cases(settings: AttentionSettings) -> Iterator[AttentionCase]:
-    """longspan with each communication type, and again in a CUDA graph where that is asked for."""
     for kind in settings.types:
         yield AttentionCase(f"longspan {kind}", False, partial(_own_run, kind=kind))
         if settings.cuda_graph:
@@ -144,7 +142,6 @@ def own_cases(settings: AttentionSettings) -> Iterator[AttentionCase]:
 
 
 def peer_cases() -> Iterator[AttentionCase]:
-    """torch's `context_parallel` with each of its kernels."""
     for peer in PEERS:
         yield AttentionCase(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
 
@@ -163,7 +160,6 @@ def _own_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World,
 
 @contextmanager
 def _graph_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
-    """The same, captured as two CUDA graphs, forward and backward, and replayed."""
     with _own_run(settings, qkv, world, kind=kind) as run:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -183,7 +179,6 @@ def _graph_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: Worl
 
 
 def _replay(graph: Any, result: Result) -> Result:
-    """The tensors that the graph fills, after it has been started."""
     graph.replay()
     return result
 
@@ -207,7 +202,6 @@ def _plan(settings: AttentionSettings, length: int, world: World, kind: str) -> 
 
 
 def lengths_of(settings: AttentionSettings, length: int) -> list[int]:
-    """The documents that share so many rows."""
     base, remainder = divmod(length, settings.documents)
     return [base + (d < remainder) for d in range(settings.documents)]
 
@@ -234,7 +228,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # 
 
 
 def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
-    """Open a world, check and time everything; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
         if world.device.type == "cuda":
@@ -274,7 +267,6 @@ def _kernel(settings: AttentionSettings, world: World) -> str:
 
 
 def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:
-    """Rows that are finished stay where a bench is interrupted; a terminal is told as they come."""
     if rank:
         return
     write_unfinished_record(record, settings.out)
@@ -284,7 +276,6 @@ def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> Non
 
 
 def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """The result of `measure`, or why a peer did not run."""
     try:
         return measure(*args)
     except Exception as error:
@@ -458,7 +449,6 @@ class AttentionFlags(BenchFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the bench. Returns 0, or 1 if an output or a gradient was wrong."""
     flags = parse_flags(AttentionFlags, argv, PROGRAM)
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend, ["python", PROGRAM, *argv])
@@ -473,7 +463,6 @@ _COPIED += ("timeout_seconds", "cuda_graph")
 
 
 def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> AttentionSettings:
-    """The settings that the ranks receive. Raises ConfigError for impossible types, lengths and sizes."""
     defaults: dict[str, Any] = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     types = tuple(name for name in flags.types.split(",") if name)
     unknown = [name for name in types if name not in TYPES]
@@ -514,12 +503,10 @@ def _sizes(text: str, ranks: int) -> tuple[int, int]:
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """A record for a terminal."""
     return f"{_title(record)}\n\n{text_table(_NAMES, _table_lines(record))}\n\n{_checks(record)}{_missing(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
-    """A record as Markdown, for bench/records."""
     warm = f" and {seconds:g} s on GPUs" if (seconds := record.get("warm_seconds")) else ""
     return (
         f"# {_title(record)}\n\n"
@@ -548,7 +535,6 @@ def _title(record: dict[str, Any]) -> str:
 
 
 def _table_lines(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What the table shows of each case that was measured."""
     lines = []
     for case in record["rows"]:
         if "missing" in case:
@@ -576,7 +562,6 @@ def _checks(record: dict[str, Any]) -> str:
 
 
 def _missing(record: dict[str, Any]) -> str:
-    """One line for each peer that did not run, with the reason."""
     reasons = dict.fromkeys(
         (row["name"], row["missing"]) for row in (*record["checks"], *record["rows"]) if "missing" in row
     )

@@ -143,7 +143,6 @@ class Megatron:
 
 
 def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tuple[dict[str, float], Any]:
-    """The ratio of a plan to its bound and the seconds to make it; and the plan."""
     begun = time.process_time()
     plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap, **arguments)
     seconds = time.process_time() - begun
@@ -151,7 +150,6 @@ def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tupl
 
 
 def row(name: str, slots: int, cap: int, seed: int, per_slot: int, megatron: Megatron | None) -> dict[str, Any]:
-    """Everything about one batch."""
     rows = lengths_of(name, slots, cap, seed, per_slot)
     lengths = rows.tolist()
     cp = min(slots, max(1, LONGEST // cap))
@@ -243,7 +241,6 @@ def run_sweeps(flags: argparse.Namespace) -> None:
 
 
 def add_before(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> None:
-    """Keep beside each row the figures of the same batch in an earlier record."""
     figures = {(r["lengths"], r["slots"], r["cap"]): r for r in earlier}
     for r in rows:
         same = figures.get((r["lengths"], r["slots"], r["cap"]), {})
@@ -253,7 +250,6 @@ def add_before(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> Non
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The record as a page."""
     lines = ["# Planners: step time over the lower bound, and CPU seconds to plan", ""]
     lines += [
         f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. Command: `{record['command']}`."

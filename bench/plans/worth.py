@@ -52,7 +52,6 @@ class Problem:
 
     @classmethod
     def of(cls, case: Case) -> "Problem":
-        """That of a case."""
         options = PlanOptions(
             cp_comm_type="auto",
             heads=case.query_heads,
@@ -64,11 +63,9 @@ class Problem:
         return cls(case.documents(), Layout(case.slots), options)
 
     def dynamic(self, cost: Cost | None = None, **keywords: Any) -> Plan:
-        """The dynamic plan, of this cost or another."""
         return plan_dynamic(self.lengths, self.home, options=self.options, cost=cost or self.options.cost, **keywords)
 
     def fixed(self, degree: int, cost: Cost | None = None) -> Plan:
-        """The plan of one degree."""
         return plan_fixed(self.lengths, self.home, degree, options=self.options, cost=cost or self.options.cost)
 
     def best_fixed(self, cost: Cost | None = None) -> Plan:
@@ -80,12 +77,10 @@ class Problem:
 
 
 def mode_of(weights: str) -> Literal["free", "lockstep"]:
-    """The mode of plans whose weights are held so."""
     return "free" if weights == "free" else "lockstep"
 
 
 def degree_of(plan: Plan) -> int:
-    """The degree of a plan of one degree."""
     return max(group.degree for batch in plan.micro_batches for group in batch.groups)
 
 
@@ -98,7 +93,6 @@ def types_of(plan: Plan) -> dict[str, float]:
 
 
 def gain_row(case: Case) -> Row:
-    """The dynamic plan of a case beside the best one of one degree."""
     begun = time.process_time()
     problem = Problem.of(case)
     dynamic = problem.dynamic()
@@ -118,7 +112,6 @@ def gain_row(case: Case) -> Row:
 
 
 def without_messages(cost: Cost) -> Cost:
-    """A cost whose messages take next to no time."""
     assert cost.network is not None
     network = replace(cost.network, step_seconds=0.0)
     links = {level: slower_link(getattr(network, level), 1e-6) for level in LEVELS}
@@ -201,7 +194,6 @@ def emulated_rows() -> Iterator[Row]:
 def run_part(
     record: dict[str, Any], part: str, todo: Sequence[tuple[str, Callable[[], Any]]], save: Callable[[], None]
 ) -> None:
-    """Compute what a part of the record lacks, and save after each."""
     rows = record.setdefault(part, {})
     for key, compute in todo:
         if key not in rows:
@@ -211,7 +203,6 @@ def run_part(
 
 
 def parts_of(quick: bool) -> dict[str, list[tuple[str, Callable[[], Any]]]]:
-    """What is computed, by part of the record and key."""
     chosen = [Case(slots=16, gbps=12.5), Case(slots=8, gbps=2.65, node_size=4)] if quick else list(cases())
     networks, seeds = ((40.0,), range(1)) if quick else ((40.0,), PUBLISHED_SEEDS)
     ways = WEIGHTS_OF_EXPERTS[:1] if quick else WEIGHTS_OF_EXPERTS
@@ -246,11 +237,7 @@ def main() -> None:
 
     if not flags.draw:
         plan_dynamic([5000, 300], Layout(8), max_tokens_per_slot=1024)
-        record |= {
-            "bench": "worth",
-            "command": COMMAND,
-            "models": {k: v[0] for k, v in MODELS.items()},
-        }
+        record |= {"bench": "worth", "command": COMMAND, "models": {k: v[0] for k, v in MODELS.items()}}
         record |= {"published_lengths": PUBLISHED}
         for part, todo in parts_of(flags.quick).items():
             run_part(record, part, todo, save)

@@ -26,10 +26,7 @@ QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-MODELS = {
-    "32/8": ("Qwen3-8B", QWEN3_8B),
-    "32/4": ("Qwen3-30B-A3B", QWEN3_30B_A3B),
-}
+MODELS = {"32/8": ("Qwen3-8B", QWEN3_8B), "32/4": ("Qwen3-30B-A3B", QWEN3_30B_A3B)}
 # Published figures of long fine-tuning sets. Of no set a whole histogram was found, so the shape between the published
 # figures is assumed: exponential around each mean, and log-uniform between two ends or quantiles.
 MATH_QUANTILES = {0.0: 350, 0.5: 12432, 0.9: 43089, 0.95: 57582, 0.99: 84679, 1.0: 140459}
@@ -74,13 +71,11 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Its name in the record."""
         values = self.lengths, self.slots, self.cap, f"{self.gbps:g}", self.heads, self.node_size, self.seed
         return " ".join(map(str, (*values, self.weights)))
 
     @property
     def query_heads(self) -> int:
-        """Those of the model."""
         return int(self.heads.partition("/")[0])
 
     def documents(self) -> list[int]:
@@ -94,7 +89,6 @@ class Case:
         return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1].tolist()
 
     def cost(self) -> Cost:
-        """H200s of `Machine.known`, with this network."""
         return cost_of(self.heads, self.gbps, self.weights, self.slots, self.node_size)
 
 

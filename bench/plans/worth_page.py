@@ -42,7 +42,6 @@ degree that is best at the wrong price, and its regret."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table in markdown."""
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
@@ -54,13 +53,11 @@ def select(record: Row, **values: Any) -> list[Row]:
 
 
 def fixed_text(row: Row) -> str:
-    """The best plan of one degree in words."""
     kinds = "/".join(kind for kind in row["fixed_types"] if kind != "one slot")
     return f"cp {row['fixed_cp']}{f' {kinds}' if kinds else ''}"
 
 
 def gain_cell(row: Row) -> str:
-    """The gain, what is allowed, and the plan of one degree."""
     return f"{row['gain']:.2f} of {row['fixed'] / row['bound']:.2f} ({fixed_text(row)})"
 
 
@@ -75,12 +72,10 @@ def by_network(record: Row, names: Sequence[str], rows: Sequence[tuple[Sequence[
 
 
 def usual(**values: Any) -> Row:
-    """What selects rows of the usual case, with changes."""
     return {"cap": 8192, "heads": "32/8"} | values
 
 
 def summary(record: Row) -> str:
-    """How many rows gain how much, in a sentence."""
     gains = [row["gain"] for row in record["gains"].values()]
     as_good = sum(gain < AS_GOOD for gain in gains)
     much = sum(gain >= 1.1 for gain in gains)
@@ -100,7 +95,6 @@ def _range(record: Row, fits: bool) -> str:
 
 
 def markdown(record: Row) -> str:
-    """The record as a page."""
     lines = [
         "# What dynamic plans are worth over the best plan of one degree",
         "",
@@ -133,7 +127,6 @@ def markdown(record: Row) -> str:
 
 
 def published_lines(record: Row) -> Iterator[str]:
-    """The published setting of dynamic context parallelism."""
     yield from ["## The published setting of dynamic context parallelism", ""]
     yield PUBLISHED_NOTE
     head = (
@@ -168,7 +161,6 @@ def _published_cells(row: Row) -> tuple[str, ...]:
 
 
 def emulated_lines(record: Row) -> Iterator[str]:
-    """Which real network each emulated case stands for."""
     yield from ["## Which real network an emulated case stands for", ""]
     yield EMULATED_NOTE
     yield ""
@@ -189,7 +181,6 @@ def _emulated_cells(row: Row) -> list[str]:
 
 
 def sensitivity_lines(record: Row) -> Iterator[str]:
-    """What a constant that is 20 % wrong changes."""
     yield from ["## Does a wrong constant change the plan?", ""]
     yield SENSITIVITY_NOTE
     yield ""
@@ -327,7 +318,6 @@ WORDS = {"lognorm": "lognormal", "bimodal": "bimodal: 90 % of 2K, 10 % of 64K", 
 
 
 def picture(record: Row) -> str:
-    """Gains by slots, a panel for each network, as the text of an .svg file."""
     most = max(row["gain"] for row in select(record, **usual()) if row["lengths"] in NAMES and row["slots"] in SLOTS)
     width = PANEL * len(NETWORKS) + 20
     heading = "Predicted gain of dynamic plans over the best plan of one degree and type (1.0: one degree is as good)"
