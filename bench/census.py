@@ -73,7 +73,6 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the models that the record lacks, and write it after each."""
     commit = _commit()
     known = _read(options.out)["models"] if options.out and options.out.exists() else {}
     about = {"bench": "census", "machine": machine_facts(), "versions": versions(), "commit": commit}
@@ -96,7 +95,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _chosen(options: argparse.Namespace, there: Sequence[str], known: dict[str, Any], commit: str) -> list[str]:
-    """Which to run, in the order asked for. Exits where a name is unknown."""
     if unknown := [name for name in options.only if name not in there]:
         raise SystemExit(f"no model of the census is called {', '.join(unknown)}; some are {', '.join(there[:8])}, …")
     redone = {"none": (), "outdated": [n for n in known if known[n]["commit"] != commit], "all": list(known)}

@@ -28,11 +28,11 @@ SMALL = (  # on one GPU
     "{python} -m longspan bench step --world 1 --model.preset qwen3-4b --planners fixed --warmup 1 --repeats 1 "
     "--out {out}"
 )
-CHOICES = {"auto": "auto --train.device_memory_limit 51539607552"} | {
-    name.replace(" ", "-"): f"none --train.activation_checkpointing {keys}"
+CHOICES = {"auto": "true --train.device_memory_limit 51539607552"} | {
+    name: f"false --train.activation_checkpointing {keys}"
     for name, keys in {
         "selective": "selective",
-        "selective on the host": "selective --train.offload_activations true",
+        "selective-on-the-host": "selective --train.offload_activations true",
         "full": "full",
     }.items()
 }
@@ -43,6 +43,7 @@ NODES = "sh bench/two_nodes.sh --rate 1.25G"  # a link of 10 Gbit/s, the same at
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 YARN = "--model.rope_scaling yarn"
 LONG = "--sequences 32768 --warmup 1 --repeats 2"
+CHOSEN = "--train.plan_memory false --train.activation_checkpointing selective"
 PYTEST = "{python} -m pytest -q --tb=short --resume {folder}/{name}.jsonl"  # which has the reasons of what failed
 TESTS = f"{PYTEST} -m nccl"
 SAME_AS_CPUS = f"{PYTEST} -m ''"  # without NCCL, and the tests that stand for a whole table too
@@ -60,7 +61,6 @@ class GpuRun:
     gpus: int = 2
 
     def words(self, folder: Path) -> list[str]:
-        """Return the command for a folder of results."""
         places = {
             "python": sys.executable,
             "torchrun": f"{sys.executable} -m torch.distributed.run --nproc-per-node {self.gpus}",
@@ -74,7 +74,7 @@ class GpuRun:
 # Steps by which prices are fitted and held out (bench/plans/predictions.py): on one GPU, and over two.
 PRICED = "{python} -m longspan bench step --warmup 2 --repeats 3 --out {out}"
 DENSE = f"{PRICED} --model.preset qwen3-8b --layers 8"
-EAGER = "--planners fixed --train.plan_memory false --train.compile none --train.activation_checkpointing selective"
+EAGER = f"--planners fixed --train.compile none {CHOSEN}"
 RECOMPUTED = "--train.plan_memory false --train.activation_checkpointing full"
 MIXTURE = f"{PRICED} --model.preset qwen3-30b-a3b --layers 4"
 HYBRID = (
@@ -174,17 +174,8 @@ RUNS = (
         for name in ("a2a", "p2p", "all_gather")
     ),
     GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN}"),
-    GpuRun(
-        "step-64k-selective",
-        90,
-        f"{STEP} --sequences 65536 {YARN} --train.plan_memory false --train.activation_checkpointing selective",
-    ),
-    GpuRun(
-        "step-64k-host",
-        110,
-        f"{STEP} --sequences 65536 {YARN} --train.plan_memory false --train.activation_checkpointing selective "
-        "--train.offload_activations true",
-    ),
+    GpuRun("step-64k-selective", 90, f"{STEP} --sequences 65536 {YARN} {CHOSEN}"),
+    GpuRun("step-64k-host", 110, f"{STEP} --sequences 65536 {YARN} {CHOSEN} --train.offload_activations true"),
     GpuRun("step-packed", 180, f"{PEERS} {PACKED}"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rowwise"),
     GpuRun("step-128k", 130, f"{STEP} --sequences 131072 {YARN} --warmup 1 --repeats 2", gpus=4),
@@ -193,29 +184,18 @@ RUNS = (
     # the longest documents of `longspan plan --longest` (bench/records/what-fits.md), and 5 % longer ones, which fill
     # more than a run fills
     GpuRun("longest-none", 70, f"{STEP} --sequences 28672,30720 --train.plan_memory false --warmup 1 --repeats 1"),
-    GpuRun(
-        "longest-selective",
-        300,
-        f"{STEP} --sequences 212992,223232 {YARN} --train.plan_memory false --train.activation_checkpointing selective "
-        "--warmup 1 --repeats 1",
-    ),
+    GpuRun("longest-selective", 300, f"{STEP} --sequences 212992,223232 {YARN} {CHOSEN} --warmup 1 --repeats 1"),
     GpuRun("longest-one-none", 60, f"{SMALL} --sequences 20480,21504 --train.plan_memory false", gpus=1),
-    GpuRun(
-        "longest-one-selective",
-        150,
-        f"{SMALL} --sequences 139264,146432 {YARN} --train.plan_memory false --train.activation_checkpointing "
-        f"selective",
-        gpus=1,
-    ),
+    GpuRun("longest-one-selective", 150, f"{SMALL} --sequences 139264,146432 {YARN} {CHOSEN}", gpus=1),
     # what `train.plan_memory = true` chooses within 48 GiB, and six settings by hand that fit there as well
     *(
         GpuRun(f"choice-{name}", 45, f"{STEP} --layers 12 --sequences 32768 --train.plan_memory {keys}")
         for name, keys in CHOICES.items()
     ),
     GpuRun("step-peers", 150, f"{PEERS.replace('fixed', 'none')} --sequences 8192,16384,32768 --repeats 2"),
-    GpuRun("trainer-train", 100, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
-    GpuRun("trainer-sft", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
-    GpuRun("trainer-trl", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways 'TRL cp'"),
+    GpuRun("trainer-train", 100, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways train"),
+    GpuRun("trainer-sft", 95, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways SFTTrainer"),
+    GpuRun("trainer-trl", 95, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways 'TRL cp'"),
     *(  # two documents on four GPUs are the published work of each
         GpuRun(
             f"evaluation-{name}",
@@ -326,7 +306,6 @@ def main() -> None:
 
 
 def choose_runs(names: str) -> list[GpuRun]:
-    """Return the runs of these names, in their order; all without a name. Exits where one is not there."""
     by_name = {run.name: run for run in RUNS}
     chosen = [word.strip() for word in names.split(",") if word.strip()] or list(by_name)
     if unknown := [name for name in chosen if name not in by_name]:
@@ -335,7 +314,6 @@ def choose_runs(names: str) -> list[GpuRun]:
 
 
 def take_runs(runs: list[GpuRun], folder: Path, seconds: float) -> bool:
-    """Take the runs that have not ended well in this folder, while there is time; returns whether none failed."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "runs.jsonl"
     started = time.monotonic()
@@ -357,7 +335,6 @@ def take_runs(runs: list[GpuRun], folder: Path, seconds: float) -> bool:
 
 
 def take_run(run: GpuRun, folder: Path, limit: float) -> dict[str, str | int | float]:
-    """Take one run, in a session of its own that is ended whole; returns its line."""
     log = folder / f"{run.name}.log"
     started = time.monotonic()
     paths = [str(HERE / "src"), str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

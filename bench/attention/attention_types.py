@@ -36,23 +36,173 @@ from longspan.comm import World, bind
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.plain_text import bytes_text, markdown_table, text_table
-from longspan.plan import PartitionKind, Plan, plan_fixed
+from longspan.plan import Plan, plan_fixed
 from longspan.versions import versions
 
 PEERS = ("cuDNN", "flash")
 _BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-Prepared = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Callable[[], Tensor], Callable[[Tensor], Tensor]]
+
+
+Gradients = tuple[Tensor, ...]
+Result = TypeVar("Result")
+
+
+TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+CPU_RANKS = 4
+PROGRAM = "bench/attention/attention_types.py"
+GPU_DEFAULTS = {"lengths": "16384,65536", "heads": 32, "key_value_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+CPU_DEFAULTS = {"lengths": "1024,2048", "heads": 8, "key_value_heads": 2, "head_size": 64, "dtype": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFlags(BenchFlags):
+    """Time forward and backward of causal attention: one sequence (or equal packed documents) split over all ranks.
+
+    Runs one process for each GPU of this machine, or torchrun's, or --world local processes. Before anything
+    is timed, output and gradients at a short length are compared with dense attention in float32 on one device.
+    torch's context_parallel runs in the same processes, where it can.
+    """
+
+    types: str = ",".join(TYPES)
+    """Communication types, with commas between."""
+    lengths: str = ""
+    """Sequence lengths, with commas between; empty: 16384,65536 on GPUs, 1024,2048 on CPUs."""
+    documents: int = 1
+    """Equal packed documents that share the sequence."""
+    partition: Literal["zigzag", "contiguous"] = "zigzag"
+    """Which rows a rank holds: zigzag: equal causal work; contiguous: one run of rows, fewer copies under a2a."""
+    window: int = 0
+    """How many positions a query sees, its own included; 0: all earlier ones."""
+    hierarchical: str = ""
+    """Sizes of a2a+p2p, as in 2,4; empty: 2 and half of the ranks, or 1 and all where they are odd."""
+    heads: int = 0
+    """Query heads; 0: 32 on GPUs, 8 on CPUs."""
+    key_value_heads: int = 0
+    """Key and value heads; 0: 8 on GPUs, 2 on CPUs."""
+    head_size: int = 0
+    """Size of a head; 0: 128 on GPUs, 64 on CPUs."""
+    dtype: Literal["", "bfloat16", "float16", "float32"] = ""
+    """Dtype of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
+    cuda_graph: bool = False
+    """Time every type a second time, captured in a CUDA graph and replayed, without the host's work. Needs GPUs."""
+    no_peers: bool = False
+    """Do not time torch's context_parallel."""
+    warmup: int = 3
+    """Runs before the timed ones."""
+    warm_seconds: float = 1.0
+    """On GPUs, seconds of further runs before the timed ones: a GPU that has rested is faster than one in training."""
+    repeats: int = 10
+    """Timed runs; their median counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSettings(AttentionFlags):
+    """What to measure: the flags, with sizes of this backend, and what follows from them."""
+
+    all_types: tuple[str, ...]
+    all_lengths: tuple[int, ...]
+    levels: tuple[int, int]  # of a2a+p2p
+    ranks: int
+    backend: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Attention that is ready to run: local inputs, the gradient of the output, and the call."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    gradient: Tensor
+    forward: Callable[[], Tensor]
+    whole: Callable[[Tensor], Tensor]  # local rows to the whole sequence (S, heads, H), entered by all ranks
+    replayed: Callable[[], Gradients] | None = None  # backward of what `forward` gave last, where it is not autograd's
+
+    def backward(self, out: Tensor) -> Gradients:
+        return torch.autograd.grad(out, self.inputs, self.gradient) if self.replayed is None else self.replayed()
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """What is measured: longspan with one communication type, or a peer, which may fail without ending the bench."""
+
+    name: str
+    peer: bool
+    prepare: Callable[[AttentionSettings, tuple[Tensor, ...], World], AbstractContextManager[Run]]
+
+
+def own_cases(settings: AttentionSettings) -> Iterator[AttentionCase]:
+    for kind in settings.all_types:
+        yield AttentionCase(f"longspan {kind}", False, partial(_own_run, kind=kind))
+        if settings.cuda_graph:
+            yield AttentionCase(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind))
+
+
+def peer_cases() -> Iterator[AttentionCase]:
+    for peer in PEERS:
+        yield AttentionCase(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
 
 
 @contextmanager
-def torch_attention(peer: str, qkv: tuple[Tensor, ...], world: World, documents: int) -> Iterator[Prepared]:
-    """Local inputs (1, heads, T, H), the gradient of the output, the call, and local rows to whole ones (S, heads, H).
+def _own_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
+    plan = _plan(settings, qkv[0].shape[0], world, kind)
+    world.prepare(plan)
+    shard = bind(plan.micro_batches[0], world)
+    q, k, v, gradient = (shard.scatter(x).contiguous() for x in qkv)
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+    call = partial(attend, *inputs, shard, window=settings.window or None)
+    yield Run(inputs, gradient, call, shard.gather)
 
-    Raises whatever torch raises, and ValueError for what it does not offer.
-    """
+
+@contextmanager
+def _graph_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
+    with _own_run(settings, qkv, world, kind=kind) as run:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # index tensors, compiled kernels and communicators are made outside a capture
+                run.backward(run.forward())
+        torch.cuda.current_stream().wait_stream(side)
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[0], capture_error_mode="thread_local"):
+            out = run.forward()
+        with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), capture_error_mode="thread_local"):
+            gradients = run.backward(out)
+        yield replace(run, forward=partial(_replay, graphs[0], out), replayed=partial(_replay, graphs[1], gradients))
+        torch.cuda.synchronize()
+        for graph in graphs:
+            graph.reset()
+
+
+def _replay(graph: Any, result: Result) -> Result:
+    graph.replay()
+    return result
+
+
+def _plan(settings: AttentionSettings, length: int, world: World, kind: str) -> Plan:
+    sizes = settings.levels if kind == "a2a+p2p" else None
+    return plan_fixed(
+        lengths_of(settings, length),
+        world.home,
+        settings.ranks,
+        cp_comm_type=kind,
+        hierarchical_context_parallel_sizes=sizes,
+        partition=settings.partition,
+    )
+
+
+def lengths_of(settings: AttentionSettings, length: int) -> list[int]:
+    base, remainder = divmod(length, settings.documents)
+    return [base + (d < remainder) for d in range(settings.documents)]
+
+
+@contextmanager
+def _peer_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
+    """torch's `context_parallel`; raises whatever torch raises, and ValueError for what it does not offer."""
+    if settings.window:
+        raise ValueError("it has no window")
     if world.device.type != "cuda":
         raise ValueError("its attention kernels run on CUDA only")
-    if documents > 1:
+    if settings.documents > 1:
         raise ValueError("it has no packed documents")
     if qkv[0].shape[0] % (2 * len(world.plane)):
         raise ValueError(f"{qkv[0].shape[0]} rows do not divide by 2 x {len(world.plane)} ranks")
@@ -76,147 +226,6 @@ def torch_attention(peer: str, qkv: tuple[Tensor, ...], world: World, documents:
         def whole(x: Tensor) -> Tensor:
             return context_parallel_unshard(mesh, [x], [2])[0].squeeze(0).transpose(0, 1)
 
-        yield inputs, gradient, forward, whole
-
-
-Gradients = tuple[Tensor, ...]
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """What to measure."""
-
-    types: tuple[str, ...]
-    lengths: tuple[int, ...]
-    documents: int
-    window: int  # 0: none
-    sinks: bool
-    kernel: str  # "": the first that can
-    hierarchical: tuple[int, int]
-    heads: int
-    key_value_heads: int
-    head_size: int
-    dtype: str
-    warmup: int
-    repeats: int
-    peers: bool
-    ranks: int
-    backend: str
-    timeout_seconds: float
-    command: str
-    out: str = ""  # the first rank keeps what it has so far in this file
-    partition: PartitionKind = "zigzag"
-    warm_seconds: float = 0.0  # on GPUs, of runs before the timed ones
-    cuda_graph: bool = False  # every type a second time, captured and replayed
-
-
-@dataclass(frozen=True)
-class Run:
-    """Attention that is ready to run: local inputs, the gradient of the output, and the call."""
-
-    inputs: tuple[Tensor, Tensor, Tensor]
-    gradient: Tensor
-    forward: Callable[[], Tensor]
-    whole: Callable[[Tensor], Tensor]  # local rows to the whole sequence (S, heads, H), entered by all ranks
-    replayed: Callable[[], Gradients] | None = None  # backward of what `forward` gave last, where it is not autograd's
-
-    def backward(self, out: Tensor) -> Gradients:
-        """Gradients of the inputs."""
-        return torch.autograd.grad(out, self.inputs, self.gradient) if self.replayed is None else self.replayed()
-
-
-@dataclass(frozen=True)
-class AttentionCase:
-    """What is measured: longspan with one communication type, or a peer, which may fail without ending the bench."""
-
-    name: str
-    peer: bool
-    prepare: Callable[[AttentionSettings, tuple[Tensor, ...], World], AbstractContextManager[Run]]
-
-
-def own_cases(settings: AttentionSettings) -> Iterator[AttentionCase]:
-    """longspan with each communication type, and again in a CUDA graph where that is asked for."""
-    for kind in settings.types:
-        yield AttentionCase(f"longspan {kind}", False, partial(_own_run, kind=kind))
-        if settings.cuda_graph:
-            yield AttentionCase(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind))
-
-
-def peer_cases() -> Iterator[AttentionCase]:
-    """torch's `context_parallel` with each of its kernels."""
-    for peer in PEERS:
-        yield AttentionCase(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
-
-
-@contextmanager
-def _own_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
-    plan = _plan(settings, qkv[0].shape[0], world, kind)
-    world.prepare(plan)
-    shard = bind(plan.micro_batches[0], world)
-    q, k, v, gradient = (shard.scatter(x).contiguous() for x in qkv)
-    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    options = {"window": settings.window or None, "sinks": sinks_of(settings, world.device, learnt=True)}
-    call = partial(attend, *inputs, shard, kernel=settings.kernel or None, **options)
-    yield Run(inputs, gradient, call, shard.gather)
-
-
-@contextmanager
-def _graph_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
-    """The same, captured as two CUDA graphs, forward and backward, and replayed."""
-    with _own_run(settings, qkv, world, kind=kind) as run:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # index tensors, compiled kernels and communicators are made outside a capture
-                run.backward(run.forward())
-        torch.cuda.current_stream().wait_stream(side)
-        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[0], capture_error_mode="thread_local"):
-            out = run.forward()
-        with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), capture_error_mode="thread_local"):
-            gradients = run.backward(out)
-        yield replace(run, forward=partial(_replay, graphs[0], out), replayed=partial(_replay, graphs[1], gradients))
-        torch.cuda.synchronize()
-        for graph in graphs:
-            graph.reset()
-
-
-def _replay(graph: Any, result: Result) -> Result:
-    """The tensors that the graph fills, after it has been started."""
-    graph.replay()
-    return result
-
-
-def sinks_of(settings: AttentionSettings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
-    """A sink logit for each query head, from next to no weight to that of some 200 keys; None without sinks."""
-    logits = torch.linspace(-2.0, 6.0, settings.heads, device=device, requires_grad=learnt)
-    return logits if settings.sinks else None
-
-
-def _plan(settings: AttentionSettings, length: int, world: World, kind: str) -> Plan:
-    sizes = settings.hierarchical if kind == "a2a+p2p" else None
-    return plan_fixed(
-        lengths_of(settings, length),
-        world.home,
-        settings.ranks,
-        cp_comm_type=kind,
-        hierarchical_context_parallel_sizes=sizes,
-        partition=settings.partition,
-    )
-
-
-def lengths_of(settings: AttentionSettings, length: int) -> list[int]:
-    """The documents that share so many rows."""
-    base, remainder = divmod(length, settings.documents)
-    return [base + (d < remainder) for d in range(settings.documents)]
-
-
-@contextmanager
-def _peer_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
-    if settings.window or settings.sinks:
-        raise ValueError(f"it has no {'window' if settings.window else 'sinks'}")
-    with torch_attention(peer, qkv, world, settings.documents) as (inputs, gradient, forward, whole):
         yield Run(inputs, gradient, forward, whole)
 
 
@@ -234,17 +243,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # 
 
 
 def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
-    """Open a world, check and time everything; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
         if world.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
         record = _empty_record(settings, world)
-        cases = [*own_cases(settings), *(peer_cases() if settings.peers else [])]
+        cases = [*own_cases(settings), *([] if settings.no_peers else peer_cases())]
         for case in cases:
             record["checks"].append({"name": case.name} | _or_missing(case, _check, settings, case, world))
         for case in cases:
-            for length in settings.lengths:
+            for length in settings.all_lengths:
                 row = _or_missing(case, _measure, settings, case, length, world)
                 record["rows"].append({"name": case.name, "length": length} | row)
                 _keep(record, settings, rank)
@@ -252,7 +260,7 @@ def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
 
 
 def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
-    sizes = ("documents", "partition", "window", "sinks", "heads", "key_value_heads", "head_size", "dtype")
+    sizes = ("documents", "partition", "window", "heads", "key_value_heads", "head_size", "dtype")
     return {
         "bench": "attention",
         **{name: getattr(settings, name) for name in (*sizes, "warmup", "warm_seconds", "repeats", "ranks", "command")},
@@ -269,12 +277,10 @@ def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
 def _kernel(settings: AttentionSettings, world: World) -> str:
     sizes = (settings.heads, settings.key_value_heads, settings.head_size, settings.head_size)
     mask = Mask(window=settings.window or None)
-    call = AttendCall(*sizes, getattr(torch, settings.dtype), world.device, mask)
-    return choose_kernel(call, settings.kernel or None).name
+    return choose_kernel(AttendCall(*sizes, getattr(torch, settings.dtype), world.device, mask)).name
 
 
 def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:
-    """Rows that are finished stay where a bench is interrupted; a terminal is told as they come."""
     if rank:
         return
     write_unfinished_record(record, settings.out)
@@ -284,7 +290,6 @@ def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> Non
 
 
 def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """The result of `measure`, or why a peer did not run."""
     try:
         return measure(*args)
     except Exception as error:
@@ -322,10 +327,7 @@ def _dense(settings: AttentionSettings, qkv: tuple[Tensor, ...]) -> list[Tensor]
         if settings.window:
             seen = seen.triu(1 - settings.window)
         scores = scores.masked_fill(~seen, float("-inf"))
-        sinks = sinks_of(settings, a.device)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(a), 1)], 2)
-        outs.append(torch.einsum("nst,tnh->snh", scores.softmax(-1)[:, :, : len(a)], c))
+        outs.append(torch.einsum("nst,tnh->snh", scores.softmax(-1), c))
     out = torch.cat(outs)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
 
@@ -405,60 +407,7 @@ def _between(start: Any, stop: Any) -> float:
     return stop - start if isinstance(start, float) else start.elapsed_time(stop) * 1e-3
 
 
-TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-CPU_RANKS = 4
-PROGRAM = "bench/attention/attention_types.py"
-GPU_DEFAULTS = {"lengths": "16384,65536", "heads": 32, "key_value_heads": 8, "head_size": 128, "dtype": "bfloat16"}
-CPU_DEFAULTS = {"lengths": "1024,2048", "heads": 8, "key_value_heads": 2, "head_size": 64, "dtype": "float32"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionFlags(BenchFlags):
-    """Time forward and backward of causal attention: one sequence (or equal packed documents) split over all ranks.
-
-    Runs one process for each GPU of this machine, or torchrun's, or --world local processes. Before anything
-    is timed, output and gradients at a short length are compared with dense attention in float32 on one device.
-    torch's context_parallel runs in the same processes, where it can.
-    """
-
-    types: str = ",".join(TYPES)
-    """Communication types, with commas between."""
-    lengths: str = ""
-    """Sequence lengths, with commas between; empty: 16384,65536 on GPUs, 1024,2048 on CPUs."""
-    documents: int = 1
-    """Equal packed documents that share the sequence."""
-    partition: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which rows a rank holds: zigzag: equal causal work; contiguous: one run of rows, fewer copies under a2a."""
-    window: int = 0
-    """How many positions a query sees, its own included; 0: all earlier ones."""
-    sinks: bool = False
-    """Use attention sinks: a learnt logit for each query head, which takes weight and contributes no value."""
-    kernel: str = ""
-    """Name of the kernel (fa4, cudnn, torch_flash, cpu_flash, reference); empty: the first that supports the call."""
-    hierarchical: str = ""
-    """Sizes of a2a+p2p, as in 2,4; empty: 2 and half of the ranks, or 1 and all where they are odd."""
-    heads: int = 0
-    """Query heads; 0: 32 on GPUs, 8 on CPUs."""
-    key_value_heads: int = 0
-    """Key and value heads; 0: 8 on GPUs, 2 on CPUs."""
-    head_size: int = 0
-    """Size of a head; 0: 128 on GPUs, 64 on CPUs."""
-    dtype: Literal["", "bfloat16", "float16", "float32"] = ""
-    """Dtype of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
-    cuda_graph: bool = False
-    """Time every type a second time, captured in a CUDA graph and replayed, without the host's work. Needs GPUs."""
-    no_peers: bool = False
-    """Do not time torch's context_parallel."""
-    warmup: int = 3
-    """Runs before the timed ones."""
-    warm_seconds: float = 1.0
-    """On GPUs, seconds of further runs before the timed ones: a GPU that has rested is faster than one in training."""
-    repeats: int = 10
-    """Timed runs; their median counts."""
-
-
 def main(argv: Sequence[str]) -> int:
-    """Run the bench. Returns 0, or 1 if an output or a gradient was wrong."""
     flags = parse_flags(AttentionFlags, argv, PROGRAM)
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend, ["python", PROGRAM, *argv])
@@ -467,13 +416,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(row.get("good", True) for row in record["checks"]) else 1
 
 
-# Settings that are copied from the flags of the same name.
-_COPIED = ("documents", "partition", "window", "sinks", "kernel", "warmup", "warm_seconds", "repeats")
-_COPIED += ("timeout_seconds", "cuda_graph")
-
-
 def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> AttentionSettings:
-    """The settings that the ranks receive. Raises ConfigError for impossible types, lengths and sizes."""
     defaults: dict[str, Any] = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     types = tuple(name for name in flags.types.split(",") if name)
     unknown = [name for name in types if name not in TYPES]
@@ -490,17 +433,18 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
     if flags.cuda_graph and backend != "nccl":
         raise ConfigError(f"--cuda-graph needs a GPU for each rank; these {ranks} talk through {backend}")
     flags.check_flags()
+    sizes = {
+        name: getattr(flags, name) or defaults[name] for name in ("heads", "key_value_heads", "head_size", "dtype")
+    }
+    out = str(Path(flags.out).resolve()) if flags.out else ""
     return AttentionSettings(
-        types=types,
-        lengths=lengths,
-        hierarchical=_sizes(flags.hierarchical, ranks),
-        peers=not flags.no_peers,
+        **vars(flags) | sizes | {"out": out},
+        all_types=types,
+        all_lengths=lengths,
+        levels=_sizes(flags.hierarchical, ranks),
         ranks=ranks,
         backend=backend,
         command=" ".join(command),
-        out=str(Path(flags.out).resolve()) if flags.out else "",
-        **{name: getattr(flags, name) for name in _COPIED},
-        **{name: getattr(flags, name) or defaults[name] for name in ("heads", "key_value_heads", "head_size", "dtype")},
     )
 
 
@@ -514,12 +458,10 @@ def _sizes(text: str, ranks: int) -> tuple[int, int]:
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """A record for a terminal."""
     return f"{_title(record)}\n\n{text_table(_NAMES, _table_lines(record))}\n\n{_checks(record)}{_missing(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
-    """A record as Markdown, for bench/records."""
     warm = f" and {seconds:g} s on GPUs" if (seconds := record.get("warm_seconds")) else ""
     return (
         f"# {_title(record)}\n\n"
@@ -538,7 +480,6 @@ _NAMES = ("attention", "length", "forward ms", "both ms", "TFLOP/s per device", 
 def _title(record: dict[str, Any]) -> str:
     packed = f", {record['documents']} packed documents" if record["documents"] > 1 else ""
     packed += f", window {record['window']}" if record["window"] else ""
-    packed += ", sinks" if record.get("sinks") else ""
     packed += f", longspan's rows {record['partition']}" if record.get("partition", "zigzag") != "zigzag" else ""
     return (
         f"Causal attention over {plural(record['ranks'], 'rank')} ({record['backend']}): {record['heads']} query and "
@@ -548,7 +489,6 @@ def _title(record: dict[str, Any]) -> str:
 
 
 def _table_lines(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What the table shows of each case that was measured."""
     lines = []
     for case in record["rows"]:
         if "missing" in case:
@@ -576,7 +516,6 @@ def _checks(record: dict[str, Any]) -> str:
 
 
 def _missing(record: dict[str, Any]) -> str:
-    """One line for each peer that did not run, with the reason."""
     reasons = dict.fromkeys(
         (row["name"], row["missing"]) for row in (*record["checks"], *record["rows"]) if "missing" in row
     )

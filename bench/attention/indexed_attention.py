@@ -14,7 +14,6 @@ import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench.begun import missing_row, open_record
+from bench.begun import missing_row, open_record, peak_bytes, seconds_now, start_peak
 from torch import Tensor
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
@@ -148,7 +147,7 @@ def measure(layer: Layer, world: World, ways: list[str]) -> dict[str, Any]:
 
         def both(heads: list[Tensor] = heads, chosen: Tensor | None = chosen, way: str = way) -> float:
             out = layer.attend(heads, chosen, way)
-            middle = seconds_now(world)
+            middle = seconds_now()
             torch.autograd.grad(out, heads[:4], heads[4])
             return middle
 
@@ -162,24 +161,16 @@ def measure(layer: Layer, world: World, ways: list[str]) -> dict[str, Any]:
 
 def timed(run: Callable[[], float], world: World) -> tuple[list[float], int]:
     """Median seconds of one to three runs after one, before and after what `run` returns (0: all), and peak bytes."""
-    cuda = world.device.type == "cuda"
     times = list[list[float]]()
     while len(times) < 4 and (len(times) < 2 or max(world.control.gather_objects(sum(times[-1]))) < 1):
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
+        start_peak()
         world.control.gather_objects(None)  # all begin together
-        marks = [x for x in (seconds_now(world), run(), seconds_now(world)) if x]
+        marks = [x for x in (seconds_now(), run(), seconds_now()) if x]
         times.append([after - before for before, after in itertools.pairwise(marks)])
     medians = [statistics.median(x) for x in zip(*times[1:], strict=True)]
-    of_ranks = world.control.gather_objects((*medians, torch.cuda.max_memory_allocated() if cuda else 0))
+    of_ranks = world.control.gather_objects((*medians, peak_bytes()))
     *slowest, peak = (max(x) for x in zip(*of_ranks, strict=True))
     return slowest, peak
-
-
-def seconds_now(world: World) -> float:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -229,7 +229,6 @@ def _measure_case(case: Case, world: World, flags: BridgeFlags) -> dict[str, Any
 
 
 def _drawn(case: Case, seed: int, rows: int, dtype: torch.dtype, world: World) -> Tensor:
-    """Random rows, the same on tensor-parallel ranks."""
     generator = torch.Generator(world.device).manual_seed(seed)
     return torch.randn(rows, case.hidden, generator=generator, dtype=dtype, device=world.device)
 
@@ -275,7 +274,6 @@ def record_markdown(record: dict[str, Any]) -> str:
 
 
 def received_record(command: str) -> dict[str, Any]:
-    """The bytes that ranks receive in the layouts of STUDIED, by arithmetic."""
     rows = [
         {
             **{name: getattr(case, name) for name in ("name", "positions", "documents", "share", "hidden")},

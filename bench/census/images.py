@@ -19,10 +19,7 @@ from longspan.doctor.proof import prove
 from longspan.model.exactness.small_copies import shrink_configuration
 
 WAYS = {"tp 2": Case(tp=2, encoder=1), "pp 2": Case(pp=2, encoder=1), "encoder tp 2": Case(cp=2, encoder=2)}
-_BASIC = (
-    Case(cp=2, cp_comm_type="all_gather", encoder=1),
-    Case(cp=2, plan="several", recompute="full", encoder=1),
-)
+_BASIC = (Case(cp=2, cp_comm_type="all_gather", encoder=1), Case(cp=2, plan="several", recompute="full", encoder=1))
 TEXT_ALONE = "text alone"
 COMMAND = "python bench/census.py --classes image-text-to-text --out bench/records/census-images.json"
 POPULAR = {
@@ -60,12 +57,10 @@ POPULAR = {
 
 
 def image_names() -> list[str]:
-    """Every class of this transformers' registry from images and text to text."""
     return list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def image_row_of(name: str) -> Row:
-    """The row of a class in the record: its status and errors, and those of its other ways to run."""
     began = time.perf_counter()
     made = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name])
     row: Row = {"class": made, "status": "not built", "message": "", "ways": {}}
@@ -84,7 +79,6 @@ def image_row_of(name: str) -> Row:
 
 
 def image_text(record: Mapping[str, Any]) -> str:
-    """The record as Markdown: what is exact with its errors, and what is not with the reason."""
     models: dict[str, Any] = dict(record["models"])
     exact = {name: row for name, row in models.items() if row["status"] == "exact"}
     others = {name: row for name, row in models.items() if row["status"] != "exact"}
@@ -130,7 +124,6 @@ def _way(row: Mapping[str, Any], way: str) -> str:
 
 
 def image_section(record: Mapping[str, Any]) -> str:
-    """The part of docs/models.md on images, as text."""
     models = record["models"]
     classes = counts(record, variants=False)
     text = _INTRO.format(

@@ -94,7 +94,6 @@ _RELEASED: Mapping[str, dict[str, Any]] = {
 
 
 def names() -> list[str]:
-    """Every class of this transformers' registry, then the variants whose class it has."""
     classes = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return [*classes, *(name for name in VARIANTS if name.partition("+")[0] in classes)]
 
@@ -112,7 +111,6 @@ def default_config(name: str) -> PreTrainedConfig:
 
 
 def class_name(name: str) -> str:
-    """The class of transformers that runs a model of the census."""
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name.partition("+")[0]])
 
 

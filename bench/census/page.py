@@ -139,7 +139,6 @@ REASONS: tuple[tuple[str, str, str], ...] = (
 
 
 def page(record: Mapping[str, Any], of_images: Mapping[str, Any]) -> str:
-    """The page, as text, from the records of both censuses."""
     models: Mapping[str, Any] = record["models"]
     classes = counts(record, variants=False)
     figures = (

@@ -36,19 +36,16 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def failed(record: Mapping[str, Any]) -> list[str]:
-    """The models and their ways that are wrong or crashed."""
     rows = [(name, row) for name, row in record["models"].items()]
     rows += [(f"{name}, {way}", cell) for name, row in rows for way, cell in row["ways"].items()]
     return [f"{what}: {row['status']}, {how(row)}" for what, row in rows if row["status"] in ("wrong", "crashed")]
 
 
 def counts(record: Mapping[str, Any], *, variants: bool) -> Counter[str]:
-    """How many classes, or variants, have each status."""
     return Counter(row["status"] for name, row in record["models"].items() if ("+" in name) == variants)
 
 
 def earlier_text(record: Mapping[str, Any]) -> str:
-    """A sentence about the rows that an earlier transformers gave; empty if there are none."""
     made_with = Counter(row["transformers"] for row in record["models"].values())
     del made_with[record["versions"]["transformers"]]
     rows = ", ".join(f"{count} were made with transformers {version}" for version, count in sorted(made_with.items()))
@@ -56,7 +53,6 @@ def earlier_text(record: Mapping[str, Any]) -> str:
 
 
 def as_text(record: Mapping[str, Any]) -> str:
-    """The record as Markdown: what is exact with its errors, and what is not with the reason."""
     models: dict[str, Any] = dict(record["models"])
     lines = [
         "# Census of transformers' causal language models",
@@ -95,12 +91,10 @@ def _exact_line(name: str, row: Mapping[str, Any]) -> str:
 
 
 def counted(of: Counter[str]) -> str:
-    """Numbers of each status in words."""
     return ", ".join(f"{of[status]} {status}" for status in ("exact", "refused", "wrong", "crashed", "not built"))
 
 
 def how(row: Mapping[str, Any]) -> str:
-    """What a row says of a model that is not exact."""
     if row["status"] == "wrong":
         errors = f"loss off by {row['loss_error']:.1e}, {row['parameter']} by {row['gradient_error']:.1e}"
         return f"{errors} ({row['case']})"
@@ -108,5 +102,4 @@ def how(row: Mapping[str, Any]) -> str:
 
 
 def cell(text: str, most: int = 400) -> str:
-    """A text as a cell of a table, cut."""
     return " ".join(text.split()).replace("|", "\\|")[:most]

@@ -17,7 +17,6 @@ Row = dict[str, Any]
 
 
 def row_of(name: str) -> Row:
-    """The row of a model in the record: its status and errors, and those of its other ways to run."""
     began = time.perf_counter()
     row: Row = {"class": class_name(name), "heads": [], "status": "not built", "message": "", "ways": {}}
     try:
@@ -47,7 +46,6 @@ def as_such(outcomes: Sequence[Outcome]) -> Row:
 
 
 def _other_ways(small: Any) -> dict[str, Row]:
-    """tp and pp; with experts, ep and the losses of routers."""
     ways = {"tp 2": Case(tp=2), "pp 2": Case(pp=2)}
     if read_experts(small.get_text_config()).of_layer > 1:
         ways |= {"ep 2": Case(ep=2, cp=2), "router losses": Case(cp=2, router_losses=True)}
@@ -56,6 +54,5 @@ def _other_ways(small: Any) -> dict[str, Row]:
 
 
 def said(outcome: Outcome) -> Row:
-    """The fields of an outcome in the record."""
     errors = {"loss_error": outcome.loss_error, "gradient_error": outcome.gradient_error}
     return {"message": outcome.message, "case": outcome.case.name, "parameter": outcome.parameter, **errors}

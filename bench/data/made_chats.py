@@ -30,7 +30,6 @@ SYSTEM = "You read Python files and name what they define."
 
 
 def main() -> None:
-    """Write the chats and the tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--chats", type=int, default=200)
@@ -61,7 +60,6 @@ def sources() -> list[str]:
 
 
 def made_tokenizer(files: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of the files, with the marks of ChatML."""
     bare = Tokenizer(models.BPE())
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     bare.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]

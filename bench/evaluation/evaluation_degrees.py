@@ -68,15 +68,12 @@ class EvaluationCase:
         return self.tp * self.pp
 
     def runs_on(self, ranks: int) -> bool:
-        """Whether so many ranks are whole slots of this case."""
         return ranks % self.ranks == 0
 
     def degrees(self, ranks: int) -> tuple[int, ...]:
-        """The degrees that divide the slots of so many ranks."""
         return tuple(degree for degree in DEGREES if ranks // self.ranks % degree == 0)
 
     def home(self, ranks: int) -> Layout:
-        """The home of its model on so many ranks."""
         return Layout(ranks, tp=self.tp, pp=self.pp)
 
     def configuration(self, vocabulary: int) -> "PreTrainedConfig":
@@ -180,16 +177,13 @@ class EvaluationSettings:
 
     @property
     def gpu(self) -> bool:
-        """Whether each rank has a GPU."""
         return self.backend != "gloo"
 
     @property
     def out(self) -> str:
-        """Where the first rank keeps what it has so far; "": nowhere."""
         return str(Path(self.flags.out).resolve()) if self.flags.out else ""
 
     def to_json(self) -> dict[str, Any]:
-        """What a record contains of them."""
         names = ("documents", "vocabulary", "cp_comm_type", "compiled", "whole", "warmup", "repeats")
         return {
             **{name: getattr(self.flags, name) for name in names},
@@ -200,7 +194,6 @@ class EvaluationSettings:
 
 
 def make_settings(flags: EvalBenchFlags, ranks: int, backend: str, command: Sequence[str]) -> EvaluationSettings:
-    """The settings that the ranks receive. Raises ConfigError for an unknown case, and if no case can run."""
     flags.check_flags()
     check_flags_at_least(flags, documents=1, layers=0, tokens=0, vocabulary=8)
     changes = {"preset": flags.preset, "layers": flags.layers, "tokens": flags.tokens}
@@ -218,7 +211,6 @@ BOUND = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # of the difference of two 
 
 
 def eval_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
-    """Run every case in a world of its own; the record, equal on every rank."""
     about = {"backend": settings.backend, "machine": machine_facts(), "versions": versions()}
     record: dict[str, Any] = {"bench": "eval", **settings.to_json(), **about, "rows": []}
     backend = "gloo" if not settings.gpu else None
@@ -260,7 +252,6 @@ class PreparedCase:
         return plan_fixed(lengths, self.world.home, degree, options=options, max_tokens_per_slot=cap)
 
     def train_step(self, plan: Plan) -> None:
-        """One optimizer step on the same documents."""
         self.world.prepare(plan)
         run_step(self.model, plan, self.documents, self.world, optimizer=self.optimizer)
 
@@ -337,29 +328,17 @@ def measure_evaluation(bench: PreparedCase, choice: Plan | PlannerConfig) -> dic
     }
 
 
-_SUMMARY = (
-    "case",
-    "published 1 → 2, ms",
-    "ratio",
-    "after training at 1: 1 → 2, ms",
-    "ratio",
-    "after training at 2: 1 → 2, ms",
-    "ratio",
-    "planned, ms",
-    "ratio",
-    "loss difference",
-)
+_SUMMARY = ("case", "published 1 → 2, ms", "ratio", "after training at 1: 1 → 2, ms", "ratio")
+_SUMMARY += ("after training at 2: 1 → 2, ms", "ratio", "planned, ms", "ratio", "loss difference")
 RUN_COLUMNS = ("case", "run", "mean ms", "median", "deviation", "peak memory", "activations", "micro-batches", "loss")
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """A record for a terminal."""
     tables = [text_table(_SUMMARY, _summary(record)), text_table(RUN_COLUMNS, run_rows(record), left=2)]
     return "\n\n".join([_title(record), *tables, _cases_left_out(record)]).rstrip()
 
 
 def record_markdown(record: dict[str, Any]) -> str:
-    """A record for people who read bench/records."""
     shapes = [
         (r["name"], r["preset"], f"{r['tokens']:,}", *(str(r[name]) for name in ("layers", "tp", "pp")))
         for r in record["rows"]
@@ -407,7 +386,6 @@ def _summary(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def planned_run(row: dict[str, Any]) -> dict[str, Any]:
-    """The run of a case whose plan longspan chose."""
     return next(run for run in row["runs"] if "trained" not in run)
 
 
@@ -438,7 +416,6 @@ PROGRAM = "bench/evaluation/evaluation_degrees.py"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the bench. Returns 0, or 1 where the losses at two degrees differ by more than rounding explains."""
     flags = parse_flags(EvalBenchFlags, argv, PROGRAM)
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend, ["python", PROGRAM, *argv])

@@ -54,7 +54,6 @@ class TwoNodesFlags(EvalBenchFlags):
 
 
 def measure_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
-    """Evaluate every case in a world of its own; the record, equal on every rank."""
     about = {"backend": settings.backend, "machine": machine_facts(), "versions": versions()}
     record: dict[str, Any] = {"bench": "evaluation on two nodes", **settings.to_json(), **about, "rows": []}
     backend = None if settings.gpu else "gloo"
@@ -76,7 +75,6 @@ def measure_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
 
 
 def narrow_and_wide(bench: PreparedCase) -> dict[str, Plan]:
-    """The plans by name: at degree 1, and at the degree of all slots."""
     slots = bench.world.home.slots
     inside = bench.world.node_size
     plans = {
@@ -117,7 +115,6 @@ def _differences(record: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the bench. Returns 0, or 1 where losses differ by more than rounding explains."""
     flags = parse_flags(TwoNodesFlags, argv, PROGRAM)
     ranks, backend = flags.processes(CPU_RANKS)
     cases = flags.cases or ("tiny-tp1" if backend == "gloo" else "8k-tp1")

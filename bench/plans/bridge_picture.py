@@ -32,14 +32,12 @@ RIGHT = 560
 
 
 def main() -> None:
-    """Write the picture to the file that `--plot` names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plot", type=Path, required=True)
     parser.parse_args().plot.write_text(picture())
 
 
 def picture() -> str:
-    """The picture of one wave and one micro-batch of two documents at degree 2."""
     table = ItemTable(LENGTHS, IMAGES.values())
     (micro_batch,) = plan_fixed(LENGTHS, HOME, cp=2).micro_batches
     needed_by = NeededBy(micro_batches=(micro_batch,), home=HOME)
@@ -82,7 +80,6 @@ def _image(plan: ModalityPlan, row: int) -> int:
 
 
 def _box(x: float, y: float, plan: ModalityPlan, row: int | None) -> str:
-    """A row of an image with its letter, or a row of text."""
     if row is None:
         return f'<rect x="{x}" y="{y}" width="{SIDE - 2}" height="{SIDE}" fill="{TEXT_ROW}"/>'
     image = _image(plan, row)
@@ -91,14 +88,12 @@ def _box(x: float, y: float, plan: ModalityPlan, row: int | None) -> str:
 
 
 def _positions(rank: int, micro_batch: object, plan: ModalityPlan) -> list[str]:
-    """The local rows of a rank: those of images at the places where they are needed."""
     local, row = plan.needed[rank][0]
     rows = dict(zip(local.tolist(), row.tolist(), strict=True))
     return [_box(RIGHT + SIDE * i, _y(rank), plan, rows.get(i)) for i in range(LENGTHS[0] // 2)]
 
 
 def _arrow(exchange: Exchange, rank: int, to: int, plan: ModalityPlan) -> str:
-    """What goes from one rank's rows to another's, with its number of rows."""
     moves = exchange.moves(rank)
     have = exchange.have.rows(rank).tolist()
     count = moves.sends[to]

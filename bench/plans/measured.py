@@ -52,17 +52,14 @@ class Measured:
 
     @property
     def device(self) -> str:
-        """The name of the GPUs that were measured."""
         return "H100" if self.record.endswith("H100") else "H200"
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is one layer's attention, not a whole step."""
         return "attention" in self.by
 
     @property
     def is_training_step(self) -> bool:
-        """Whether it is a whole training step."""
         return not self.is_layer and not self.settings.startswith("forward")
 
     def predict(self, machine: Machine) -> float:
@@ -109,12 +106,10 @@ class Peak:
 
 
 def measured_rows() -> list[Measured]:
-    """All steps and layers, in the order of records."""
     return [Measured(**row) for row in _values()["rows"]]
 
 
 def measured_peaks() -> list[Peak]:
-    """All peaks of memory, in the order of records."""
     return [Peak(**row) for row in _values()["peaks"]]
 
 

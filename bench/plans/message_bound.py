@@ -289,7 +289,6 @@ class MessageBound:
 
     @property
     def _has_backward(self) -> bool:
-        """Whether there is a backward pass."""
         return self.cost.passes != "forward"
 
     @property

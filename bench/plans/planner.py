@@ -3,7 +3,6 @@
     python bench/plans/planner.py --out bench/records/planner.json             # everything: several minutes
     python bench/plans/planner.py --slots 64,256 --names lognorm,uniform       # a part
     python bench/plans/planner.py --megatron ../Megatron-LM                    # beside that checkout's own scheduler
-    python bench/plans/planner.py --before earlier.json                        # beside the figures of an earlier commit
     python bench/plans/planner.py --sweep all --slots 32,256 --caps 8192 --out bench/records/planner-sweep.json
                                        # values around a constant of lockstep.py or free.py (its NAME), beside its own
 
@@ -143,7 +142,6 @@ class Megatron:
 
 
 def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tuple[dict[str, float], Any]:
-    """The ratio of a plan to its bound and the seconds to make it; and the plan."""
     begun = time.process_time()
     plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap, **arguments)
     seconds = time.process_time() - begun
@@ -151,7 +149,6 @@ def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tupl
 
 
 def row(name: str, slots: int, cap: int, seed: int, per_slot: int, megatron: Megatron | None) -> dict[str, Any]:
-    """Everything about one batch."""
     rows = lengths_of(name, slots, cap, seed, per_slot)
     lengths = rows.tolist()
     cp = min(slots, max(1, LONGEST // cap))
@@ -242,18 +239,7 @@ def run_sweeps(flags: argparse.Namespace) -> None:
         flags.out.with_suffix(".md").write_text(sweep_page(record))
 
 
-def add_before(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> None:
-    """Keep beside each row the figures of the same batch in an earlier record."""
-    figures = {(r["lengths"], r["slots"], r["cap"]): r for r in earlier}
-    for r in rows:
-        same = figures.get((r["lengths"], r["slots"], r["cap"]), {})
-        r["before"] = {key: same[key] for key in ("lockstep", "fast", "free") if key in same}
-        if "megatron" in same:
-            r.setdefault("megatron", same["megatron"])
-
-
 def markdown(record: dict[str, Any]) -> str:
-    """The record as a page."""
     lines = ["# Planners: step time over the lower bound, and CPU seconds to plan", ""]
     lines += [
         f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. Command: `{record['command']}`."
@@ -271,11 +257,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 def _line(r: dict[str, Any], with_peer: bool) -> str:
     def cell(key: str) -> str:
-        if key not in r:
-            return "–"
-        before = r.get("before", {}).get(key)
-        earlier = f"; before {before['ratio']:.3f}, {before['seconds']:.2f}" if before else ""
-        return f"{r[key]['ratio']:.3f} ({r[key]['seconds']:.2f}{earlier})"
+        return f"{r[key]['ratio']:.3f} ({r[key]['seconds']:.2f})" if key in r else "–"
 
     cells = [
         f"{r['slots']}",
@@ -296,7 +278,6 @@ def main() -> None:
     parser.add_argument("--tokens-per-slot", type=int, default=TOKENS_PER_SLOT)
     parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout (dev branch)")
     parser.add_argument("--megatron-slots", type=int, default=256, help="the most slots that its scheduler is given")
-    parser.add_argument("--before", type=Path, help="an earlier record of the same batches, shown beside this one")
     parser.add_argument("--sweep", help=f"constants to try other values of: all, or of {', '.join(SWEEPS)}")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     flags = parser.parse_args()
@@ -312,8 +293,6 @@ def main() -> None:
                 peer = megatron if slots <= flags.megatron_slots else None
                 rows.append(row(name, slots, cap, flags.seed, flags.tokens_per_slot, peer))
                 print(_line(rows[-1], megatron is not None), flush=True)
-    if flags.before:
-        add_before(rows, json.loads(flags.before.read_text())["rows"])
     record = {
         "bench": "planner",
         "machine": machine_facts(),

@@ -42,12 +42,10 @@ class Prediction(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
         return self.seconds / self.row.seconds
 
     @property
     def is_off(self) -> bool:
-        """Whether it counts, and is off by more than the bar."""
         return not self.row.older and abs(self.ratio - 1) > SECONDS
 
 
@@ -61,7 +59,6 @@ class Choice(NamedTuple):
 
     @property
     def is_off(self) -> bool:
-        """Whether the chosen one is slower than the best by more than the bar."""
         return self.regret > REGRET
 
 
@@ -97,7 +94,6 @@ def choices(predictions: Sequence[Prediction]) -> list[Choice]:
 
 
 def predict_peaks() -> list[tuple[Peak, Bytes]]:
-    """All peaks of memory, and the planned bytes."""
     return [(peak, peak.moment()) for peak in measured_peaks()]
 
 
@@ -107,7 +103,6 @@ def peak_error(peak: Peak, moment: Bytes) -> float:
 
 
 def text_of(predictions: Sequence[Prediction], peaks: Sequence[tuple[Peak, Bytes]]) -> Iterator[str]:
-    """The record."""
     current = [p for p in predictions if not p.row.older]
     chosen = choices(predictions)
     errors = [abs(p.ratio - 1) for p in current]
@@ -162,7 +157,6 @@ def _outcome(choice: Choice) -> tuple[str, ...]:
 
 
 def _name(prediction: Prediction) -> str:
-    """The type, or the plan where all rows have one type."""
     row = prediction.row
     return row.kind if row.is_layer else f"{row.kind} {' '.join(PLANS.findall(row.settings))}".strip()
 
@@ -178,7 +172,6 @@ def _table(predictions: Sequence[Prediction]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print and write the tables; 1 if a choice, a row of the current code or a peak is off the bar."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--out", type=Path, default=RECORDS / "predictions.md")
     out = flags.parse_args().out

@@ -125,7 +125,6 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def main() -> int:
-    """Write or check the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="recipes; default: all")
     parser.add_argument("--check", action="store_true", help="compare with what is written, and write nothing")
@@ -146,7 +145,6 @@ def main() -> int:
 
 @contextlib.contextmanager
 def made_folder() -> Iterator[Path]:
-    """A folder with the models' configurations, tokenizers and chats, which is the current one meanwhile."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         before = Path.cwd()
@@ -162,13 +160,11 @@ def made_folder() -> Iterator[Path]:
 
 
 def row_of(name: str, folder: Path) -> str:
-    """A recipe's row of the table."""
     answers = [answer_of(name, folder, gpu, count) for gpu, _ in GPUS for count in COUNTS]
     return f"| [{name}]({name}.toml) | {' | '.join(map(cell, answers))} |"
 
 
 def cell(answer: Mapping[str, Any]) -> str:
-    """What a cell says: bytes of a GPU and seconds of a step; "no" where it does not fit."""
     if not answer["fits"]:
         return "no"
     host = f" + {gib(answer['host'])} of the host" * (answer["host"]["total"] >= 1 << 28)
@@ -176,12 +172,10 @@ def cell(answer: Mapping[str, Any]) -> str:
 
 
 def gib(sizes: Mapping[str, int]) -> str:
-    """Bytes in all, in GiB."""
     return f"{sizes['total'] / 2**30:.0f} GiB"
 
 
 def answer_of(name: str, folder: Path, gpu: str, count: int) -> dict[str, Any]:
-    """The answer of --dry-run for a recipe on so many GPUs, as JSON. Raises RuntimeError for a refusal."""
     from longspan.cli.main import main as longspan
 
     recipe = FOLDER / f"{name}.toml"
@@ -201,7 +195,6 @@ def answer_of(name: str, folder: Path, gpu: str, count: int) -> dict[str, Any]:
 
 
 def make_model(folder: Path) -> None:
-    """The configuration of a published model, with a small tokenizer, and of Qwen3-VL the image processor."""
     if (folder / "config.json").is_file():
         return
     import transformers
@@ -269,12 +262,10 @@ def _chat_with_images(tokens: int) -> dict[str, Any]:
 
 
 def read_rows(page: str) -> dict[str, str]:
-    """The rows of the written table, by recipe."""
     return {name: line for line in page.splitlines() for name in re.findall(r"^\| \[([\w.-]+)\]", line)}
 
 
 def write_rows(rows: Mapping[str, str]) -> None:
-    """Write the table into the page."""
     heads = [f"{count} × {title}" for _, title in GPUS for count in COUNTS]
     lines = [
         f"| recipe | {' | '.join(heads)} |",

@@ -89,25 +89,21 @@ def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, 
 
 
 def _slower_states(states: StateCost, factor: float) -> StateCost:
-    """Return the cost of states that take `factor` times as long, for as many bytes."""
     seconds = {name: value * factor for name, value in states.constants().items() if name.endswith("_seconds")}
     return replace(states, **seconds)
 
 
 def slower_link(link: Link, factor: float) -> Link:
-    """Return a link on which everything takes `factor` times as long."""
     wires = {k: Wire(w.latency * factor, w.bytes_per_second / factor) for k, w in link.wires().items()}
     return Link(**wires)
 
 
 def _with_latency(cost: Cost, factor: float) -> Cost:
-    """Return the cost with latencies `factor` times as long, on ideal links and on measured ones."""
     network = cost.network and replace(cost.network, step_seconds=cost.network.step_seconds * factor)
     return replace(cost, ring_step_seconds=cost.ring_step_seconds * factor, network=network)
 
 
 def _with_speed(cost: Cost, level: Level, factor: float) -> Cost:
-    """Return the cost with links of a level `factor` times as fast, the ideal ones and the measured ones."""
     name = f"{level}_bytes_per_second"
     network = cost.network and replace(cost.network, **{level: slower_link(getattr(cost.network, level), 1 / factor)})
     return replace(cost, network=network, **{name: getattr(cost, name) * factor})

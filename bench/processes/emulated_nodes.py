@@ -97,15 +97,12 @@ class EmulatedNodes:
             end_with_workers(process, f"{MARK}={self._mark}")
 
     def running(self) -> list[int]:
-        """The nodes whose torchrun still runs."""
         return [node for node, process in enumerate(self.processes) if process.poll() is None]
 
     def failed(self) -> list[int]:
-        """The nodes whose torchrun has ended with a status that is not 0."""
         return [node for node, process in enumerate(self.processes) if process.poll()]
 
     def signal(self, number: int) -> None:
-        """Send a signal to every torchrun that runs, which passes it on to its ranks."""
         for node in self.running():
             self.processes[node].send_signal(number)
 
@@ -136,7 +133,6 @@ class EmulatedNodes:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

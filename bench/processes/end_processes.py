@@ -53,7 +53,6 @@ def _all_processes() -> Iterator[int]:
 
 
 def _parent_of(pid: int) -> int:
-    """The process that started another one; 0 where that has ended."""
     return int(_status(pid)[1])
 
 

@@ -168,8 +168,6 @@ def _measured(_: int, ranks: int, repeats: int, idle_seconds: float) -> dict[str
 
 
 def _counting(make: Callable[[Channels], None], counts: list[Traffic]) -> Callable[[Channels], None]:
-    """The same, and what it added to the traffic of this process."""
-
     def make_and_count(channels: Channels) -> None:
         before = traffic()
         make(channels)
@@ -187,7 +185,6 @@ def _opened(name: str, change: Traffic) -> dict[str, float]:
 
 
 def _process(name: str) -> dict[str, float]:
-    """Descriptors, threads and resident memory of this process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     words = {line.split(":")[0]: line.split()[1] for line in lines if len(line.split()) > 1}
     return {

@@ -37,7 +37,6 @@ def missing_permission() -> str:
 
 
 def is_inside() -> bool:
-    """Whether this process was started by `enter_namespace`."""
     return os.environ.get(_INSIDE) == "1"
 
 
@@ -59,7 +58,6 @@ class NodeNetwork:
         _run(f"ip link set dev {_BRIDGE} up")
 
     def address(self, node: int) -> str:
-        """The address of a node on its link."""
         return f"10.77.0.{node + 1}"
 
     def inside(self, words: Sequence[str]) -> list[str]:

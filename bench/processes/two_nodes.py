@@ -50,7 +50,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_command(nodes: Nodes, words: Sequence[str], network: NodeNetwork | None) -> int:
-    """Run torchrun's words on all nodes; returns the exit status of the one that fails first."""
     folder = Path(tempfile.mkdtemp(prefix="two-nodes-"))
     logs = [None, *(folder / f"node{node}.txt" for node in range(1, nodes.count))]
     with ExitStack() as stack:
@@ -154,13 +153,11 @@ class _PassedSignals:
         self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
 
     def to(self, nodes: EmulatedNodes) -> None:
-        """The nodes that signals go to, also those that came before."""
         self._nodes = nodes
         if self.numbers:
             nodes.signal(self.numbers[0])
 
     def close(self) -> None:
-        """Let signals do again what they did before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -175,7 +172,6 @@ class _PassedSignals:
 
 
 def _wait(nodes: EmulatedNodes, passing: _PassedSignals) -> int | None:
-    """Wait until all nodes have ended; returns the one that failed first, or None."""
     first = None
     since = 0.0
     while nodes.running() and not passing.again:

@@ -97,7 +97,6 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def changed(node: ast.AST, **fields: Any) -> ast.AST:
-    """A copy of a node with some fields replaced."""
     result = copy.copy(node)
     for name, value in fields.items():
         setattr(result, name, value)
@@ -315,7 +314,6 @@ def copied(base: str | None, folder: Path) -> str:
 
 
 def wanted(flags: argparse.Namespace, every: dict[str, dict[str, Any]]) -> list[str]:
-    """The names of the mutants to run."""
     if flags.only:
         return [name for pattern in flags.only for name in every if name == pattern]
     if not (file := flags.again or flags.caught):
@@ -333,7 +331,6 @@ def wanted(flags: argparse.Namespace, every: dict[str, dict[str, Any]]) -> list[
 
 
 def summary(mutants_run: dict[str, dict[str, Any]]) -> str:
-    """Killed and all, by room."""
     lines: list[str] = []
     for room in [*sorted({name.split("/")[0] for name in mutants_run}), ""]:
         verdicts = [x["verdict"] for name, x in mutants_run.items() if name.startswith(room)]

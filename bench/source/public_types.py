@@ -27,7 +27,6 @@ ANY_BASES = ("LongspanMixin", "LongspanTrainer", "LongspanLM")  # classes of ano
 
 
 def main(wheel: str) -> int:
-    """Print the answer; returns the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         answer = verify_types(Path(wheel), Path(folder))
     symbols: list[dict[str, Any]] = answer["symbols"]

@@ -18,13 +18,11 @@ STEPS = 20
 
 
 def main(wheel: str, folder: str = "", *words: str) -> int:
-    """Install, copy, train; returns the exit code."""
     with tempfile.TemporaryDirectory() as temporary:
         return demo(Path(wheel).resolve(), Path(folder or temporary).resolve(), words)
 
 
 def demo(wheel: Path, folder: Path, words: tuple[str, ...]) -> int:
-    """The demo in `folder`; returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 

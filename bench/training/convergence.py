@@ -61,17 +61,14 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The recipe as `parse` reads it."""
         return f"{self.optimizer}:{self.dtype}:{self.lr:g}"
 
     @property
     def title(self) -> str:
-        """As the plot and the table call it."""
         return f"{self.optimizer} in {self.dtype}, learning rate {self.lr:g}"
 
 
 def curve(planner: str, recipe: Recipe, flags: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics of one run, a row a step."""
     values = {
         "context.planner": planner,
         "evaluation.documents": 0,
@@ -102,7 +99,6 @@ def curve(planner: str, recipe: Recipe, flags: argparse.Namespace, folder: Path)
 
 
 def compared(curves: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Losses by planner and step, and how far apart they are."""
     for rows in zip(*curves.values(), strict=True):
         seen = {(row["step"], row["tokens"], row["targets"]) for row in rows}
         if len(seen) != 1:
@@ -124,7 +120,6 @@ def _tokens_per_second(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The record as a page."""
     lines = ["# Convergence: padded, fixed and dynamic plans of the same documents", ""]
     lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. {record['note']}", ""]
     for name, comparison in record["recipes"].items():
@@ -200,7 +195,6 @@ def _differences(apart: Sequence[float], bound: float) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run, compare, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--preset", default="qwen3-tiny", help="the model")

@@ -73,7 +73,6 @@ def main() -> None:
 
 
 def lengths_of_steps(options: argparse.Namespace) -> list[list[int]]:
-    """Lengths of the documents of every step: as many tokens in each."""
     tails = [_tail(options, SEED + (step if options.tails == "drawn" else 0)) for step in range(options.steps)]
     return [[options.longest, *tail] for tail in tails]
 
@@ -108,7 +107,6 @@ def write_texts(folder: Path, steps: list[list[int]]) -> Path:
 
 
 def plan_flags(options: argparse.Namespace) -> dict[str, object]:
-    """How steps are planned, unless the command says otherwise, in training and in the bench."""
     return {
         "context.max_tokens_per_slot": -(-options.longest // options.ranks),
         "context.planner": "dynamic",
@@ -117,7 +115,6 @@ def plan_flags(options: argparse.Namespace) -> dict[str, object]:
 
 
 def command_of(options: argparse.Namespace, data: Path, run: Path, tokens: int) -> list[str]:
-    """The command of one run."""
     flags = {
         "data.path": data / "texts.jsonl",
         "data.tokenizer": data,
@@ -133,13 +130,11 @@ def command_of(options: argparse.Namespace, data: Path, run: Path, tokens: int) 
 
 
 def _longspan(options: argparse.Namespace, verb: list[str], ours: dict[str, object], theirs: list[str]) -> list[str]:
-    """A command of longspan with so many processes."""
     words = [word for name, value in ours.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-m", "longspan", *verb, "--world", str(options.ranks), *words, *theirs]
 
 
 def bench(options: argparse.Namespace, lengths: list[int], folder: Path) -> dict[str, Any]:
-    """`longspan bench step` on documents of these lengths, with the flags of the runs that decide a step."""
     folder.mkdir()
     (folder / "lengths.json").write_text(json.dumps(lengths))
     pairs = zip(options.flags[::2], options.flags[1::2], strict=True)
@@ -161,7 +156,6 @@ def bench(options: argparse.Namespace, lengths: list[int], folder: Path) -> dict
 
 
 def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str, Any]:
-    """Run until so many steps are in the metrics, and end it; what they took."""
     started = time.time()
     lines = run.with_suffix(".txt")
     with lines.open("w") as out:
@@ -219,17 +213,8 @@ def _whole(line: str) -> bool:
 
 
 def as_markdown(record: dict[str, Any]) -> str:
-    names = (
-        "run",
-        "warm-up",
-        "steps, seconds",
-        "steady",
-        "worst from the second",
-        "first",
-        "tokens/s",
-        "to the first line",
-        "to step 1",
-    )
+    names = ("run", "warm-up", "steps, seconds", "steady", "worst from the second", "first", "tokens/s")
+    names += ("to the first line", "to step 1")
     rows = [
         (
             row["run"],
@@ -255,7 +240,6 @@ def as_markdown(record: dict[str, Any]) -> str:
 
 
 def _starts_table(record: dict[str, Any]) -> str:
-    """A table of the seconds of the first rank's start by part; "" where no run has them."""
     starts = [(row["run"], row["starts"]) for row in record["rows"] if row.get("starts")]
     if not starts:
         return ""

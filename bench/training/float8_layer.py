@@ -20,11 +20,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench.begun import missing_row, open_record
+from bench.begun import missing_row, open_record, write_page
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.bench.benches import change_layer_count, origin_text, write_record
+from longspan.bench.benches import change_layer_count
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
@@ -45,7 +45,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--layers", type=int, default=5, help="of the deeper model, above 1")
@@ -57,21 +56,17 @@ def main() -> None:
     record = open_record("float8 layer", None, "nccl", Path(__file__).parent)
     record["layers"] = [row for rows in flags.rows for row in time_layers(rows, flags)]
     record["products"] = [row for rows in flags.rows for name in LINEARS for row in time_linear(name, rows, flags)]
-    text = f"{layers_table(record['layers'])}\n\n{products_table(record['products'])}\n\n{origin_text(record)}\n"
-    if flags.out:
-        write_record(record, flags.out, f"# A layer in float8 by rows\n\n{text}")
-    print(text)
+    text = f"{layers_table(record['layers'])}\n\n{products_table(record['products'])}"
+    write_page(record, flags.out, "A layer in float8 by rows", text)
 
 
 def time_layers(rows: int, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One layer over so many rows, of each kind."""
     for kind in flags.kinds:
         milliseconds = [time_model(count, KINDS[kind], rows, flags) for count in (1, flags.layers)]
         yield {"rows": rows, "kind": kind, "ms": (milliseconds[1] - milliseconds[0]) / (flags.layers - 1)}
 
 
 def time_model(layers: int, how: dict[str, Any], rows: int, flags: argparse.Namespace) -> float:
-    """Forward and backward through so many layers, without a head."""
     config = change_layer_count(preset_config(flags.preset, vocab_size=2048), layers)
     lengths = (rows // 2, rows - rows // 2)
     with World(Layout(1)) as world:
@@ -152,14 +147,12 @@ def time_calls(run: Callable[[], object], repeats: int) -> float:
 
 
 def layers_table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of a layer, and how much less than bfloat16's."""
     plain = {row["rows"]: row["ms"] for row in rows if row["kind"] == "bfloat16"}
     cells = [[f"{r['rows']:,}", r["kind"], f"{r['ms']:.2f}", f"{plain[r['rows']] / r['ms']:.2f}"] for r in rows]
     return markdown_table(["rows", "a layer, forward and backward", "ms", "bfloat16's over this"], cells)
 
 
 def products_table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds and TFLOP/s of each linear, and of all linears of a layer."""
     cells = [
         [f"{r['rows']:,}", r["linear"], r["kind"], _milliseconds(r), _tflops(r["flops"], r.get("ms", 0.0))]
         for r in rows

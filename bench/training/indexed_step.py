@@ -11,7 +11,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench.begun import missing_row, open_record
+from bench.begun import missing_row, open_record, peak_bytes, seconds_now, start_peak
 from transformers import AXK2Config
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
@@ -38,24 +37,19 @@ def measure(model: Any, way: str, rows: int, steps: int, world: World) -> dict[s
     for module in (model, *find_indexers(model).values()):
         vars(module.config if module is model else module)["index_topk"] = k
     optimizer = build_optimizer(model, lr=1e-6)
-    cuda = world.device.type == "cuda"
     plan = plan_fixed([rows], world.home, cp=world.home.slots)
     documents = synthetic_documents([rows], model.config.vocab_size)
     seconds = list[float]()
     loss = 0.0
     with patch.object(latents, "GATHERED_COST", WAYS[way]):
         for step in range(steps + 1):
-            if cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
+            seconds_now()
+            start_peak()
             world.control.gather_objects(None)  # all begin together
-            started = time.perf_counter()
+            started = seconds_now()
             loss = run_step(model, plan, documents, world, optimizer=optimizer).loss
-            if cuda:
-                torch.cuda.synchronize()
-            seconds += [time.perf_counter() - started] if step else []
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    of_ranks = world.control.gather_objects((statistics.median(seconds), peak))
+            seconds += [seconds_now() - started] if step else []
+    of_ranks = world.control.gather_objects((statistics.median(seconds), peak_bytes()))
     return {"loss": loss, "seconds": max(x[0] for x in of_ranks), "peak": max(x[1] for x in of_ranks)}
 
 

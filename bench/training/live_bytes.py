@@ -33,7 +33,6 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _note_storage(self, storage: torch.UntypedStorage) -> None:
-        """Count the bytes of a storage once, until it is freed."""
         key = storage._cdata
         if key in self._live:
             return
@@ -43,5 +42,4 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._forget_storage, key)
 
     def _forget_storage(self, key: int) -> None:
-        """Take the bytes of a freed storage off."""
         self.now -= self._live.pop(key, 0)

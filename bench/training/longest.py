@@ -142,7 +142,6 @@ def list_alive_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[tuple[str, in
 
 
 def planned_text(planned: Mapping[str, Any] | None) -> str:
-    """Describe a plan of memory for the line of a step; there is none where layers keep everything."""
     if planned is None:
         return "no plan"
     return (
@@ -152,7 +151,6 @@ def planned_text(planned: Mapping[str, Any] | None) -> str:
 
 
 def read_value(word: str) -> Any:
-    """Read the value of a key: a number, true or false, or a word."""
     try:
         return json.loads(word)
     except ValueError:
@@ -160,7 +158,6 @@ def read_value(word: str) -> Any:
 
 
 def main() -> None:
-    """Run the step, and the small one if there is one; print and write both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen3-8b")
     parser.add_argument("--rows", type=int, required=True, help="tokens of the document, over all ranks")

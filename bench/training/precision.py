@@ -65,7 +65,6 @@ ONE_SLOT = {
 
 
 def start(flags: argparse.Namespace, folder: Path) -> Path:
-    """The run's folder of the model that all precisions start from, trained in float32."""
     run = folder / "start"
     values = ONE_SLOT | {
         "run.dir": run,
@@ -80,7 +79,6 @@ def start(flags: argparse.Namespace, folder: Path) -> Path:
 
 
 def curve(config: RunConfig, corpus: Corpus, world: World, *, trains: bool = True) -> list[float]:
-    """The losses of all steps of one run; without `trains`, those of the start on the same documents."""
     model = prepare_run_model(config, world, load_run_model(config, 0))
     world.seed = config.train.seed
     training = Training(config, world, model, make_optimizer(config, world, model), Cost())
@@ -99,7 +97,6 @@ def curve(config: RunConfig, corpus: Corpus, world: World, *, trains: bool = Tru
 
 
 def curves(flags: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """The losses by seed and precision."""
     run = start(flags, folder)
     corpus = Corpus(run / "corpus")
     shared = ONE_SLOT | {"model.path": str(run / "model"), "train.steps": flags.steps, "optimizer.lr": flags.lr}
@@ -120,7 +117,6 @@ def curves(flags: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[
 
 
 def smoothed(losses: Sequence[float], window: int) -> list[float]:
-    """Means over `window` steps."""
     return [math.fsum(losses[i : i + window]) / window for i in range(len(losses) - window + 1)]
 
 
@@ -143,14 +139,8 @@ def measured(losses: Mapping[str, Sequence[float]], name: str, window: int) -> d
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """The record as a page."""
     lines = ["# Precision: the same documents in float32, mixed precision and bfloat16", ""]
-    lines += [
-        f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}.",
-        "",
-        record["note"],
-        "",
-    ]
+    lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}.", "", record["note"], ""]
     lines += [f"Command: `{record['command']}`.", "", "| seed | precision | fall | of float32's fall, at most apart |"]
     lines += ["| --- | --- | --- | --- |"]
     for seed, of_seed in record["measured"].items():
@@ -163,7 +153,6 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 
 def plot(record: Mapping[str, Any]) -> str:
-    """One SVG: the smoothed curves of the first seed, and how far all seeds' are from float32's."""
     window = record["window"]
     losses = record["losses"]
     first = falls(next(iter(losses.values())), window)
@@ -226,7 +215,6 @@ def _steps(window: int, losses: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run, compare, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)

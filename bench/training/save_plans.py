@@ -18,11 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench.begun import open_record
+from bench.begun import open_record, write_page
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from longspan.bench.benches import origin_text, write_record
 from longspan.checkpoint.saver import make_save_planner
 from longspan.plain_text import markdown_table
 
@@ -35,14 +34,20 @@ def main() -> None:
     options = parser.parse_args()
     record = open_record("plans of saves", None, "cpu", Path(__file__).parent) | {"tensors": options.tensors}
     record["rows"] = rows = [measure(ranks, options.tensors) for ranks in options.ranks]
-    text = f"{plans_table(rows)}\n\n{origin_text(record)}\n"
-    if options.out:
-        write_record(record, options.out, f"# Plans of saves\n\n{text}")
-    print(text)
+    head = ["ranks", "items of 723 tensors", "sent to one rank, MB", "plan, s", "plan kept, s"]
+    lines = [
+        [
+            f"{row['ranks']:,}",
+            *(f"{row[name] * row['scale'] / unit:,.0f}" for name, unit in (("items", 1), ("sent_bytes", 1e6))),
+            f"{row['plan_seconds'] * row['scale']:,.1f}",
+            f"{row['cached_seconds']:.3f}",
+        ]
+        for row in rows
+    ]
+    write_page(record, options.out, "Plans of saves", markdown_table(head, lines))
 
 
 def measure(ranks: int, tensors: int) -> dict[str, Any]:
-    """Plan a save of so many ranks."""
     plans = [list_of_rank(rank, ranks, tensors) for rank in range(ranks)]
     sent = ranks * len(pickle.dumps(plans[0]))
     planner = make_save_planner()
@@ -81,22 +86,6 @@ def list_of_rank(rank: int, ranks: int, tensors: int) -> SavePlan:
         index = MetadataIndex(f"optimizer.state.{name}.step", scalar)
         items.append(WriteItem(index, WriteItemType.TENSOR, tensor_data=count))
     return SavePlan(items, planner_data={item.index.fqn: ("optimizer", item.index.fqn) for item in items})
-
-
-def plans_table(rows: list[dict[str, Any]]) -> str:
-    """The simulated plans, scaled to 723 tensors."""
-    head = ["ranks", "items of 723 tensors", "sent to one rank, MB", "plan, s", "plan kept, s"]
-    lines = [
-        [
-            f"{row['ranks']:,}",
-            f"{row['items'] * row['scale']:,.0f}",
-            f"{row['sent_bytes'] * row['scale'] / 1e6:,.0f}",
-            f"{row['plan_seconds'] * row['scale']:,.1f}",
-            f"{row['cached_seconds']:.3f}",
-        ]
-        for row in rows
-    ]
-    return markdown_table(head, lines)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,15 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench.begun import open_record
+from bench.begun import open_record, seconds_now, write_page
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
-from longspan.bench.benches import origin_text, write_record
 from longspan.checkpoint import CheckpointSaver
 from longspan.comm import run_local
 from longspan.plain_text import markdown_table
@@ -57,17 +55,11 @@ def main() -> None:
         results = run_local(measure, ranks, (ranks, options), timeout=None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = open_record("saves", None, device, Path(__file__).parent)
-    record |= {name: str(value) for name, value in vars(options).items() if name != "out"}
-    record["load"] = os.getloadavg()[0]
-    record["rows"] = results[0]
-    text = f"{describe(results[0])}\n\n{origin_text(record)}; load of the machine {record['load']:.1f}\n"
-    if options.out:
-        write_record(record, options.out, f"# Saves while training goes on\n\n{text}")
-    print(text)
+    record |= {name: str(value) for name, value in vars(options).items() if name != "out"} | {"rows": results[0]}
+    write_page(record, options.out, "Saves while training goes on", describe(results[0]))
 
 
 def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both ways of saving, on one rank."""
     rows = list[dict[str, Any]]()
     with World(Layout(ranks)) as world:
         loaded = load_model(
@@ -94,11 +86,9 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
             step = 0
             while step < options.steps or world.control.any_rank(bool(saver.activity())):
                 step += 1
-                started = time.perf_counter()
+                started = seconds_now()
                 run_step(model, plan, documents, world, optimizer=optimizer, step=step)
-                if world.device.type == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - started)
+                seconds.append(seconds_now() - started)
                 figures += filter(None, [saver.take_figures()])
                 beside.append(bool(saver.activity()))
                 if step == 2:
@@ -108,9 +98,7 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
             saver.wait()
             figures += filter(None, [saver.take_figures()])
             saver.close()
-            seconds = seconds[3:]
-            beside = beside[3:]
-            rows.append(row_of(background, seconds, beside, figures, options.every))
+            rows.append(row_of(background, seconds[3:], beside[3:], figures, options.every))
             world.control.barrier()
             shutil.rmtree(folder, ignore_errors=True)
     return rows
@@ -119,7 +107,6 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
 def row_of(
     background: bool, seconds: list[float], beside: list[bool], figures: list[Any], every: int
 ) -> dict[str, Any]:
-    """What one way of saving took."""
     apart = [s for s, saving in zip(seconds, beside, strict=True) if not saving]
     next_to = [s for s, saving in zip(seconds, beside, strict=True) if saving]
     median = statistics.median(apart)
@@ -140,16 +127,9 @@ def row_of(
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
     head = ["saves", "step, s", "90th of 100 steps / median", "steps while files are written", "their median / median"]
-    head += [
-        "slowest / median",
-        "of them over 1.1 times the median",
-        "shown, s",
-        "written in, s",
-        "GB",
-        "shown, share of the steps between saves",
-    ]
+    head += ["slowest / median", "of them over 1.1 times the median", "shown, s", "written in, s", "GB"]
+    head += ["shown, share of the steps between saves"]
     lines = list[list[str]]()
     for row in rows:
         median = row["median_step"]

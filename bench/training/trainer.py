@@ -2,7 +2,7 @@
 
 python bench/training/trainer.py --world 2 --cp 2 --out bench/records/trainer-cpu.json         # two CPU processes
 torchrun --nproc-per-node 2 bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 \
-    --cp 2 --memory auto --ways train --out bench/records/trainer-2xH200.json              # 64K packed, two GPUs
+    --cp 2 --plan_memory --ways train --out bench/records/trainer-2xH200.json              # 64K packed, two GPUs
 
 Ways: `train` is `longspan train`, `loop` calls run_step and an AdamW; `Trainer` is transformers', whose loss takes one
 pass; `SFTTrainer` TRL's, with its metrics; `own loss` a Trainer whose loss is another function of log-probabilities:
@@ -15,6 +15,7 @@ and without one of the process. On GPUs run one way a command: each adds its row
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -24,30 +25,29 @@ import traceback
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from time import perf_counter
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
-from bench.begun import missing_row
-from bench.training.trainer_steps import (
-    VOCABULARY,
-    StepClock,
-    add_rows,
-    make_config,
-    make_tokenizer,
-    peak_gib,
-    start_peak,
-    write_rows,
-)
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from bench.begun import missing_row, open_record, peak_bytes, seconds_now, start_peak, write_page
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
+from longspan.bench.benches import change_layer_count
 from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.hf import LongspanArguments, with_longspan
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
+from longspan.model.presets import preset_config
+from longspan.plain_text import markdown_table
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import run_ranks
@@ -55,6 +55,7 @@ from longspan.train import Document, PlannerConfig, clip_grad_norm, run_step
 
 STOCK = "TRL cp"
 WAYS = ("train", "loop", "Trainer", "SFTTrainer", "own loss")
+VOCABULARY = 2048  # ids of documents; published models have more rows
 FIRST = 3  # steps that are not timed, in which kernels are compiled
 
 
@@ -62,15 +63,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen3-tiny")
     parser.add_argument("--layers", type=int, default=0, help="of the preset; 0: all")
-    parser.add_argument("--dtype", default="float32", help="of parameters")
     parser.add_argument("--documents", type=int, default=8, help="of a step, a multiple of the ranks")
     parser.add_argument("--length", type=int, default=512, help="of the longest document")
     parser.add_argument("--shortest", type=int, default=0, help="lengths fall evenly to this; 0: a quarter of --length")
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--rows", type=int, default=0, help="of a slot and micro-batch; 0: all documents at a time")
-    parser.add_argument("--planner", default="fixed", choices=("fixed", "dynamic"), help="not of the loop")
     parser.add_argument("--steps", type=int, default=8, help="that are timed")
-    parser.add_argument("--memory", default="none", choices=("none", "auto"), help="not for the loop")
+    parser.add_argument("--plan_memory", action="store_true", help="choose what layers keep; not for the loop")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=(*WAYS, STOCK))
     parser.add_argument("--world", type=int, default=1, help="local CPU processes, without torchrun")
     parser.add_argument("--out", type=Path)
@@ -81,18 +80,31 @@ def main() -> None:
         rows = [run_ranks(measure_way, options.world, way, options, timeout=3600)[0] for way in options.ways]
     if int(os.environ.get("RANK", "0")):
         return
-    record = add_rows("Trainer and loop", options, rows, Path(__file__).parent)
+    facts = {name: value for name, value in vars(options).items() if name not in ("out", "ways", "steps")}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record = open_record("Trainer and loop", options.out, device, Path(__file__).parent, options=facts)
+    ways = {row["way"]: row for row in [*record.get("rows", []), *rows]}
+    first = next((row["seconds"] for row in ways.values() if row.get("seconds")), None)
+    for row in ways.values():
+        if row.get("seconds"):
+            row["over the first"] = round(row["seconds"] / first, 3)
+    record["rows"] = list(ways.values())
+    columns = list(dict.fromkeys(name for row in record["rows"] for name in row))
+    table = markdown_table(columns, [[str(row.get(name, "")) for name in columns] for row in record["rows"]])
     lengths = lengths_of(options)
-    model = f"{options.preset}, {options.layers or 'all'} layers, {options.dtype}"
+    planned = "planned" if options.plan_memory else "not planned"
     about = (
-        f"{model}, {options.planner} cp {options.cp}, memory {options.memory}, a step of {len(lengths)} documents of "
-        f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all"
+        f"{options.preset}, {options.layers or 'all'} layers, fixed cp {options.cp}, memory {planned}, a step of "
+        f"{len(lengths)} documents of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all"
     )
-    write_rows(record, options.out, "Steps of a Trainer, of longspan train and of a loop", about)
+    title = "Steps of a Trainer, of longspan train and of a loop"
+    write_page(record, options.out, title, f"{table}\n\n{about}")
 
 
 def measure_way(rank: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of a way on this rank: seconds a step, tokens a second and rank, milliseconds of the host, peak GiB."""
+    gc.collect()
+    torch.cuda.empty_cache()
     start_peak()
     run = {"train": run_train, "loop": run_loop, STOCK: run_stock}.get(way, partial(run_trainer, way))
     try:
@@ -109,7 +121,7 @@ def measure_way(rank: int, way: str, options: argparse.Namespace) -> dict[str, A
         "tokens/s/rank": round(sum(lengths_of(options)) / seconds / world_size(), 1),
         "over the first": 1.0,
         "host ms": round(1e3 * clock.host, 1),
-        "peak GiB": peak_gib(),
+        "peak GiB": round((peak_bytes() or 1024 * getrusage(RUSAGE_SELF).ru_maxrss) / 2**30, 2),
     }
 
 
@@ -129,12 +141,62 @@ def make_documents(options: argparse.Namespace) -> list[np.ndarray]:
 
 def make_model(options: argparse.Namespace) -> Any:
     config = make_config(options.preset, options.layers)
-    return load_model(config=config, dtype=options.dtype, seed=0, sharded=True)
+    return load_model(config=config, dtype="float32", seed=0, sharded=True)
 
 
 def count_steps(options: argparse.Namespace) -> int:
-    """Steps that compile, those that are timed, and one under the profiler."""
     return FIRST + options.steps + 1
+
+
+class StepClock(TrainerCallback):
+    """Seconds from one optimizer step's end to the next; the last step is profiled, and not among them.
+
+    A step ends when the host says so, which read its loss by then: the device may still update, and the host prepare
+    the next step meanwhile, as in training. Only the first step and the profiled one begin on an idle device.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.seconds: list[float] = []
+        self.host = 0.0  # seconds of the host in the profiled step
+        self._last = steps
+        self._began = 0.0
+        self._profile: Any = None
+
+    def begin(self) -> None:
+        self._began = seconds_now()
+
+    def end_step(self) -> None:
+        ended = seconds_now() if self._profile is not None else perf_counter()
+        self.seconds.append(ended - self._began)
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            self.host = self.seconds.pop() - _busy_seconds(self._profile)
+            self._profile = None
+        elif len(self.seconds) == self._last - 1:
+            self._profile = profile(activities=[ProfilerActivity.CPU])
+            seconds_now()
+            self._profile.__enter__()
+            ended = perf_counter()
+        self._began = ended
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.end_step()
+
+
+def _busy_seconds(profiled: Any) -> float:
+    """Seconds in which the main thread was in an operator, or waited for a device or for other ranks."""
+    events = [event for event in profiled.events() if event.device_type.name == "CPU" and not event.is_async]
+    ranges = [event.time_range for event in events if event.thread == events[0].thread]
+    spans = sorted((within.start, within.end) for within in ranges)
+    busy = 0.0
+    until = 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy / 1e6
 
 
 def run_train(options: argparse.Namespace) -> StepClock:
@@ -150,16 +212,11 @@ def run_train(options: argparse.Namespace) -> StepClock:
             lines = [json.dumps({"input_ids": ids.tolist()}) for ids in make_documents(options)]
             (folder / "rows.jsonl").write_text("\n".join(lines))
         world.control.barrier()
-        keys = {"model.config": str(folder / "model"), "model.dtype": options.dtype, "run.dir": str(folder / "run")}
+        keys = {"model.config": str(folder / "model"), "model.dtype": "float32", "run.dir": str(folder / "run")}
         keys |= {"data.path": str(folder / "rows.jsonl"), "data.tokenizer": str(folder / "model")}
         keys |= {"data.cache_dir": str(folder / "tokens"), "evaluation.documents": 0, "data.max_document_tokens": 0}
-        degree = {"context.context_parallel_size": options.cp} if options.planner == "fixed" else {}
-        keys |= degree | {"context.max_tokens_per_slot": _rows(options)}
-        keys |= {
-            "context.cp_comm_type": "auto",
-            "context.planner": options.planner,
-            "train.plan_memory": options.memory,
-        }
+        keys |= {"context.context_parallel_size": options.cp, "context.max_tokens_per_slot": _rows(options)}
+        keys |= {"context.cp_comm_type": "auto", "context.planner": "fixed", "train.plan_memory": options.plan_memory}
         keys |= {"train.steps": count_steps(options) + 1, "train.tokens_per_step": sum(lengths_of(options))}
         keys |= {"optimizer.lr": 1e-4, "checkpoint.minutes": 0}
         config = load_config(None, keys)
@@ -183,12 +240,10 @@ class _TimedDisplay(ProgressDisplay):
         self._measured = 0
 
     def begin_step(self, step: int) -> None:
-        """Begin a step."""
         if step == 1:
             self._clock.begin()
 
     def show_step(self, row: Any) -> None:
-        """End a step."""
         self._clock.end_step()
         self._measured += 1
         if self._measured == self._last:
@@ -201,7 +256,6 @@ def _rows(options: argparse.Namespace) -> int:
 
 
 def run_loop(options: argparse.Namespace) -> StepClock:
-    """Steps of a loop of one's own."""
     device = None if torch.cuda.is_available() else "cpu"
     clock = StepClock(count_steps(options))
     with World(Layout(world_size()), device=device) as world:
@@ -233,7 +287,7 @@ def arguments(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": [],
         "use_cpu": not gpu,
-        "bf16": gpu and options.dtype == "float32",
+        "bf16": gpu,
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "activation_checkpointing" if newer else "gradient_checkpointing": False,
@@ -241,15 +295,15 @@ def arguments(folder: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_trainer(way: str, options: argparse.Namespace) -> StepClock:
-    """Steps of a Trainer over the same documents."""
     clock = StepClock(count_steps(options))
     ranks = world_size()
     rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in make_documents(options)]
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = arguments(folder, options) | {"per_device_train_batch_size": -(-len(rows) // ranks)}
         data: Any = rows * count_steps(options)
-        degree = {"planner": "dynamic"} if options.planner == "dynamic" else {"context_parallel_size": options.cp}
-        layout = LongspanArguments(**degree, plan_memory=options.memory, max_tokens_per_slot=str(_rows(options)))
+        layout = LongspanArguments(
+            context_parallel_size=options.cp, plan_memory=options.plan_memory, max_tokens_per_slot=str(_rows(options))
+        )
         keywords: dict[str, Any] = {"model": make_model(options), "train_dataset": data, "callbacks": [clock]}
         if way == "SFTTrainer":
             from datasets import Dataset
@@ -298,8 +352,7 @@ def run_stock(options: argparse.Namespace) -> StepClock:
         )
         config = make_config(options.preset, options.layers)
         with torch.device(args.device):
-            dtype = getattr(torch, options.dtype)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         trainer = SFTTrainer(
             model=model,
             args=args,
@@ -334,6 +387,18 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         tables["labels"][number, 1:size] = torch.tensor(row["labels"][1:])
         tables["attention_mask"][number, :size] = 1
     return tables
+
+
+def make_config(preset: str, layers: int) -> Any:
+    config = preset_config(preset, vocab_size=VOCABULARY)
+    return change_layer_count(config, layers) if layers else config
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of as many words as the model has embeddings: rows here are ids already."""
+    words = Tokenizer(WordLevel({f"word{i}": i for i in range(VOCABULARY)}, unk_token="word2"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0", eos_token="word1", unk_token="word2")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench.begun import open_record
+from bench.begun import open_record, peak_bytes, seconds_now, start_peak, write_page
 from transformers import AutoModelForCausalLM
 
-from longspan.bench.benches import origin_text, write_record
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
 
@@ -55,10 +53,7 @@ def main() -> None:
         from tests.verl import workers  # noqa: F401  tells verl of CPUs
     record = measure(options, "cuda" if gpu else "cpu")
     if dist.get_rank() == 0:
-        text = markdown(record)
-        print(text)
-        if options.out:
-            write_record(record, options.out, f"{text}\n\n{origin_text(record)}\n")
+        write_page(record, options.out, "An update of verl's actor", markdown(record))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -83,7 +78,6 @@ def rollout_lengths(samples: int, longest: int) -> list[tuple[int, int]]:
 
 
 def make_batch(lengths: list[tuple[int, int]], vocabulary: int, **entries: Any) -> Any:
-    """A mini-batch as verl's trainer sends it."""
     from verl.utils import tensordict_utils as tu
 
     g = torch.Generator().manual_seed(1)
@@ -109,7 +103,6 @@ def make_batch(lengths: list[tuple[int, int]], vocabulary: int, **entries: Any) 
 
 
 def measure(options: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Return the record of all ways, one after another with one worker."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import ActorConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
@@ -141,12 +134,11 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, Any]:
         worker.engine.engine_config = dataclasses.replace(worker.engine.engine_config, **settings)
         row: dict[str, Any] = {"way": way}
         for _ in range(2):  # the first makes graphs
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            start_peak()
             row["log_prob_seconds"] = timed(lambda: worker.infer_batch(batch(compute_loss=False)))
             row["update_seconds"] = timed(lambda: worker.train_batch(batch(update_lr_scheduler=True)))
         row["tokens_per_second_per_gpu"] = tokens / row["update_seconds"] / ranks
-        row["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        row["peak_bytes"] = peak_bytes()
         record["rows"].append(row)
     record["away_seconds"] = timed(lambda: worker.to("cpu"))
     record["away_bytes"] = torch.cuda.memory_allocated() if device == "cuda" else 0
@@ -158,12 +150,11 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, Any]:
 def timed(call: Callable[[], Any]) -> float:
     """Return the seconds of a call that all ranks enter."""
     dist.barrier()
-    started = time.perf_counter()
+    started = seconds_now()
     call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    seconds_now()
     dist.barrier()
-    return time.perf_counter() - started
+    return seconds_now() - started
 
 
 def markdown(record: dict[str, Any]) -> str:

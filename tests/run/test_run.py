@@ -303,7 +303,8 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
         (
             ended,
             ConfigError,
-            r"has come to its end at step 4 .*: optimizer.lr was 0.006 and is 0.5 now; optimizer.weight_decay .*raise",
+            r"has come to its end at step 4 .*: optimizer.lr was 0.006 and is 0.5 now; "
+            r"optimizer.weight_decay was .*raise",
         ),
         (fresh(checkpoint__resume="must"), CheckpointError, r"checkpoint.resume is 'must' and there is no checkpoint"),
         (fresh(model__path=str(tmp_path / "nowhere")), ModelError, r"no model folder .*nowhere"),

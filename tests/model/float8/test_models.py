@@ -178,8 +178,8 @@ def refusals(rank: int) -> tuple[str, str]:
 def test_what_cannot_be_in_float8_is_refused_on_every_rank() -> None:
     for words, of_tensor in run_ranks(refusals, 2):
         for part in (
-            'float8 is "rowwise" for Qwen3ForCausalLM, and needs a GPU of compute capability 8.9 or more, and this ',
-            "computes on a CPU; its other arithmetic must be in bfloat16, and is in float64",
+            'float8 is "rowwise" for Qwen3ForCausalLM, and needs a GPU of compute capability 8.9 or more, ',
+            "and this rank computes on a CPU; its other arithmetic must be in bfloat16, and is in float64",
             "that 16 divides: those of model.layers.0.mlp.gate_proj",
             " on each of 2 tensor-parallel ranks are (136, 192), ",
             "as of 5 more; leave float8 out",
