@@ -18,9 +18,8 @@ from longspan.comm.channel import Channel
 from longspan.errors import LayoutError
 from longspan.ssm import causal_conv, conv, linear_scan
 from longspan.ssm.chains import Chains
-from longspan.ssm.kernels import TORCH, Recurrence, choose_scan_kernel, describe_kernels
+from longspan.ssm.kernels import TORCH, describe_kernels, scan_kernel
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, choose_convolution
-from longspan.ssm.kernels.delta import kimi_unsupported_reason
 from longspan.ssm.kernels.scan import scan
 from longspan.testing import backend, run_ranks
 from tests.mutation import mutated
@@ -148,7 +147,7 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved() -> None:
     passes = {name: noting(name) for name in ("forward", "write_first_outputs", "arrived_gradients", "backward")}
     kernel = dataclasses.replace(TORCH_CONVOLUTION, **passes)
     x = torch.zeros(int(chains.lengths.sum()), 2, requires_grad=True)
-    out = conv._CausalConv.apply((chains,), kernel, True, x, torch.ones(2, 4))  # pyright: ignore
+    out = conv._CausalConv.apply((chains,), kernel, True, x, torch.ones(2, 4), None)  # pyright: ignore
     assert noted == ["sent", "forward", "arrived", "write_first_outputs"]
     noted.clear()
     out.sum().backward()  # pyright: ignore
@@ -269,12 +268,7 @@ def _one(rank: int) -> dict[tuple[str, ...], float]:
 
 def test_torch_takes_what_no_other_kernel_can() -> None:
     cpu = torch.device("cpu")
-    call = Recurrence(torch.bfloat16, cpu, 16, 16, delta=False, by_channel=False)
-    assert choose_scan_kernel(call) is TORCH and choose_scan_kernel(call._replace(delta=True)) is TORCH
+    v = torch.zeros(3, 2, 16, dtype=torch.bfloat16)
+    assert all(scan_kernel(v, 16, delta=delta) is TORCH for delta in (False, True))
     assert choose_convolution(torch.zeros(3, 8, dtype=torch.bfloat16)).name == "torch"
     assert describe_kernels(torch.bfloat16, cpu) == "torch's operations"
-    lacks = (
-        kimi_unsupported_reason(call._replace(delta=True)),
-        kimi_unsupported_reason(call._replace(by_channel=True)),
-    )
-    assert lacks == ("a delta rule of a decay for each key number",) * 2

@@ -113,12 +113,12 @@ GROUPS: dict[str, dict[str, KnownError]] = {
     },
     "Attention": {
         "gradients of ring attention": KnownError(RING, "attention.ring", "add(owner, addends)", "add(owner, [])"),
-        "sinks swallowed": KnownError(SINKS, "model.seams.attention_calls", '"sinks": s_aux,', '"sinks": None,'),
+        "sinks swallowed": KnownError(SINKS, "model.seams.attention_calls", "sinks=s_aux,", "sinks=None,"),
         "windows dropped": KnownError(
             checks.step("MistralConfig", sliding_window=5),
             "model.seams.attention_calls",
-            '"window": sliding_window,\n        "chunk": chunk_size(module),',
-            '"window": None,\n        "chunk": chunk_size(module),',
+            "window=sliding_window,\n        chunk=chunk_size(module),",
+            "window=None,\n        chunk=chunk_size(module),",
         ),
         "the last token of an odd length": KnownError(
             checks.attention((7, 3, 1), True, False),
@@ -162,8 +162,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "weights of norms without their offset": KnownError(
             checks.norm_formulas,
             "model.seams.norms",
-            "for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)",
-            "for f in (_PLAIN, NormFormula(offset=1.0))",
+            "for formula in formulas if _computes_formula(norm, formula)",
+            "for formula in formulas",
         ),
         "losses of later tokens divided by the degree": KnownError(
             checks.depths(),

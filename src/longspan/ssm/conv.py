@@ -143,7 +143,7 @@ def causal_conv(
     if kernel.name == "torch" and len({y.dtype for y in (x, *parameters)}) > 1:
         dtypes = ", ".join(str(y.dtype).removeprefix("torch.") for y in (x, *parameters))
         raise LayoutError(f"causal_conv got x, weight and bias of {dtypes}; torch's convolution needs one dtype")
-    return _CausalConv.apply(shard_chains(shard), kernel, silu, x, *parameters)  # pyright: ignore[reportReturnType]
+    return _CausalConv.apply(shard_chains(shard), kernel, silu, x, weight, bias)  # pyright: ignore[reportReturnType]
 
 
 def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
@@ -168,31 +168,34 @@ class _CausalConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, chains: tuple[Chains, ...], kernel: ConvolutionKernel, silu: bool, x: Tensor, *parameters: Tensor
+        ctx: Any,
+        chains: tuple[Chains, ...],
+        kernel: ConvolutionKernel,
+        silu: bool,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
-        width = convolution.weight.shape[1] - 1
+        convolution = Convolution(weight, bias, silu)
+        width = weight.shape[1] - 1
         rows = [x[part_chains.part.start : part_chains.part.stop] for part_chains in chains]
         handles = [_send_halo(x_part, part_chains, width) for x_part, part_chains in zip(rows, chains, strict=True)]
         outs = list[Tensor]()
         arrived = list[Tensor]()
         for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
             halo = find_halo(part_chains, width)
-            y = (
-                kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated)
-                if len(x_part)
-                else x_part
-            )
+            y = x_part
+            if len(x_part):
+                y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated)
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(arrived_rows):
                 kernel.write_first_outputs(y, x_part, arrived_rows, convolution, halo.first)
             outs.append(y)
             arrived.append(arrived_rows)
-        ctx.save_for_backward(x, *parameters, *arrived)
+        ctx.save_for_backward(x, weight, bias, *arrived)
         ctx.chains = chains
         ctx.kernel = kernel
         ctx.silu = silu
-        ctx.parameter_count = len(parameters)
         return join_part_rows(outs, x)
 
     @staticmethod
@@ -202,11 +205,9 @@ class _CausalConv(torch.autograd.Function):
         arrive here are added to the rows that were sent. Parts go in reverse, as in every backward pass: all members
         meet in one order.
         """
-        x, *saved = ctx.saved_tensors
-        parameters = saved[: ctx.parameter_count]
-        arrived = saved[ctx.parameter_count :]
-        convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
-        width = convolution.weight.shape[1] - 1
+        x, weight, bias, *arrived = ctx.saved_tensors
+        convolution = Convolution(weight, bias, ctx.silu)
+        width = weight.shape[1] - 1
         parts = list[_ConvPart]()
         for part_chains, arrived_rows in reversed(list(zip(ctx.chains, arrived, strict=True))):
             rows = slice(part_chains.part.start, part_chains.part.stop)
@@ -216,12 +217,9 @@ class _CausalConv(torch.autograd.Function):
         for part, gradients_of_part, handle in zip(parts, part_gradients, handles, strict=True):
             if handle is not None:
                 gradients_of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())
-        parameter_gradients = [
-            _sum_gradients([gradients_of_part[1 + i] for gradients_of_part in part_gradients])
-            for i in range(ctx.parameter_count)
-        ]
-        dx = join_part_rows([gradients_of_part[0] for gradients_of_part in reversed(part_gradients)], x)
-        return None, None, None, dx, *parameter_gradients
+        dxs, dweights, dbiases = zip(*part_gradients, strict=True) if part_gradients else ((), (), ())
+        dx = join_part_rows(dxs[::-1], x)
+        return None, None, None, dx, _sum_gradients(dweights), _sum_gradients(dbiases)
 
 
 class _ConvPart(NamedTuple):

@@ -21,7 +21,7 @@ from longspan.comm.shard import break_graphs_around
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, shard_chains
-from longspan.ssm.kernels import TORCH, Inputs, Recurrence, ScanKernel, choose_scan_kernel
+from longspan.ssm.kernels import TORCH, Inputs, ScanKernel, scan_kernel
 from longspan.ssm.kernels.call import (
     Forward,
     SavedScan,
@@ -213,16 +213,6 @@ def linear_scan(
         None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
     ]
     return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def scan_kernel(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False) -> ScanKernel:
-    """Return the kernel that `linear_scan` takes for values like v (T, H, V).
-
-    `delta`: whether there is a beta; `by_channel`: whether each key number has a decay of its own.
-    """
-    return choose_scan_kernel(
-        Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel)
-    )
 
 
 def check_is_shard(caller: str, shard: object) -> None:

@@ -157,8 +157,8 @@ MUTATIONS: dict[str, tuple[str, str, str, str, str]] = {  # home, family, module
         PARTS, "glm4_moe", "model.tensor_parallel.tensor_parallel", "copy_input if whole", "copy_input if False",
     ),
     "an attention's whole inputs": (
-        "tp 2", "minimax_m2", "model.tensor_parallel.styles", "enter=partial(tp_split, world_key=world.key, dim=-1)",
-        "enter=lambda x: x.chunk(world.home.tp, -1)[0]",
+        "tp 2", "minimax_m2", "model.tensor_parallel.styles", "partial(tp_split, world_key=key, dim=-1) if whole",
+        "(lambda x: x.chunk(world.home.tp, -1)[0]) if whole",
     ),
 }  # fmt: skip
 

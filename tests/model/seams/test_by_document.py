@@ -164,7 +164,7 @@ def test_chunked_layers_without_a_size_and_temperature_of_another_formula_are_re
     del model.model.layers[1].self_attn.floor_scale
     with pytest.raises(ModelError, match=r"model.layers.1.self_attn scales queries .* without floor_scale"):
         refuse_unsupported_model(model)
-    calls = [RecordedCall(layer.self_attn, True, None, False, ()) for layer in model.model.layers]
+    calls = [RecordedCall(layer.self_attn, True, None, ()) for layer in model.model.layers]
     with pytest.raises(
         ModelError, match=r"layers.0.self_attn is a chunked_attention layer, and its config has no atten"
     ):

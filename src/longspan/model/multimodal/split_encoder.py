@@ -14,13 +14,10 @@ from torch import nn
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.exactness.split_trial import SplitTrial
-from longspan.model.kinds import base_module, is_adapted, peft_modules
+from longspan.model.kinds import base_module, peft_modules
 from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE, check_divided_sizes
 from longspan.model.tensor_parallel.styles import (
-    split_adapted_linear,
-    split_columns,
-    split_query_key_value,
-    split_rows,
+    split_linear,
     sum_input_gradients,
     sum_partial_gradients,
     wrap_forward,
@@ -281,15 +278,8 @@ def split_encoder(
 
 def _split_linears(part: SplitModule, world: World) -> None:
     for name, style in part.styles.items():
-        linear: Any = part.module.get_submodule(name)
-        if is_adapted(linear):
-            split_adapted_linear(linear, style, world, sequence_parallel=False)
-        elif style == ROWWISE:
-            split_rows(linear, world, sequence_parallel=False)
-        elif style == QKV:
-            split_query_key_value(linear, world, part.widths)
-        else:
-            split_columns(linear, world)
+        linear = part.module.get_submodule(name)
+        split_linear(linear, style, world, widths=part.widths)
         if part.several and style != ROWWISE:
             sum_input_gradients(linear, world)
 

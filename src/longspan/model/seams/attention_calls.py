@@ -22,6 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.layers import (
     architecture_name,
     decoder_layers,
+    decoder_model,
     layers_and_mtp_blocks,
     mtp_blocks,
     reads_other_modalities,
@@ -88,8 +89,9 @@ def running_layer() -> RunningLayer:
 
 
 def hook_layer_arguments(model: PreTrainedModel) -> None:
-    """Let attention in decoder layers look up what its layer, or the model, was called with, from here on."""
-    for layer in (model, *layers_and_mtp_blocks(model).values()):
+    """Let attention in decoder layers look up what its layer, or a model around it, was called with, from here on."""
+    # A pipeline stage calls the model inside alone.
+    for layer in dict.fromkeys((model, decoder_model(model), *layers_and_mtp_blocks(model).values())):
         layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
         layer.register_forward_hook(_forget_arguments, always_call=True)
     for module in model.modules():
@@ -118,15 +120,12 @@ def wrap_to_note_arguments(run: Callable[..., Any]) -> Callable[..., Any]:
 
     Without a shard among them those of the layer around it are noted, and outside of one nothing is wrapped.
     """
-    keywords: Mapping[str, Any] = getattr(run, "keywords", {})
-    if "shard" not in keywords:
-        keywords = _running.get()._asdict()
-    if keywords.get("shard") is None:
+    arguments = _arguments_to_note(getattr(run, "keywords", {}))
+    if arguments.shard is None:
         return run
 
     def run_and_note(*args: Any) -> Any:
-        kernel, router = keywords.get("attention_kernel"), keywords.get("router")
-        token = _running.set(RunningLayer(None, keywords["shard"], kernel, router))
+        token = _running.set(arguments)
         try:
             return run(*args)
         finally:  # torch ends a recomputation by an exception once it has the tensors that it needs
@@ -135,14 +134,14 @@ def wrap_to_note_arguments(run: Callable[..., Any]) -> Callable[..., Any]:
     return run_and_note
 
 
+def _arguments_to_note(keywords: Mapping[str, Any]) -> RunningLayer:
+    if keywords.get("shard") is None:  # the model does not hand keyword arguments on to its layers
+        return _running.get()._replace(layer=None, outer=None)
+    return RunningLayer(None, keywords["shard"], keywords.get("attention_kernel"), keywords.get("router"))
+
+
 def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    outer = _running.get()
-    shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
-    if shard is None:  # the model does not hand keyword arguments on to its layers
-        shard = outer.shard
-        kernel = outer.attention_kernel
-        router = outer.router
-    _running.set(RunningLayer(layer, shard, kernel, router, outer))
+    _running.set(_arguments_to_note(kwargs)._replace(layer=layer, outer=_running.get()))
 
 
 def _forget_arguments(layer: nn.Module, *_: Any) -> None:
@@ -162,7 +161,6 @@ class RecordedCall:
     module: nn.Module
     causal: bool
     softcap: float | None
-    sinks: bool
     unknown: tuple[str, ...]
     head_dim: int = 0
     value_dim: int = 0
@@ -205,15 +203,9 @@ def chunk_size(module: nn.Module) -> int | None:
     """Return how many positions each chunk of this attention module's layer has; None for a layer without chunks."""
     config = getattr(module, "config", None)
     layer = getattr(module, "layer_idx", None)
-    types = getattr(config, "layer_types", None)
-    if (
-        not types
-        or not isinstance(layer, int)
-        or not 0 <= layer < len(types)
-        or types[layer] != "chunked_attention"
-    ):
-        return None
-    return getattr(config, "attention_chunk_size", None)
+    types = getattr(config, "layer_types", None) or ()
+    in_chunks = isinstance(layer, int) and 0 <= layer < len(types) and types[layer] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if in_chunks else None
 
 
 IMPLEMENTATION = "longspan"
@@ -257,7 +249,7 @@ def sharded_attention(
         ignored = {"position_ids", "cache_position"}
         unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
         limits = {"window": sliding_window, "chunk": chunk_size(module), "indexed": indices is not None}
-        shard.calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
+        shard.calls.append(RecordedCall(module, causal, softcap, unknown, *sizes, **limits))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     name = type(module).__name__
     rows = find_one_row_shard(name, shard, query.shape[0], query.shape[2])
@@ -275,17 +267,21 @@ def sharded_attention(
 
         query = fold_queries(module, query)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
-    mask = {
-        "causal": causal,
-        "window": sliding_window,
-        "chunk": chunk_size(module),
-        "sinks": s_aux,
-        "softcap": softcap,
-    }
-    first_head = _first_head_index(module, q.shape[1], rows) if dropout else 0
-    mask["indices"] = None if indices is None or not indices.shape[-1] else indices.squeeze(0)
-    layer = {"layer": getattr(module, "layer_idx", None), "kernel": attention_kernel, "first_head": first_head}
-    out = attend(q, k, v, rows, scale=scaling, dropout=dropout, latents=latents, **layer, **mask)
+    out = attend(
+        *(q, k, v, rows),
+        causal=causal,
+        window=sliding_window,
+        chunk=chunk_size(module),
+        sinks=s_aux,
+        indices=None if indices is None or not indices.shape[-1] else indices.squeeze(0),
+        latents=latents,
+        softcap=softcap,
+        scale=scaling,
+        dropout=dropout,
+        first_head=_first_head_index(module, q.shape[1], rows) if dropout else 0,
+        layer=getattr(module, "layer_idx", None),
+        kernel=attention_kernel,
+    )
     if latents:
         from longspan.model.seams.latents import unfold_values
 

@@ -66,8 +66,7 @@ class IndexerFeature(Feature):
     """Indexers over the shard, and latents in place of the keys that they choose."""
 
     def connect(self, model: PreTrainedModel) -> None:
-        if find_indexers(model):
-            shard_indexers(model)
+        shard_indexers(model)
 
     def convert(self, model: PreTrainedModel) -> None:
         dtype = self.options.sharding(self.world).dtype_of(model)

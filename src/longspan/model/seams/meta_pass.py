@@ -154,14 +154,13 @@ def _record_mode(
                     module.eval()
             run_on_meta(model, probe)
     except Exception as error:  # whatever its forward raises there
-        if not judged:
-            return tuple(probe.calls), _draw_words(draws)
-        raise ModelError(
-            f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
-            f"device raised {type(error).__name__}: {error}; a forward must hand keyword arguments down to its decoder "
-            "layers, make tensors where its inputs are (device=x.device), and depend on no values of tensors"
-            f"{doctor_hint(model)}"
-        ) from error
+        if judged:
+            raise ModelError(
+                f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the "
+                f"meta device raised {type(error).__name__}: {error}; a forward must hand keyword arguments down to "
+                "its decoder layers, make tensors where its inputs are (device=x.device), and depend on no values of "
+                f"tensors{doctor_hint(model)}"
+            ) from error
     if judged:
         check_attention_calls(model, tuple(probe.calls))
     return tuple(probe.calls), _draw_words(draws)
@@ -274,7 +273,7 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
         if index < len(types) and types[index] in ROWWISE_LAYER_TYPES:
             continue
-        if not _reaches_attention(layer, reached):
+        if reached.isdisjoint(map(id, layer.modules())):
             children = [
                 f"{name}.{n}" for n, part in layer.named_modules() if n and "att" in type(part).__name__.lower()
             ]
@@ -283,7 +282,7 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
             bypassing += [
                 f"{name}.{n}"
                 for n, part in layer.named_modules()
-                if n and type(part).__name__.endswith("Attention") and not _reaches_attention(part, reached)
+                if n and type(part).__name__.endswith("Attention") and reached.isdisjoint(map(id, part.modules()))
             ]
     if bypassing:
         class_names = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
@@ -293,10 +292,6 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
             "the interface (Qwen3, Llama, …)"
             f"{doctor_hint(model)}"
         )
-
-
-def _reaches_attention(module: nn.Module, reached: set[int]) -> bool:
-    return any(id(inner) in reached for inner in module.modules())
 
 
 def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:

@@ -69,21 +69,10 @@ class _OnePass(torch.autograd.Function):
         gates = None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
-        block = _Block.from_sizes(len(rows), rows.shape[1] // formula.groups)
-        arguments = (
-            rows,
-            gates,
-            weight,
-            out,
-            inverse,
-            len(rows),
-            block.width,
-            rows.stride(0),
-            _row_stride(gates),
-            eps,
-        )
-        _norm_kernels().norm_rows_kernel[block.count, formula.groups](
-            *arguments, **_kernel_constants(formula, block)
+        width, blocks, constants = _launch_sizes(rows, formula)
+        _norm_kernels().norm_rows_kernel[blocks, formula.groups](
+            *(rows, gates, weight, out, inverse, len(rows), width, rows.stride(0), _row_stride(gates), eps),
+            **constants,
         )
         ctx.save_for_backward(x, weight, gate, inverse)
         ctx.formula = formula
@@ -99,40 +88,37 @@ class _OnePass(torch.autograd.Function):
         dout = _flatten_rows(gradients[0])
         dx = rows.new_empty(rows.shape)
         dgate = None if gates is None else gates.new_empty(gates.shape)
-        block = _Block.from_sizes(len(rows), rows.shape[1] // formula.groups)
-        programs = min(block.count, _PROGRAMS)
+        width, blocks, constants = _launch_sizes(rows, formula)
+        programs = min(blocks, _PROGRAMS)
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
-        strides = (rows.stride(0), _row_stride(gates), dout.stride(0))
-        arguments = (rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), block.width, *strides)
         _norm_kernels().norm_rows_backward_kernel[programs, formula.groups](
-            *arguments, **_kernel_constants(formula, block)
+            *(rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), width),
+            *(rows.stride(0), _row_stride(gates), dout.stride(0)),
+            **constants,
         )
         dweight = parts.sum(0).to(weight.dtype).view(weight.shape)
         return dx.view(x.shape), dweight, None if dgate is None else dgate.view(ctx.gate_shape), None, None
 
 
-@dataclass(frozen=True)
-class _Block:
-    """What a program has at a time: `rows` rows of one group of `width` features, in `columns`, a power of two."""
+def _launch_sizes(rows: Tensor, formula: NormFormula) -> tuple[int, int, dict[str, Any]]:
+    """The features of a group, the number of blocks of rows, and the kernel's constants.
 
-    rows: int
-    width: int
-    columns: int
-    count: int
-
-    @classmethod
-    def from_sizes(cls, rows: int, width: int) -> "_Block":
-        columns = max(16, 1 << (width - 1).bit_length())
-        at_once = max(1, _TILE // 2 // columns)
-        return cls(at_once, width, columns, -(-rows // at_once))
-
-
-def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
-    sizes = {"ROWS": block.rows, "COLUMNS": block.columns, "GROUPS": formula.groups, "OFFSET": formula.offset}
-    kinds = {"GATE_FIRST": formula.gate == "first", "GATE_LAST": formula.gate == "last"}
-    # four warps for every _TILE features
-    warps = 4 * max(1, block.rows * block.columns // _TILE)
-    return {**sizes, **kinds, "SILU": formula.activation == "silu", "num_warps": min(16, warps)}
+    A program has some rows of one group at a time, in a power of two of columns; four warps for every _TILE features.
+    """
+    width = rows.shape[1] // formula.groups
+    columns = max(16, 1 << (width - 1).bit_length())
+    at_once = max(1, _TILE // 2 // columns)
+    constants = {
+        "ROWS": at_once,
+        "COLUMNS": columns,
+        "GROUPS": formula.groups,
+        "OFFSET": formula.offset,
+        "GATE_FIRST": formula.gate == "first",
+        "GATE_LAST": formula.gate == "last",
+        "SILU": formula.activation == "silu",
+        "num_warps": min(16, 4 * max(1, at_once * columns // _TILE)),
+    }
+    return width, -(-len(rows) // at_once), constants
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
@@ -265,11 +251,11 @@ def _norm_kind(norm: nn.Module) -> Hashable:
 
 
 def _find_formula(norm: nn.Module) -> NormFormula | None:
-    if not type(norm).__name__.endswith("Gated"):
-        return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)), None)
-    variants = product(("first", "last"), ("silu", "sigmoid"))
-    gated = (NormFormula(groups=count_groups(norm), gate=gate, activation=act) for gate, act in variants)
-    return next((formula for formula in gated if _computes_formula(norm, formula)), None)
+    formulas = [_PLAIN, NormFormula(offset=1.0)]
+    if type(norm).__name__.endswith("Gated"):
+        variants = product(("first", "last"), ("silu", "sigmoid"))
+        formulas = [NormFormula(groups=count_groups(norm), gate=gate, activation=act) for gate, act in variants]
+    return next((formula for formula in formulas if _computes_formula(norm, formula)), None)
 
 
 @torch.no_grad()

@@ -52,19 +52,20 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
         )
     config = deepcopy(config)
     limit = position_limit(config)
-    rope = _shared_rope_parameters(config)
-    if limit is None or rope is None:
+    parameters = getattr(config, "rope_parameters", None)
+    is_shared = isinstance(parameters, dict) and not any(isinstance(x, dict) for x in parameters.values())
+    if limit is None or not is_shared:
         raise ModelError(
             f"{name} cannot be scaled by rope {kind!r}: its configuration has no max_position_embeddings and one "
             "rope_parameters for all layers; train on shorter documents (data.max_document_tokens)"
         )
-    if (old_type := rope.get("rope_type", "default")) != "default":
+    if (old_type := parameters.get("rope_type", parameters.get("type", "default"))) != "default":
         raise ModelError(
             f"{name} has a rope scaling of its own ({old_type!r}, for documents of up to {limit} tokens), and a second "
             f"one, {kind!r}, cannot be put on it; leave model.rope_scaling empty, or edit its rope_parameters"
         )
     # without "type", the older name of "rope_type"
-    scaled = {key: value for key, value in rope.items() if key != "type"} | {
+    scaled = {key: value for key, value in parameters.items() if key != "type"} | {
         "rope_type": kind,
         "factor": float(factor),
     }
@@ -85,25 +86,14 @@ def rope_types(rope: Any) -> set[str]:
     return {str(rope[key]) for key in ("rope_type", "type") if key in rope}.union(*nested)
 
 
-def _shared_rope_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
-    parameters = getattr(config, "rope_parameters", None)
-    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
-        return None
-    return {**parameters, "rope_type": parameters.get("rope_type", parameters.get("type", "default"))}
-
-
-_CALL = "_shard_of_call"
-
-
 def choose_frequencies_by_document(model: nn.Module) -> None:
-    """Have every rotary module whose frequencies depend on a length see every document by itself."""
-    for parent in model.modules():
-        rotary_modules = [child for child in parent.children() if length_dependent_types(child)]
-        for rotary in rotary_modules:
-            rotary.forward = MethodType(_rotary_forward, rotary)
-        if rotary_modules:
-            parent.register_forward_pre_hook(_note_shard, with_kwargs=True)
-            parent.register_forward_hook(_forget_shard, always_call=True)
+    """Have every rotary module whose frequencies depend on a length see every document by itself.
+
+    It looks up the shard with which the model or layer around it runs.
+    """
+    for module in model.modules():
+        if length_dependent_types(module):
+            module.forward = MethodType(_rotary_forward, module)
 
 
 def length_dependent_types(rotary: nn.Module) -> set[str]:
@@ -118,20 +108,9 @@ def depends_on_length(kind: str) -> bool:
     return "dynamic" in kind or kind == "longrope"
 
 
-def _note_shard(parent: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    for child in parent.children():
-        if length_dependent_types(child):
-            child.__dict__[_CALL] = kwargs.get("shard")
-
-
-def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
-    for child in parent.children():
-        child.__dict__.pop(_CALL, None)
-
-
 def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """For position_ids (1, T), each row by its own document's length; a probe gets the module's first frequencies."""
-    shard = rotary.__dict__.get(_CALL) or running_layer().shard  # a layer may keep keyword arguments to itself
+    shard = running_layer().shard
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not depends_on_length(kind):
         fresh_rotary: Any = _copy_fresh_rotary(rotary)

@@ -39,6 +39,7 @@ class OutputHead:
 
     def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
         self._model = model
+        self._embedding: Any = model.get_output_embeddings()
         self._forward = forward
         # Some forwards count the rows of what they are given: Gemma 4 does.
         self._takes_rows = "inputs_embeds" in signature(forward).parameters
@@ -46,12 +47,12 @@ class OutputHead:
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """What logits depend on besides hidden states; under FSDP2 the gathered ones, inside the model's forward."""
-        return tuple(p for p in _output_embedding(self._model).parameters() if p.requires_grad)
+        return tuple(p for p in self._embedding.parameters() if p.requires_grad)
 
     @property
     def vocabulary(self) -> int:
         """Columns of the logits that are formed here."""
-        return _output_embedding(self._model).weight.shape[0]
+        return self._embedding.weight.shape[0]
 
     @property
     def makes_scores(self) -> bool:
@@ -61,10 +62,6 @@ class OutputHead:
         x = hidden.unsqueeze(0)
         rows = {"inputs_embeds": x} if self._takes_rows else {}
         return self._forward(_ModelAfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
-
-
-def _output_embedding(model: PreTrainedModel) -> Any:
-    return model.get_output_embeddings()
 
 
 def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
@@ -147,7 +144,8 @@ def _try_row_loss(model: PreTrainedModel) -> None:
         from longspan.model.mtp import refuse_bypassing_mtp
 
         refuse_bypassing_mtp(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
-    shape = (2, _output_embedding(model).weight.shape[0])
+    head: Any = model.get_output_embeddings()
+    shape = (2, head.weight.shape[0])
     if tuple(output.shape) != shape or not output.requires_grad:
         raise ModelError(
             f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(output.shape)}, not {shape}"
@@ -270,7 +268,8 @@ def _parameters_beside_head(model: PreTrainedModel, logits: Tensor, rows: Tensor
         seen.add(node)
         leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
         nodes += [below for below, _ in node.next_functions]
-    others = leaves - {id(rows), *map(id, _output_embedding(model).parameters())}
+    head: Any = model.get_output_embeddings()
+    others = leaves - {id(rows), *map(id, head.parameters())}
     return [name for name, parameter in model.named_parameters() if id(parameter) in others]
 
 

@@ -26,9 +26,8 @@ from longspan.comm.tp_collectives import (
     tp_sum,
     tp_sum_split,
 )
-from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter
-from longspan.model.kinds import has_trained_copy, is_adapted, peft_modules
+from longspan.model.kinds import base_module, has_trained_copy, is_adapted, peft_modules
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     GATHERED,
@@ -141,36 +140,19 @@ def split_columns(linear: nn.Linear, world: World) -> None:
     wrap_forward(linear, views=dict.fromkeys(names, local_tensor))
 
 
-def split_query_key_value(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
-    """Split, as `split_columns`, one linear of queries, keys and values, with `widths` outputs each, or a third each.
+def split_query_key_value(linear: nn.Linear, world: World, widths: tuple[int, ...]) -> None:
+    """Split, as `split_columns`, one linear of queries, keys and values, with `widths` outputs each.
 
     Parameters stay whole, for checkpoints; gradients are zero outside of a rank's rows, and are summed.
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    part_widths = tuple(widths) or (linear.out_features // 3,) * 3
-    wrap_forward(
-        linear, views=dict.fromkeys(names, partial(_query_key_value_rows, key=world.key, widths=part_widths))
-    )
+    rows = partial(_query_key_value_rows, key=world.key, widths=widths)
+    wrap_forward(linear, views=dict.fromkeys(names, rows))
 
 
 def _query_key_value_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
     index, degree = tp_index_and_degree(key)
     return torch.cat([part.chunk(degree)[index] for part in tp_copy_parameter(x, key).split(widths)])
-
-
-def split_and_gather_columns(linear: nn.Linear, world: World) -> None:
-    """Split as `split_columns`, and give every rank all outputs; gradients of output and input are identical."""
-    split_columns(linear, world)
-    gather_outputs(linear, world.key)
-
-
-def gather_outputs(module: nn.Module, key: int) -> None:
-    """Give every rank all outputs of a module that makes slices of them from the whole input."""
-    wrap_forward(
-        module,
-        enter=partial(tp_copy, world_key=key),
-        leave=partial(tp_gather, world_key=key, dim=-1, gradient="identical"),
-    )
 
 
 def sum_input_gradients(module: nn.Module, world: World) -> None:
@@ -186,21 +168,6 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
         return inner(*tree_map(copy_input, args), **tree_map(copy_input, kwargs))
 
     module.forward = forward
-
-
-def split_rows(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None:
-    """Let each rank take its slice of the inputs.
-
-    Outputs are summed over tp, and the bias is added once, to the sum.
-    """
-    slice_inputs(linear, world)
-    wrap_forward(linear, leave=make_output_sum(linear, world.key, sequence_parallel=sequence_parallel))
-
-
-def split_whole_inputs(linear: nn.Linear, world: World) -> None:
-    """Split as `split_rows`, with inputs that every rank has whole, for example after a norm over all heads."""
-    split_rows(linear, world, sequence_parallel=False)  # its block is not split, and returns all rows
-    wrap_forward(linear, enter=partial(tp_split, world_key=world.key, dim=-1))
 
 
 def slice_inputs(linear: nn.Linear, world: World) -> None:
@@ -331,21 +298,27 @@ def _take_pieces(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Ten
     return torch.cat([pieces[i] for i in order], dim)
 
 
-ADAPTED = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)  # styles of linears with adapters
+LINEAR_STYLES = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)
 
 
-def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
-    """Split a linear with an adapter, and the adapter with it, by the style of the linear.
+def split_linear(
+    module: nn.Module, style: str, world: World, *, sequence_parallel: bool = False, widths: tuple[int, ...] = ()
+) -> None:
+    """Split a linear by its style, and an adapter with it.
 
-    `first` goes from the inputs to the adapter's rank, `second` to the outputs. Styles that split inputs cut the linear
-    and `first`, others the linear and `second`; the one that stays whole has a partial gradient, which is summed. With
-    PARTIAL_GRADIENT all three stay whole; SPLIT_INPUT is given whole inputs, GATHERED gives all outputs.
+    ROWWISE: each rank takes its slice of the inputs; outputs are summed over tp, and the bias is added once, to the
+    sum. SPLIT_INPUT is given whole inputs, for example after a norm over all heads. The others split outputs, GATHERED
+    gives all of them, with identical gradients of output and input; `widths` are of QKV.
+
+    Of an adapter `first` goes from the inputs to its rank, `second` to the outputs. Styles that split inputs cut the
+    linear and `first`, others the linear and `second`; the one that stays whole has a partial gradient, which is
+    summed. With PARTIAL_GRADIENT all three stay whole.
     """
     layer: Any = module
     key = world.key
-    base = layer.base_layer
-    first = layer.lora_A.values()
-    second = layer.lora_B.values()
+    base: Any = base_module(module)
+    first = layer.lora_A.values() if base is not module else ()
+    second = layer.lora_B.values() if base is not module else ()
     if style in (ROWWISE, SPLIT_INPUT):
         for linear in (base, *first):
             slice_inputs(linear, world)
@@ -363,21 +336,22 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
         if style == PACKED:
             split_packed_columns(linear, world)
         elif style == QKV:
-            split_query_key_value(linear, world)
+            split_query_key_value(linear, world, widths)
         else:
             split_columns(linear, world)
     if style in GATHERED:
-        gather_outputs(layer, key)
+        wrap_forward(
+            layer,
+            enter=partial(tp_copy, world_key=key),
+            leave=partial(tp_gather, world_key=key, dim=-1, gradient="identical"),
+        )
 
 
-def refuse_adapter_under_tp(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> None:
-    """Raise ModelError, with every reason, for an adapter that would not be exact under tensor parallelism."""
-    if reasons := [*_adapter_reasons(model, styled_modules)]:
-        raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
+def reasons_against_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
+    """Yield why an adapter would not be exact under tensor parallelism.
 
-
-def _adapter_reasons(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
-    """Each adapted linear needs a style; adapters of the embedding and of the head stay whole."""
+    Each adapted linear needs a style; adapters of the embedding and of the head stay whole.
+    """
     adapter = find_adapter(model)
     if adapter is None:
         return
@@ -397,5 +371,5 @@ def _adapter_reasons(model: PreTrainedModel, styled_modules: Sequence[StyledModu
     # split blocks; inside attention or an MLP that is split, its gradient would be partial.
     around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
     in_mixer = {name for name, outer in around.items() if all(styles.get(block) == MIXER for block in outer)}
-    if unplaced := [n for n in linears if not (styles[n] in ADAPTED if n in styles else n in in_mixer)]:
+    if unplaced := [n for n in linears if not (styles[n] in LINEAR_STYLES if n in styles else n in in_mixer)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"

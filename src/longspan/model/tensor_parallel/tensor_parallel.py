@@ -47,22 +47,17 @@ from longspan.model.tensor_parallel.plan import (
     tensors_of_part,
 )
 from longspan.model.tensor_parallel.styles import (
-    ADAPTED,
+    LINEAR_STYLES,
     ROWS,
     ReplacedAttributes,
     Transform,
     View,
-    refuse_adapter_under_tp,
+    reasons_against_adapter,
     shard_and_view_rows,
     slice_parameter,
-    split_adapted_linear,
-    split_and_gather_columns,
-    split_columns,
     split_expert_rows,
-    split_packed_columns,
-    split_rows,
+    split_linear,
     split_vocabulary,
-    split_whole_inputs,
     sum_partial_gradients,
     wrap_forward,
 )
@@ -167,11 +162,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     views: Views = {}
     for owner, attribute, view in _shard_and_view_parts(mixer, parts, world):
         views.setdefault(owner, {})[attribute] = view
-    output: Any = mixer.get_submodule(parts.output)
-    if is_adapted(output):
-        split_adapted_linear(output, ROWWISE, world, sequence_parallel=sequence_parallel)
-    else:
-        split_rows(output, world, sequence_parallel=sequence_parallel)
+    split_linear(mixer.get_submodule(parts.output), ROWWISE, world, sequence_parallel=sequence_parallel)
     _wrap_forward_with_views(mixer, views)
 
 
@@ -316,19 +307,15 @@ def refuse_sequence_parallel(model: PreTrainedModel) -> None:
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
     """Raise ModelError, before anything is changed, for a model that cannot be split over the world's tp."""
     tp = world.home.tp
-    if tp > 1:
-        _checked_styled_modules(model, tp, sequence_parallel=sequence_parallel)
-        if sequence_parallel:
-            refuse_sequence_parallel(model)
-    elif sequence_parallel:
+    if tp == 1 and sequence_parallel:
         raise ModelError(
             "sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out"
         )
-
-
-def _checked_styled_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
+    if tp == 1:
+        return
     styled_modules = list_styles(model)
-    refuse_adapter_under_tp(model, styled_modules)
+    if reasons := [*reasons_against_adapter(model, styled_modules)]:
+        raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
     check_divided_sizes(sizes_divided_by_tp(model, styled_modules), tp, type(model).__name__)
     for name, module, style, _ in styled_modules:
         if style == tp_style.MIXER:
@@ -336,9 +323,8 @@ def _checked_styled_modules(model: PreTrainedModel, tp: int, *, sequence_paralle
     refuse_unnamed_parameters(model, styled_modules)
     if sequence_parallel:
         for name, layer in layers_and_mtp_blocks(model).items():
-            single_and_full_row_modules(name, layer, styled_modules)  # here only to raise, as the next line
-        final_norm_name(model)
-    return styled_modules
+            single_and_full_row_modules(name, layer, styled_modules)  # here only to raise
+        refuse_sequence_parallel(model)
 
 
 def split_over_ranks(
@@ -348,7 +334,7 @@ def split_over_ranks(
 
     `sum_expert_gradients` is for parameters that nobody else shards over `world.meshes.expert`.
     """
-    styled_modules = _checked_styled_modules(model, world.home.tp, sequence_parallel=sequence_parallel)
+    styled_modules = list_styles(model)
     _ = world.meshes.tp  # made by all ranks together
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # (module, name of the parameter there), by parameter
     for module in model.modules():
@@ -365,23 +351,17 @@ def split_over_ranks(
     for name, module, style, parameter in styled_modules:
         # a block of experts gets and returns all rows
         in_parts = sequence_parallel and not name.startswith(mixtures)
-        if is_adapted(module) and style in ADAPTED and module is not head:
-            split_adapted_linear(module, style, world, sequence_parallel=in_parts)
-        elif style == tp_style.MIXER:
+        adapted = is_adapted(module) and module is not head
+        is_linear = isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED)
+        if style == tp_style.MIXER:
             split_mixer(name, module, world, sequence_parallel=in_parts)
-        elif style == tp_style.PARTIAL_GRADIENT:
+        elif style == tp_style.PARTIAL_GRADIENT and not adapted:
             sum_partial_gradients(module, world.key, parameter)
         elif style == tp_style.HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
-        elif isinstance(module, nn.Linear) and style == tp_style.ROWWISE:
-            split_rows(module, world, sequence_parallel=in_parts)
-        elif (
-            isinstance(module, nn.Linear)
-            and style in _SPLITS
-            and not (module is head and style in tp_style.GATHERED)
-        ):
-            _SPLITS[style](module, world)
+        elif style in LINEAR_STYLES and (adapted or is_linear):
+            split_linear(module, style, world, sequence_parallel=in_parts)
     for (first_module, name), *other_places in places.values():  # all that share one take the first one's slice
         for module, other_name in other_places:
             module.register_parameter(other_name, getattr(first_module, name))
@@ -397,14 +377,6 @@ def split_over_ranks(
             split_expert_rows(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:
         split_residuals(model, styled_modules, world)
-
-
-_SPLITS = {
-    tp_style.COLWISE: split_columns,
-    tp_style.PACKED: split_packed_columns,
-    tp_style.SPLIT_INPUT: split_whole_inputs,
-    **dict.fromkeys(tp_style.GATHERED, split_and_gather_columns),
-}
 
 
 def _split_head_and_embedding(
@@ -427,8 +399,8 @@ def _split_head_and_embedding(
     tp = world.home.tp
     head_fits = head is not None and head.weight.shape[0] % tp == 0
     embedding_fits = embedding is not None and embedding.weight.shape[0] % tp == 0
-    if head is not None and head_fits and styles.get(id(head)) in tp_style.GATHERED:
-        split_and_gather_columns(head, world)
+    if head is not None and head_fits and (style := styles.get(id(head))) in tp_style.GATHERED:
+        split_linear(head, style, world)
         if embedding is not None and tied:
             embedding.weight = head.weight
     if embedding is not None and embedding_fits and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:

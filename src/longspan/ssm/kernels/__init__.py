@@ -1,23 +1,28 @@
 """Kernels of linear recurrences over a rank's own runs of rows: the first that can is used."""
 
 import torch
+from torch import Tensor
 
 from longspan.ssm.kernels import decay, delta
-from longspan.ssm.kernels.call import Inputs, LocalRuns, Recurrence, ScanKernel
+from longspan.ssm.kernels.call import Inputs, LocalRuns, ScanKernel
 from longspan.ssm.kernels.packages import fla_unsupported_call_reason
 from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
-TORCH = ScanKernel("torch", lambda _: "", TorchForward, TorchBackward)
-_KERNELS = (
-    ScanKernel("fla", delta.delta_unsupported_reason, delta.DeltaForward, delta.DeltaBackward, half=True),
-    ScanKernel("fla", delta.kimi_unsupported_reason, delta.KimiForward, delta.KimiBackward, half=True),
-    ScanKernel("fla", decay.decay_unsupported_reason, decay.DecayForward, decay.DecayBackward, half=True),
-    TORCH,
-)
+TORCH = ScanKernel("torch", TorchForward, TorchBackward)
+_FLA_KERNELS = {  # by `delta` and `by_channel`
+    (True, False): ScanKernel("fla", delta.DeltaForward, delta.DeltaBackward, half=True),
+    (True, True): ScanKernel("fla", delta.KimiForward, delta.KimiBackward, half=True),
+    (False, False): ScanKernel("fla", decay.DecayForward, decay.DecayBackward, half=True),
+}
 
 
-def choose_scan_kernel(recurrence: Recurrence) -> ScanKernel:
-    return next(kernel for kernel in _KERNELS if not kernel.unsupported_reason(recurrence))
+def scan_kernel(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False) -> ScanKernel:
+    """Return the kernel that `linear_scan` takes for values like v (T, H, V).
+
+    `delta`: whether there is a beta; `by_channel`: whether each key number has a decay of its own.
+    """
+    unsupported = fla_unsupported_call_reason(v.dtype, v.device, key_size, v.shape[-1])
+    return TORCH if unsupported else _FLA_KERNELS.get((delta, by_channel), TORCH)
 
 
 def describe_kernels(dtype: torch.dtype, device: torch.device) -> str:
@@ -27,4 +32,4 @@ def describe_kernels(dtype: torch.dtype, device: torch.device) -> str:
     return f"torch's operations{faster}"
 
 
-__all__ = ["TORCH", "Inputs", "LocalRuns", "Recurrence", "ScanKernel", "choose_scan_kernel", "describe_kernels"]
+__all__ = ["TORCH", "Inputs", "LocalRuns", "ScanKernel", "describe_kernels", "scan_kernel"]

@@ -163,20 +163,6 @@ class Inputs(NamedTuple):
         return self.v.shape[1], self.k.shape[2], self.v.shape[2]
 
 
-class Recurrence(NamedTuple):
-    """The kind of a recurrence, by which a kernel is chosen: dtype and device of v, and sizes of a head.
-
-    `delta`: whether there is a term −β k kᵀ; `by_channel`: whether each key number has a decay of its own.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    key_size: int
-    value_size: int
-    delta: bool
-    by_channel: bool
-
-
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of states, of folds, and on the wire: float64 for float64, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -230,13 +216,12 @@ class SavedScan(NamedTuple):
 class ScanKernel:
     """A kernel by its name.
 
-    `unsupported_reason(recurrence)` returns what it would need and does not have, "" for nothing; `half` says whether
-    it takes q, k and v in half precision (otherwise they are cast to float32). `forward(inputs, runs, scale)` and
-    `backward(inputs, runs, scale, saved)` begin passes, in which q is multiplied by `scale`.
+    `half` says whether it takes q, k and v in half precision (otherwise they are cast to float32).
+    `forward(inputs, runs, scale)` and `backward(inputs, runs, scale, saved)` begin passes, in which q is multiplied by
+    `scale`.
     """
 
     name: str
-    unsupported_reason: Callable[[Recurrence], str]
     forward: Callable[[Inputs, LocalRuns, float], Forward]
     backward: Callable[[Inputs, LocalRuns, float, SavedScan], Backward]
     half: bool = False

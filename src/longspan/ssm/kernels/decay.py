@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, Recurrence, SavedScan, pick_rows
+from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, SavedScan, pick_rows
 from longspan.ssm.kernels.packages import (
     add_batch_dim,
     chunk_cumsum,
     fla_function,
-    fla_unsupported_call_reason,
     gradients_like_inputs,
     run_index_arguments,
     triton_kernel,
@@ -57,14 +56,6 @@ def scan_chunks(
         BACKWARDS=backwards,
     )
     return final
-
-
-def decay_unsupported_reason(recurrence: Recurrence) -> str:
-    if recurrence.delta:
-        return "a recurrence without a delta term"
-    return fla_unsupported_call_reason(
-        recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size
-    )
 
 
 class _Decays:

@@ -17,7 +17,6 @@ from longspan.ssm.kernels.call import (
     CHUNK,
     Inputs,
     LocalRuns,
-    Recurrence,
     SavedScan,
     map_states,
     pick_rows,
@@ -27,7 +26,6 @@ from longspan.ssm.kernels.packages import (
     add_batch_dim,
     chunk_cumsum,
     fla_function,
-    fla_unsupported_call_reason,
     gradients_like_inputs,
     run_index_arguments,
     triton_kernel,
@@ -297,14 +295,6 @@ class DeltaGradients:
         return self._initial_state_gradients
 
 
-def kimi_unsupported_reason(recurrence: Recurrence) -> str:
-    if not recurrence.delta or not recurrence.by_channel:
-        return "a delta rule of a decay for each key number"
-    return fla_unsupported_call_reason(
-        recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size
-    )
-
-
 class KimiForward:
     """A forward pass of Kimi's delta rule, with a decay for each key number; see `Forward`."""
 
@@ -378,14 +368,6 @@ class KimiBackward:
 
 
 _WY = "ops.gated_delta_rule.wy_fast"
-
-
-def delta_unsupported_reason(recurrence: Recurrence) -> str:
-    if not recurrence.delta or recurrence.by_channel:
-        return "a delta rule of one decay a head"
-    return fla_unsupported_call_reason(
-        recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size
-    )
 
 
 class DeltaForward:

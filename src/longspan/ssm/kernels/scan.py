@@ -165,19 +165,19 @@ def summaries(
     leaving_at, carrying_at = (
         to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying)
     )
-    zero = k.new_zeros((len(summed_runs), heads, size, width))
+    initial = k.new_zeros((len(summed_runs), heads, size, width))
+    transitions = k.new_zeros((0, heads, size, size))
     if beta is None:
         runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths[summed_runs]), k.device)
-        total = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, runs, g)
-        state = scan(None, k, v, g, None, zero, lengths[summed_runs])[1]
-        return state.index_select(0, leaving_at), total.exp().unsqueeze(-1).index_select(0, carrying_at)
-    if not len(carrying):
-        state = scan(None, k, v, g, beta, zero, lengths[summed_runs])[1]
-        return state.index_select(0, leaving_at), zero.new_zeros((0, heads, size, size))
-    unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(summed_runs), heads, size, size)
-    padded_v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
-    state = scan(None, k, padded_v, g, beta, torch.cat([zero, unit], -1), lengths[summed_runs])[1]
-    return state[..., :width].index_select(0, leaving_at), state[..., width:].index_select(0, carrying_at)
+        transitions = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, runs, g).exp().unsqueeze(-1)
+    elif len(carrying):
+        unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(summed_runs), heads, size, size)
+        initial = torch.cat([initial, unit], -1)
+        v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
+    state = scan(None, k, v, g, beta, initial, lengths[summed_runs])[1]
+    if beta is not None and len(carrying):
+        transitions = state[..., width:]
+    return state[..., :width].index_select(0, leaving_at), transitions.index_select(0, carrying_at)
 
 
 class TorchForward:
