@@ -53,8 +53,8 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
     config = deepcopy(config)
     limit = position_limit(config)
     parameters = getattr(config, "rope_parameters", None)
-    is_shared = isinstance(parameters, dict) and not any(isinstance(x, dict) for x in parameters.values())
-    if limit is None or not is_shared:
+    is_whole = isinstance(parameters, dict) and not any(isinstance(x, dict) for x in parameters.values())
+    if limit is None or parameters is None or not is_whole:
         raise ModelError(
             f"{name} cannot be scaled by rope {kind!r}: its configuration has no max_position_embeddings and one "
             "rope_parameters for all layers; train on shorter documents (data.max_document_tokens)"
