@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.execution import Execution
-from longspan.model.kinds import is_indexed, is_indexer, is_mixer, is_peft_module
+from longspan.model.kinds import STORED_FORMATS, is_indexed, is_indexer, is_mixer, is_peft_module
 from longspan.model.layers import MTP, SCORE_HEADS, expert_modules
 from longspan.model.options import PrepareOptions
 
@@ -116,6 +116,10 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
             "activation_checkpointing", "offload_activations", "checkpoint_policies", "segment_layers"
         ),
         "longspan.model.activations.recompute:RecomputationFeature",
+    ),
+    (
+        lambda call: call.options.sets("frozen") or STORED_FORMATS in vars(call.model),
+        "longspan.model.frozen.frozen_weights:FrozenFeature",
     ),
     (
         lambda call: call.world.home.ep > 1 or expert_modules(call.model),
