@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.execution import Execution
-from longspan.model.kinds import STORED_FORMATS, is_indexed, is_indexer, is_mixer, is_peft_module
+from longspan.model.kinds import is_indexed, is_indexer, is_mixer, is_peft_module
 from longspan.model.layers import MTP, SCORE_HEADS, expert_modules
 from longspan.model.options import PrepareOptions
 
@@ -118,7 +118,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
         "longspan.model.activations.recompute:RecomputationFeature",
     ),
     (
-        lambda call: call.options.sets("frozen") or STORED_FORMATS in vars(call.model),
+        lambda call: call.options.sets("frozen"),
         "longspan.model.frozen.frozen_weights:FrozenFeature",
     ),
     (

@@ -216,7 +216,6 @@ def keep_float8_weights(model: nn.Module) -> AbstractContextManager[None]:
     return import_module("longspan.model.float8.products").keep_quantised_weights(model)
 
 
-STORED_FORMATS = "stored_formats"  # of a model's frozen weights, by name, if its folder is quantised
 PACKED_WEIGHTS = "packed_weights"
 
 

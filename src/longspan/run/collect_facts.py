@@ -83,6 +83,7 @@ def _fact_lines(
     yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
     depths = f"{plural(mtp.num_layers, 'depth')} of multi-token prediction, loss weight {mtp.loss_scaling_factor:g}"
     optional = {
+        "frozen": execution.frozen,
         "products": execution.float8,
         "mixers": mixers_text(execution, run.world.device, config.context.partition),
         "compiled": execution.compiled,

@@ -1,4 +1,4 @@
-"""Tiny models with an adapter, whose widths blocks of 64 divide, and the same ones over what packed weights stand for."""
+"""Tiny models with an adapter, whose widths 64 divides, and the same ones over what packed weights stand for."""
 
 from typing import Any
 

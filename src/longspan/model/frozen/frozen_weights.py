@@ -5,7 +5,7 @@ Embeddings, head, norms, routers, indexers, depths of multi-token prediction, en
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,7 +16,6 @@ from longspan.model.features import Call, Feature
 from longspan.model.frozen.packed_format import PackedFormat, packed_format
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
 from longspan.model.kinds import (
-    STORED_FORMATS,
     belongs_to_adapter,
     find_indexers,
     find_mixers,
@@ -26,6 +25,7 @@ from longspan.model.kinds import (
 )
 from longspan.model.layers import architecture_name, decoder_layers, expert_modules, router_modules
 from longspan.model.tensor_parallel.plan import ROWWISE, SPLIT_INPUT, list_styles, mixer_parts
+from longspan.model.weights.fill import stored_formats
 
 _LEAST_ROWS = 64  # fewer outputs are one number a head, or a gate of experts
 _ROUTERS = ("gate", "router")  # that are plain linears
@@ -45,10 +45,42 @@ def weights_to_pack(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
         if path in experts:
             matrices = [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3]
             places |= {f"{path}.{name}": (module, name) for name in matrices}
-        elif type(module) is nn.Linear and module.out_features >= _LEAST_ROWS:
-            if name_without_adapter(path).rpartition(".")[2] not in _ROUTERS:
+        elif type(module) is nn.Linear:
+            linear_name = name_without_adapter(path).rpartition(".")[2]
+            if module.out_features >= _LEAST_ROWS and linear_name not in _ROUTERS:
                 places[f"{path}.weight"] = module, "weight"
     return places
+
+
+class PackedSizes(NamedTuple):
+    """How many numbers of a model are packed, their bytes whole and packed, and the share of the model's numbers."""
+
+    numbers: int
+    whole_bytes: int
+    packed_bytes: int
+    share: float
+
+
+def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) -> PackedSizes:
+    """Count the weights of a model that is not prepared which are packed in these formats, by name."""
+    numbers = whole_bytes = packed_bytes = 0
+    for name, packed in formats.items():
+        weight = model.get_parameter(name)
+        numbers += weight.numel()
+        whole_bytes += weight.nbytes
+        packed_bytes += weight.numel() // weight.shape[-1] * packed.row_bytes(weight.shape[-1])
+    own = sum(p.numel() for name, p in model.named_parameters() if not belongs_to_adapter(name))
+    return PackedSizes(numbers, whole_bytes, packed_bytes, numbers / own)
+
+
+def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedFormat]:
+    """Return the formats of the weights that are packed by this value of `frozen`, by name; before `prepare`."""
+    places = weights_to_pack(model)
+    if frozen != "stored":
+        return dict.fromkeys(places, packed_format(frozen))
+    stored = stored_formats(model)
+    stock = {name: name_without_adapter(name) for name in places}
+    return {name: stored[first] for name, first in stock.items() if first in stored}
 
 
 class FrozenFeature(Feature):
@@ -56,15 +88,9 @@ class FrozenFeature(Feature):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._stored: Mapping[str, PackedFormat] = vars(call.model).get(STORED_FORMATS, {})
-        self._made = None if self.options.frozen in ("stored", "whole") else packed_format(self.options.frozen)
+        self._formats = choose_formats(call.model, self.options.frozen)  # pyright: ignore[reportArgumentType]
 
     def refuse(self, model: PreTrainedModel) -> None:
-        if self.options.frozen == "whole" or (self._stored and self._made is not None):
-            raise ModelError(
-                f"the folder of this {architecture_name(model)} is quantised, and frozen is {self.options.frozen!r}; "
-                'use frozen="stored" (model.frozen), which leaves its weights as the folder holds them'
-            )
         if reasons := [*self._reasons(model)]:
             raise ModelError(
                 f"the weights of {architecture_name(model)} cannot be frozen as {self.options.frozen!r}: "
@@ -72,74 +98,53 @@ class FrozenFeature(Feature):
             )
 
     def convert(self, model: PreTrainedModel) -> None:
-        before = after = numbers = 0
-        formats = self._formats(model)
-        places = weights_to_pack(model)
-        for name, packed in formats.items():
-            module, attribute = places[name]
-            weight = getattr(module, attribute)
-            rows = weight.numel() // weight.shape[-1]
-            numbers += weight.numel()
-            before += weight.nbytes
-            after += rows * packed.row_bytes(weight.shape[-1])
-        share = 100 * numbers / sum(p.numel() for n, p in model.named_parameters() if not belongs_to_adapter(n))
-        names = " and ".join(sorted({packed.name for packed in formats.values()}))
-        dtype = str(model.dtype).removeprefix("torch.")
+        sizes = packed_sizes(model, self._formats)
+        names = " and ".join(sorted({packed.name for packed in self._formats.values()}))
         self.description["frozen"] = (
-            f"{names}: {plural(len(formats), 'weight')} of decoder layers, {share:.1f} % of the model's, "
-            f"{after / _GIB:.3g} GiB in place of {before / _GIB:.3g} GiB in {dtype}"
+            f"{names}: {plural(len(self._formats), 'weight')} of decoder layers, {100 * sizes.share:.1f} % of the "
+            f"model's numbers, {sizes.packed_bytes / _GIB:.3g} GiB in place of {sizes.whole_bytes / _GIB:.3g} GiB in "
+            f"{str(model.dtype).removeprefix('torch.')}"
         )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Behind tensor parallelism, whose slices are packed, and before anything is sharded."""
         dtype = self.options.sharding(self.world).dtype_of(model)
-        formats = self._formats(model)
-        sharing = defaultdict[int, list[tuple[nn.Module, str, PackedFormat]]](list)
+        sharing = defaultdict[int, list[tuple[str, nn.Module, str]]](list)  # modules that share a weight
         for name, (module, attribute) in weights_to_pack(model).items():
-            if name in formats:
-                sharing[id(getattr(module, attribute))].append((module, attribute, formats[name]))
+            if name in self._formats:
+                sharing[id(getattr(module, attribute))].append((name, module, attribute))
         for entries in sharing.values():
-            module, attribute, packed = entries[0]
+            name, module, attribute = entries[0]
             parameter: Any = getattr(module, attribute)
             columns = getattr(parameter, "_local_tensor", parameter).shape[-1]
-            read_dtype = None if self._made is None else parameter.dtype
-            record = PackedWeight(packed, columns, dtype, read_dtype)
-            pack_parameter([entry[0] for entry in entries], attribute, record, self.world.device)
+            read_dtype = None if self.options.frozen == "stored" else parameter.dtype
+            record = PackedWeight(self._formats[name], columns, dtype, read_dtype)
+            pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
         for model in models:
             unpack_when_gathered(model)
 
-    def _formats(self, model: PreTrainedModel) -> dict[str, PackedFormat]:
-        """Of the weights that are here and will be packed, by qualified name."""
-        if self._made is not None:
-            return dict.fromkeys(weights_to_pack(model), self._made)
-        stock = {name: name_without_adapter(name) for name in weights_to_pack(model)}
-        return {name: self._stored[first] for name, first in stock.items() if first in self._stored}
-
     def _reasons(self, model: PreTrainedModel) -> Iterator[str]:
         if not self.options.shard_parameters:
             yield "a copy of all weights on every rank (shard_parameters=False) is not packed; shard them"
-        if self._made is None and not self._stored:
-            yield 'the folder is not quantised, or was read with sharded=False; use frozen="nf4", or load_model(folder)'
+        if self.options.frozen == "stored" and not self._formats:
+            yield 'it is read from no folder in 4 or 8 bits (with sharded=True); use frozen="nf4"'
         if not any("lora_" in name for name, _ in model.named_parameters()):
             yield "it has no LoRA adapter, and packed weights are not trained; set lora.rank, or use peft"
             return
         adapter = find_adapter(model)
         if adapter is not None and getattr(adapter.config, "use_dora", False):
             yield "DoRA (use_dora) needs norms of the weights, which layers have only while they are gathered"
-        places = weights_to_pack(model)
-        if not places:
-            yield "its decoder layers have no linears and no experts"
         copied = [name for name, m in peft_modules(model).items() if has_trained_copy(m)]
         inside = tuple(f"{name}.original_module." for name in copied)
-        if trained := [name for name in places if name.startswith(inside)] if inside else []:
+        if trained := [name for name in self._formats if name.startswith(inside)] if inside else []:
             yield f"modules_to_save trains {trained[0].partition('.original_module')[0]}, which would be packed"
-        if trained := [name for name, (module, key) in places.items() if getattr(module, key).requires_grad]:
+        if trained := [name for name in self._formats if model.get_parameter(name).requires_grad]:
             yield f"{plural(len(trained), 'weight')} of them ({trained[0]}) are trained; freeze them"
-        yield from self._shape_reasons(model, places)
+        yield from self._shape_reasons(model)
 
-    def _shape_reasons(self, model: PreTrainedModel, places: Mapping[str, tuple[nn.Module, str]]) -> Iterator[str]:
+    def _shape_reasons(self, model: PreTrainedModel) -> Iterator[str]:
         """Row-wise styles cut the columns of a weight: the part of a rank is packed by itself."""
         tp = self.world.home.tp
         cut = set[str]()
@@ -147,11 +152,10 @@ class FrozenFeature(Feature):
             cut = {f"{entry.name}.weight" for entry in list_styles(model) if entry.style in (ROWWISE, SPLIT_INPUT)}
             cut |= {f"{name}.{mixer_parts(name, m, tp).output}.weight" for name, m in find_mixers(model).items()}
         reasons = dict[str, str]()
-        for name, packed in self._formats(model).items():
-            module, attribute = places[name]
-            *_, rows, columns = getattr(module, attribute).shape
+        for name, packed in self._formats.items():
+            *_, rows, columns = model.get_parameter(name).shape
             parts = tp if name_without_adapter(name) in cut else 1
-            if parts > 1 and self._made is None:
+            if parts > 1 and self.options.frozen == "stored":
                 reasons[name] = f"tp {tp} would cut its rows, which are packed as the folder holds them; use tp 1"
             elif reason := packed.reason_against(rows, columns // parts):
                 reasons[name] = reason + (f" on each of {tp} tensor-parallel ranks; use tp 1" if parts > 1 else "")

@@ -233,14 +233,14 @@ class JoinedWeights:
     """A model's source, and one of what was added to it."""
 
     def __init__(self, model: WeightSource, added: WeightSource) -> None:
-        self._model = model
+        self.base: WeightSource = model
         self._added = added
 
     def __str__(self) -> str:
-        return str(self._model)
+        return str(self.base)
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        yield from self._model.read(parts, device)
+        yield from self.base.read(parts, device)
         yield from self._added.read(parts, device)
 
 
@@ -297,7 +297,7 @@ class DeferredWeights:
         read = parts | {name: record.source_part(parts[name]) for name, record in packed.items()}
         for name, part in self.source.read(read, device):
             if (record := packed.get(name)) is not None:
-                part = record.pack_part(part.to(device), parts[name])  # noqa: PLW2901
+                part = record.pack_part(part.to(device), parts[name])
             for copy in tensors[name]:
                 local_tensor(copy).copy_(part)
             del part  # before the next is read
@@ -323,6 +323,15 @@ def defer_to_checkpoint(model: nn.Module) -> None:
 def find_deferred_weights(model: nn.Module) -> DeferredWeights | None:
     """Return the record of what will fill the model; None if its parameters have values."""
     return vars(model).get("weights_to_come")
+
+
+def stored_formats(model: nn.Module) -> dict[str, Any]:
+    """Return the PackedFormats of weights, by name, if the folder that will fill the model has them in 4 or 8 bits."""
+    deferred = find_deferred_weights(model)
+    source: Any = None if deferred is None else deferred.source
+    while hasattr(source, "base"):
+        source = source.base
+    return source.packed_formats() if hasattr(source, "packed_formats") else {}
 
 
 def pop_deferred_weights(model: nn.Module) -> DeferredWeights | None:
