@@ -162,9 +162,7 @@ def merge_weights_by_layer(
             "is added to these weights themselves"
         )
     elif formats:
-        log(
-            f"{base} holds its weights in {' and '.join(formats)}: the adapter is added to their values"
-        )
+        log(f"{base} holds its weights in {' and '.join(formats)}: the adapter is added to their values")
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     deferred = pop_deferred_weights(model)
     weights: Iterable[tuple[str, Tensor]] = model.state_dict().items()

@@ -76,7 +76,10 @@ def _run(home: Home, world: World, **frozen: Any) -> tuple[list[float], dict[str
     options = {"compute_dtype": compute, **home.options, **frozen}
     dequantised = None if frozen else home.dtype
     model = prepare_untried(adapted(home.family, dequantised=dequantised), world, **options)
-    losses = [run_step(model, home.plan(), texts(LENGTHS), world, backward=False).loss]
+    evaluated = home.plan()
+    if home.layout.slots > 1 and home.layout.pp == 1:  # at another degree, with the same weights
+        evaluated = plan_fixed(LENGTHS, home.layout, cp=1, row_multiple=evaluated.row_multiple)
+    losses = [run_step(model, evaluated, texts(LENGTHS), world, backward=False).loss]
     losses += [run_step(model, home.plan(), texts(LENGTHS), world).loss for _ in range(2)]
     return losses, gradients_of(model), packed_weights(model)
 

@@ -26,10 +26,10 @@ from longspan.model.kinds import (
 from longspan.model.layers import architecture_name, decoder_layers, expert_modules, router_modules
 from longspan.model.tensor_parallel.plan import ROWWISE, SPLIT_INPUT, list_styles, mixer_parts
 from longspan.model.weights.fill import stored_formats
+from longspan.plain_text import bytes_text
 
 _LEAST_ROWS = 64  # fewer outputs are one number a head, or a gate of experts
 _ROUTERS = ("gate", "router")  # that are plain linears
-_GIB = 1 << 30
 
 
 def weights_to_pack(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
@@ -102,7 +102,7 @@ class FrozenFeature(Feature):
         names = " and ".join(sorted({packed.name for packed in self._formats.values()}))
         self.description["frozen"] = (
             f"{names}: {plural(len(self._formats), 'weight')} of decoder layers, {100 * sizes.share:.1f} % of the "
-            f"model's numbers, {sizes.packed_bytes / _GIB:.3g} GiB in place of {sizes.whole_bytes / _GIB:.3g} GiB in "
+            f"model's numbers, {bytes_text(sizes.packed_bytes)} in place of {bytes_text(sizes.whole_bytes)} in "
             f"{str(model.dtype).removeprefix('torch.')}"
         )
 

@@ -50,6 +50,21 @@ class PackedWeight:
         """Bytes of a row."""
         return self.format.row_bytes(self.columns)
 
+    def count_numbers(self, packed: Tensor) -> int:
+        """Return how many numbers bytes of this weight stand for."""
+        return packed.numel() // self.row_bytes * self.columns
+
+    def whole_shape(self, packed: Tensor) -> tuple[int, ...]:
+        """Return the shape of the weight of the bytes of all ranks, whose parts of a row lie side by side."""
+        return (*packed.shape[:-1], packed.shape[-1] // self.row_bytes * self.columns)
+
+    def unpack_whole(self, packed: Tensor) -> Tensor:
+        """Return the weight of the bytes of all ranks."""
+        parts = packed.reshape(-1, self.row_bytes)
+        values = torch.empty((len(parts), self.columns), dtype=self.dtype, device=packed.device)
+        self.format.unpack(parts, values)
+        return values.view(self.whole_shape(packed))
+
     def source_part(self, part: LocalPart) -> LocalPart:
         """Return which part of the weight the bytes of `part` are made of: whole rows of the rank's columns."""
         *rows, held = part.block
