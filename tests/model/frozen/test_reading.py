@@ -4,23 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
 from longspan.comm import World
-from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model import load_model, prepare, save_model, weights_by_name
-from longspan.model.execution import model_execution
+from longspan.model import load_model, weights_by_name
 from longspan.model.frozen.frozen_weights import weights_to_pack
 from longspan.model.frozen.packed_format import packed_format
-from longspan.model.kinds import name_without_adapter, packed_weights, unwrap_peft_model
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
-from tests.model.frozen.packed_models import MOE, WIDE, adapted
+from tests.model.frozen.packed_models import MOE, WIDE
 from tests.model.stock import prepare_untried, random_model
 from tests.mutation import Change, mutated
 
