@@ -50,7 +50,12 @@ from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.saving import stock_configuration, write_all_but_weights
-from longspan.model.weights.fill import empty_model, image_text_class_of_architectures, pop_deferred_weights
+from longspan.model.weights.fill import (
+    empty_model,
+    image_text_class_of_architectures,
+    pop_deferred_weights,
+    stored_formats,
+)
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles
@@ -137,17 +142,27 @@ def make_saved_adapter(
 
 
 def merge_weights_by_layer(
-    saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig
+    saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, log: LogLine
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the weights of the base model with the adapter added, those of a layer together.
 
-    Those that the adapter changes are in float32, or in float64 if the run's model is. Raises CheckpointError if the
-    base model cannot be made again here, and for an adapter of a tied head.
+    Those that the adapter changes are in float32, or in float64 if the run's model is. Where they were frozen in 4 or 8
+    bits, a line says to what the adapter is added. Raises CheckpointError if the base model cannot be made again here,
+    and for an adapter of a tied head.
     """
     _check_random_weights(run, configuration)
     images = image_text_class_of_architectures(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _refuse_adapted_tie(saved, model)
+    base = run.model.source or run.model.preset_name
+    formats = sorted({packed.name for packed in stored_formats(model).values()})
+    if run.model.frozen == "nf4":
+        log(
+            f"the adapter was trained over 4-bit values (model.frozen = nf4) of the weights of {base}, and "
+            "is added to these weights themselves"
+        )
+    elif formats:
+        log(f"{base} holds its weights in {' and '.join(formats)}: the adapter is added to their values")
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     deferred = pop_deferred_weights(model)
     weights: Iterable[tuple[str, Tensor]] = model.state_dict().items()
@@ -267,7 +282,7 @@ def export_checkpoint(
             file_dtype = empty.dtype
             groups = _weight_groups(checkpoint, empty)
             if saved is not None:
-                groups = merge_weights_by_layer(saved, run, config)
+                groups = merge_weights_by_layer(saved, run, config, log)
             writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=rename)
             for group in groups:
                 writer.write_unit(group)

@@ -61,6 +61,10 @@ class ModelConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Arithmetic of forward and backward passes: auto (bfloat16 on GPUs, as dtype on CPUs and under float64), float32,
     bfloat16 or float64; gradients are summed in float32, or float64."""
+    frozen: Annotated[Literal["auto", "whole", "nf4", "stored"], Needs("lora.rank", AtLeast(1))] = "auto"
+    """How the weights that an adapter leaves as they are lie in memory: nf4 (linears of decoder layers in 4 bits, made
+    as they are read), stored (in 4 or 8 bits, as the folder holds them), whole (in dtype), or auto: stored where the
+    folder is quantised, else whole (docs/fine-tuning.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,7 @@ from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, P
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
-from longspan.model.kinds import find_float8_weight, keep_float8_weights
+from longspan.model.kinds import find_float8_weight, keep_float8_weights, packed_weight
 from longspan.model.layers import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
@@ -75,21 +75,24 @@ def gathered_bytes(model: nn.Module) -> int:
     if model not in _GATHERED_BYTES:
         modules = fsdp_modules(model)
         known = all(reshards_after_forward(module) is not None for module in modules)
-        _GATHERED_BYTES[model] = sum(
+        sizes = (
             data.numel() * group.mesh_info.shard_mesh_size * _bytes_per_element(group, parameter)
             for group in (reduction_groups(modules) if known else ())
             for parameter in group.fsdp_params
             for data in (parameter._sharded_param_data,)
         )
+        _GATHERED_BYTES[model] = int(sum(sizes))
     return _GATHERED_BYTES[model]
 
 
-def _bytes_per_element(group: Any, parameter: Any) -> int:
+def _bytes_per_element(group: Any, parameter: Any) -> float:
     """Bytes that passes hold for each element: gathered, and one more for a float8 copy."""
     owner = parameter._module_info
     policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
     dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
     has_copy = find_float8_weight(owner.module, owner.param_name) is not None
+    if (packed := packed_weight(owner.module, owner.param_name)) is not None:
+        return packed.columns / packed.row_bytes * (packed.dtype.itemsize + has_copy)
     return dtype.itemsize + has_copy
 
 

@@ -19,7 +19,8 @@ class Execution:
     """Types of parameters, of arithmetic and of sums of gradients, and the different attention calls of the layers.
 
     `kernel` is the one requested by name; `mixers` counts state-space layers;
-    `float8` and `compiled` say in words what computes so, `latents` when they are gathered.
+    `float8` and `compiled` say in words what computes so, `latents` when they are gathered, `frozen` which weights lie
+    in 4 or 8 bits.
     """
 
     parameter_dtype: torch.dtype
@@ -31,6 +32,7 @@ class Execution:
     float8: str = ""
     compiled: str = ""
     latents: str = ""
+    frozen: str = ""
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -118,6 +118,10 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
         "longspan.model.activations.recompute:RecomputationFeature",
     ),
     (
+        lambda call: call.options.sets("frozen"),
+        "longspan.model.frozen.frozen_weights:FrozenFeature",
+    ),
+    (
         lambda call: call.world.home.ep > 1 or expert_modules(call.model),
         "longspan.model.experts.moe:ExpertFeature",
     ),

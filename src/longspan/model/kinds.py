@@ -214,3 +214,20 @@ def keep_float8_weights(model: nn.Module) -> AbstractContextManager[None]:
     if not any(FLOAT8_WEIGHTS in vars(module) for module in model.modules()):
         return nullcontext()
     return import_module("longspan.model.float8.products").keep_quantised_weights(model)
+
+
+PACKED_WEIGHTS = "packed_weights"
+
+
+def packed_weight(module: nn.Module, name: str) -> Any:
+    """Return the PackedWeight of a module's frozen weight in 4 or 8 bits; None if the weight is whole."""
+    return vars(module).get(PACKED_WEIGHTS, {}).get(name)
+
+
+def packed_weights(model: nn.Module) -> dict[str, Any]:
+    """Return the PackedWeights inside a model, by the qualified names of their parameters."""
+    return {
+        f"{path}.{name}": record
+        for path, module in model.named_modules()
+        for name, record in vars(module).get(PACKED_WEIGHTS, {}).items()
+    }

@@ -80,6 +80,7 @@ class PrepareOptions:
     attention_kernel: str | None = None
     fused_norms: Literal["auto", "on", "off"] = "auto"
     float8: Literal["", "rowwise"] = ""
+    frozen: Literal["whole", "nf4", "stored"] = "whole"
     compiled: Literal["auto", "layers", "none"] = "none"
     virtual_stages: int = 1
     pipeline_schedule: str = "1f1b"

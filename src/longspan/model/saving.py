@@ -29,6 +29,7 @@ from longspan.model.kinds import (
     find_language_model,
     is_adapted,
     name_without_adapter,
+    packed_weights,
     unwrap_peft_model,
 )
 from longspan.model.layers import mtp_depths
@@ -116,11 +117,15 @@ class WholeWeights:
         self._adapter = adapter_of_prepared_model(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
+        self._packed = dict[
+            str, Any
+        ]()  # of frozen weights in 4 or 8 bits, which are given out as they are computed with
         entries = list[_SavedEntry]()
         position = world.coordinates.pp
         for stage in stages:
             state = stage.state_dict()
             tied = tied_names(stage)
+            self._packed |= packed_weights(stage)
             scalings = dict[str, float]()
             if self._adapter is not None:
                 adapted: dict[str, Any] = {
@@ -136,7 +141,10 @@ class WholeWeights:
                     original = re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
                     both_ends = original != name and name in tied.values()
                     is_tied = original in {*tied, *tied.values()} and not both_ends
-                    entries.append(_SavedEntry(name, tuple(value.shape), value.dtype, position, is_tied, scaling))
+                    shape, dtype = tuple(value.shape), value.dtype
+                    if (packed := self._packed.get(name)) is not None:
+                        shape, dtype = packed.whole_shape(value), packed.dtype
+                    entries.append(_SavedEntry(name, shape, dtype, position, is_tied, scaling))
         if world.home.pp > 1:
             local_entries = {position: entries} if (world.slot, world.coordinates.tp) == (0, 0) else None
             join = dict[int, list[_SavedEntry]].__or__
@@ -206,6 +214,8 @@ class WholeWeights:
             if position == entry.stage:
                 value = self._local[name]
                 whole_tensor = _whole(value).detach().to(world.device)
+                if (packed := self._packed.get(name)) is not None:
+                    whole_tensor = packed.unpack_whole(whole_tensor)
                 sends = [(stage, whole_tensor.contiguous()) for stage in receivers]
             else:
                 shape = entry.shape if position in receivers else (0,)

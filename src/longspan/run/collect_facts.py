@@ -12,6 +12,7 @@ from longspan.errors import plural
 from longspan.files import read_json
 from longspan.host import usable_cores
 from longspan.model.execution import Execution, model_execution
+from longspan.model.kinds import packed_weights
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts
@@ -80,6 +81,7 @@ def _fact_lines(
     yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
     depths = f"{plural(mtp.num_layers, 'depth')} of multi-token prediction, loss weight {mtp.loss_scaling_factor:g}"
     optional = {
+        "frozen": execution.frozen,
         "products": execution.float8,
         "mixers": mixers_text(execution, run.world.device, config.context.partition),
         "compiled": execution.compiled,
@@ -145,9 +147,15 @@ def _sessions_so_far(run: TrainingRun) -> tuple[tuple[int, int], ...]:
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     """Of the whole model, each once; on the rank that holds most; those trained. A stage's ranks count alike."""
     parameters = counted_parameters(run.model)  # of this rank's stages
-    here = sum(p.numel() for p in parameters)
+    packed = {id(run.model.get_parameter(name)): x for name, x in packed_weights(run.model).items()}
+
+    def count(parameter: torch.Tensor, tensor: torch.Tensor) -> int:
+        record = packed.get(id(parameter))
+        return tensor.numel() if record is None else record.count_numbers(tensor)
+
+    here = sum(count(p, p) for p in parameters)
     trained_here = sum(p.numel() for p in parameters if p.requires_grad)
-    stored_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
+    stored_here = sum(count(parameter, local_tensor(parameter)) for parameter in run.model.parameters())
     rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, here, trained_here, stored_here))
     stage_counts = {pp: (count, trained) for pp, count, trained, _ in rank_counts}  # by pipeline rank
     total = sum(count for count, _ in stage_counts.values())

@@ -245,7 +245,9 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
         section, _, key = name.partition(".")
         value_before = sections_before.get(section, {}).get(key)
         value = sections_now[section][key]
-        if value_before is not None and value not in (absolute_path(value_before), AUTO):
+        # the adapter belongs to the values of the weights that it was trained over
+        decided_anew = () if name == "model.frozen" else (AUTO,)
+        if value_before is not None and value not in (absolute_path(value_before), *decided_anew):
             raise ConfigError(
                 f"{name} was {value_before!r} when {path} was saved and is {value!r} now; set it back, or set run.dir "
                 "to a new folder"

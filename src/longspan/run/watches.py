@@ -93,7 +93,8 @@ def _memory_table(run: TrainingRun) -> str:
 def _measured_bytes(run: TrainingRun) -> dict[str, int]:
     parameters = list(run.model.parameters())
     tensors = {
-        "weights": parameters,
+        "weights": [parameter for parameter in parameters if parameter.is_floating_point()],
+        "packed": [parameter for parameter in parameters if not parameter.is_floating_point()],
         "gradients": [parameter.grad for parameter in parameters],
         "states": [value for state in run.optimizer.state.values() for value in state.values()],
     }

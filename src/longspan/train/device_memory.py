@@ -90,19 +90,27 @@ def count_ranks_of_host(world: World) -> int:
     return min(len(world.home.ranks), world.node_size * world.home.tp)
 
 
-def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *, training: bool) -> None:
+def check_model_fits(
+    config: RunConfig, model: PreTrainedModel, world: World, *, training: bool, frozen: str = "whole"
+) -> None:
     """Raise ConfigError, on every rank, where any rank has less room than its shards need, on its GPU or its host.
 
-    `model` is not yet prepared. Without `training` only weights count. All is taken as split: more is needed, never
-    less.
+    `model` is not yet prepared, and is with its weights `frozen`. Without `training` only weights count. All is taken
+    as split: more is needed, never less.
     """
+    saved = 0
+    if frozen != "whole":
+        from longspan.model.frozen.frozen_weights import choose_formats, packed_sizes
+
+        sizes = packed_sizes(model, choose_formats(model, frozen))
+        saved = sizes.whole_bytes - sizes.packed_bytes
 
     def check_rank_has_room() -> None:
         home = world.home
         train = config.train
         gpu = world.device.type == "cuda"
         shards = home.tp * home.pp * home.slots // home.dp_replicate
-        weights = sum(p.nbytes for p in model.parameters()) // shards
+        weights = (sum(p.nbytes for p in model.parameters()) - saved) // shards
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards
         moments = 0 if train.offload_optimizer_states else MOMENTS.get(config.optimizer.class_, 0)
         parts = {"weights": weights, "gradients": trained, "optimizer states": int(moments * trained)}

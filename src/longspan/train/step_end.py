@@ -167,7 +167,8 @@ def check_finite(
     """
     if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
         return
-    weights = {name: local_tensor(p) for name, p in model.named_parameters()}
+    # others are frozen weights as bytes
+    weights = {name: local_tensor(p) for name, p in model.named_parameters() if p.is_floating_point()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
     report = _Report(_not_finite_names(weights), _not_finite_names(gradients), largest, tuple(nonfinite_inputs()))

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, silence_warnings_of_other_ranks
 from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
+from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import ModelConfig, RunConfig, given_checkpointing
 from longspan.errors import ConfigError, LongspanError, ModelError, plural
@@ -35,7 +36,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.rope import scale_rope, smallest_scaling_factor
-from longspan.model.weights.fill import defer_to_checkpoint
+from longspan.model.weights.fill import defer_to_checkpoint, stored_formats
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
 from longspan.plan.shape.positions import has_no_positions, position_limit
@@ -277,9 +278,9 @@ def prepare_run_model(
     _check_comm_types_fit_layers(config, model)
     with silence_warnings_of_other_ranks(world):  # about the adapter
         adapted_model = _choose_trained_parts(config, model, images=images)
-    if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
-        check_model_fits(config, model, world, training=training)
     options = _prepare_options(config, world, model, memory, training=training)
+    if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
+        check_model_fits(config, model, world, training=training, frozen=options.frozen)
     encoder: Any = _encoder_home(config, world, compute_dtype=options.compute_dtype) if images else None
     return prepare(adapted_model, world, encoder=encoder, options=options)
 
@@ -311,10 +312,19 @@ def _prepare_options(
         attention_kernel=config.context.attention_kernel or None,
         fused_norms=config.train.fused_norms,
         float8=float8,
+        frozen=_frozen_weights(config, model),
         compiled=config.train.compile,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=None if dtypes == {computed_dtype} else computed_dtype,  # None: parameters are in it already
     )
+
+
+def _frozen_weights(config: RunConfig, model: PreTrainedModel) -> Literal["whole", "nf4", "stored"]:
+    if not config.lora.rank:
+        return "whole"
+    if config.model.frozen == AUTO:
+        return "stored" if stored_formats(model) else "whole"
+    return config.model.frozen
 
 
 def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:

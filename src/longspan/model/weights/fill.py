@@ -26,7 +26,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.kinds import name_without_adapter
+from longspan.model.kinds import name_without_adapter, packed_weights
 from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.weights.local_tensors import LocalPart, local_tensor, tied_names
 
@@ -233,14 +233,14 @@ class JoinedWeights:
     """A model's source, and one of what was added to it."""
 
     def __init__(self, model: WeightSource, added: WeightSource) -> None:
-        self._model = model
+        self.base: WeightSource = model
         self._added = added
 
     def __str__(self) -> str:
-        return str(self._model)
+        return str(self.base)
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        yield from self._model.read(parts, device)
+        yield from self.base.read(parts, device)
         yield from self._added.read(parts, device)
 
 
@@ -285,20 +285,28 @@ class DeferredWeights:
     @torch.no_grad()
     def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
         tensors = defaultdict[str, list[Tensor]](list)
+        packed = dict[str, Any]()  # whose tensors are bytes
         for model in models:
             allocate_model(model, device)
             for adapted_name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-                name = name_without_adapter(adapted_name)
-                tensors[self._first_name.get(name, name)].append(tensor)
+                tensors[self._stock_name(adapted_name)].append(tensor)
+            packed |= {self._stock_name(name): record for name, record in packed_weights(model).items()}
         parts = {name: LocalPart.from_parameter(copies[0]) for name, copies in tensors.items()}
         # a rank may hold an empty block of a parameter, which no source need have
         missing = {name for name, part in parts.items() if all(side.stop > side.start for side in part.block)}
-        for name, part in self.source.read(parts, device):
+        read = parts | {name: record.source_part(parts[name]) for name, record in packed.items()}
+        for name, part in self.source.read(read, device):
+            if (record := packed.get(name)) is not None:
+                part = record.pack_part(part.to(device), parts[name])
             for copy in tensors[name]:
                 local_tensor(copy).copy_(part)
             del part  # before the next is read
             missing.discard(name)
         assert not missing, f"{self.source} lacks {', '.join(sorted(missing)[:4])}, and was not checked"
+
+    def _stock_name(self, adapted_name: str) -> str:
+        name = name_without_adapter(adapted_name)
+        return self._first_name.get(name, name)
 
 
 def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
@@ -315,6 +323,15 @@ def defer_to_checkpoint(model: nn.Module) -> None:
 def find_deferred_weights(model: nn.Module) -> DeferredWeights | None:
     """Return the record of what will fill the model; None if its parameters have values."""
     return vars(model).get("weights_to_come")
+
+
+def stored_formats(model: nn.Module) -> dict[str, Any]:
+    """Return the PackedFormats of weights, by name, if the folder that will fill the model has them in 4 or 8 bits."""
+    deferred = find_deferred_weights(model)
+    source: Any = None if deferred is None else deferred.source
+    while hasattr(source, "base"):
+        source = source.base
+    return source.packed_formats() if hasattr(source, "packed_formats") else {}
 
 
 def pop_deferred_weights(model: nn.Module) -> DeferredWeights | None:

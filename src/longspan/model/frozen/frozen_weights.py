@@ -1,0 +1,164 @@
+"""Which frozen weights of a model lie in 4 or 8 bits: linears and experts of decoder layers that adapters leave.
+
+Embeddings, head, norms, routers, indexers, depths of multi-token prediction, encoders and biases stay whole.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError, plural
+from longspan.model.adapters import find_adapter
+from longspan.model.features import Call, Feature
+from longspan.model.frozen.packed_format import PackedFormat, packed_format
+from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
+from longspan.model.kinds import (
+    belongs_to_adapter,
+    find_indexers,
+    find_mixers,
+    has_trained_copy,
+    name_without_adapter,
+    peft_modules,
+)
+from longspan.model.layers import architecture_name, decoder_layers, expert_modules, router_modules
+from longspan.model.tensor_parallel.plan import ROWWISE, SPLIT_INPUT, list_styles, mixer_parts
+from longspan.model.weights.fill import stored_formats
+from longspan.plain_text import bytes_text
+
+_LEAST_ROWS = 64  # fewer outputs are one number a head, or a gate of experts
+_ROUTERS = ("gate", "router")  # that are plain linears
+
+
+def weights_to_pack(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
+    """Return the weights that may be packed, by qualified name: a module, and the parameter's name there."""
+    layers = tuple(f"{name}." for name in decoder_layers(model))
+    left_out = tuple(f"{name}." for name in (*router_modules(model), *find_indexers(model)))
+    experts = expert_modules(model)
+    places = dict[str, tuple[nn.Module, str]]()
+    for path, module in model.named_modules():
+        inside = f"{path}."
+        if not inside.startswith(layers) or inside.startswith(left_out) or belongs_to_adapter(inside):
+            continue
+        if path in experts:
+            matrices = [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3]
+            places |= {f"{path}.{name}": (module, name) for name in matrices}
+        elif type(module) is nn.Linear:
+            linear_name = name_without_adapter(path).rpartition(".")[2]
+            if module.out_features >= _LEAST_ROWS and linear_name not in _ROUTERS:
+                places[f"{path}.weight"] = module, "weight"
+    return places
+
+
+class PackedSizes(NamedTuple):
+    """How many numbers of a model are packed, their bytes whole and packed, and the share of the model's numbers."""
+
+    numbers: int
+    whole_bytes: int
+    packed_bytes: int
+    share: float
+
+
+def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) -> PackedSizes:
+    """Count the weights of a model that is not prepared which are packed in these formats, by name."""
+    numbers = whole_bytes = packed_bytes = 0
+    for name, packed in formats.items():
+        weight = model.get_parameter(name)
+        numbers += weight.numel()
+        whole_bytes += weight.nbytes
+        packed_bytes += weight.numel() // weight.shape[-1] * packed.row_bytes(weight.shape[-1])
+    own = sum(p.numel() for name, p in model.named_parameters() if not belongs_to_adapter(name))
+    return PackedSizes(numbers, whole_bytes, packed_bytes, numbers / own)
+
+
+def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedFormat]:
+    """Return the formats of the weights that are packed by this value of `frozen`, by name; before `prepare`."""
+    places = weights_to_pack(model)
+    if frozen != "stored":
+        return dict.fromkeys(places, packed_format(frozen))
+    stored = stored_formats(model)
+    stock = {name: name_without_adapter(name) for name in places}
+    return {name: stored[first] for name, first in stock.items() if first in stored}
+
+
+class FrozenFeature(Feature):
+    """Frozen weights in 4 or 8 bits, whole in a layer that is gathered."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._formats = choose_formats(call.model, self.options.frozen)  # pyright: ignore[reportArgumentType]
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        if reasons := [*self._reasons(model)]:
+            raise ModelError(
+                f"the weights of {architecture_name(model)} cannot be frozen as {self.options.frozen!r}: "
+                f'{"; ".join(reasons)}; or use frozen="whole" (model.frozen)'
+            )
+
+    def convert(self, model: PreTrainedModel) -> None:
+        sizes = packed_sizes(model, self._formats)
+        names = " and ".join(sorted({packed.name for packed in self._formats.values()}))
+        self.description["frozen"] = (
+            f"{names}: {plural(len(self._formats), 'weight')} of decoder layers, {100 * sizes.share:.1f} % of the "
+            f"model's numbers, {bytes_text(sizes.packed_bytes)} in place of {bytes_text(sizes.whole_bytes)} in "
+            f"{str(model.dtype).removeprefix('torch.')}"
+        )
+
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        """Behind tensor parallelism, whose slices are packed, and before anything is sharded."""
+        dtype = self.options.sharding(self.world).dtype_of(model)
+        sharing = defaultdict[int, list[tuple[str, nn.Module, str]]](list)  # modules that share a weight
+        for name, (module, attribute) in weights_to_pack(model).items():
+            if name in self._formats:
+                sharing[id(getattr(module, attribute))].append((name, module, attribute))
+        for entries in sharing.values():
+            name, module, attribute = entries[0]
+            parameter: Any = getattr(module, attribute)
+            columns = getattr(parameter, "_local_tensor", parameter).shape[-1]
+            read_dtype = None if self.options.frozen == "stored" else parameter.dtype
+            record = PackedWeight(self._formats[name], columns, dtype, read_dtype)
+            pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device)
+
+    def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        for model in models:
+            unpack_when_gathered(model)
+
+    def _reasons(self, model: PreTrainedModel) -> Iterator[str]:
+        if not self.options.shard_parameters:
+            yield "a copy of all weights on every rank (shard_parameters=False) is not packed; shard them"
+        if self.options.frozen == "stored" and not self._formats:
+            yield 'it is read from no folder in 4 or 8 bits (with sharded=True); use frozen="nf4"'
+        if not any("lora_" in name for name, _ in model.named_parameters()):
+            yield "it has no LoRA adapter, and packed weights are not trained; set lora.rank, or use peft"
+            return
+        adapter = find_adapter(model)
+        if adapter is not None and getattr(adapter.config, "use_dora", False):
+            yield "DoRA (use_dora) needs norms of the weights, which layers have only while they are gathered"
+        copied = [name for name, m in peft_modules(model).items() if has_trained_copy(m)]
+        inside = tuple(f"{name}.original_module." for name in copied)
+        if trained := [name for name in self._formats if name.startswith(inside)] if inside else []:
+            yield f"modules_to_save trains {trained[0].partition('.original_module')[0]}, which would be packed"
+        if trained := [name for name in self._formats if model.get_parameter(name).requires_grad]:
+            yield f"{plural(len(trained), 'weight')} of them ({trained[0]}) are trained; freeze them"
+        yield from self._shape_reasons(model)
+
+    def _shape_reasons(self, model: PreTrainedModel) -> Iterator[str]:
+        """Row-wise styles cut the columns of a weight: the part of a rank is packed by itself."""
+        tp = self.world.home.tp
+        cut = set[str]()
+        if tp > 1:
+            cut = {f"{entry.name}.weight" for entry in list_styles(model) if entry.style in (ROWWISE, SPLIT_INPUT)}
+            cut |= {f"{name}.{mixer_parts(name, m, tp).output}.weight" for name, m in find_mixers(model).items()}
+        reasons = dict[str, str]()
+        for name, packed in self._formats.items():
+            *_, rows, columns = model.get_parameter(name).shape
+            parts = tp if name_without_adapter(name) in cut else 1
+            if parts > 1 and self.options.frozen == "stored":
+                reasons[name] = f"tp {tp} would cut its rows, which are packed as the folder holds them; use tp 1"
+            elif reason := packed.reason_against(rows, columns // parts):
+                reasons[name] = reason + (f" on each of {tp} tensor-parallel ranks; use tp 1" if parts > 1 else "")
+        for name, reason in [*reasons.items()][:1]:
+            others = f", as {len(reasons) - 1} more" if len(reasons) > 1 else ""
+            yield f"{name_without_adapter(name)}: {reason}{others}"

@@ -1,0 +1,90 @@
+"""NF4 (Dettmers et al. 2023): 4-bit codes of 16 values, and a float32 scale for each 64 numbers of a row.
+
+Codes, scales and values are those of bitsandbytes without double quantisation, bit for bit.
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.model.frozen.packed_format import PackedFormat
+
+BLOCK = 64  # numbers that share a scale
+_SCALE_BYTES = 4
+_PIECE = 1 << 22  # numbers that are converted at once by torch
+_LEAST_SCALE = 1e-38  # of a block of zeros, by which it is divided
+_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+class _NF4(PackedFormat):
+    """A row of C numbers is C / 2 bytes of codes, the earlier number in the upper half, then C / 64 scales."""
+
+    name = "nf4"
+
+    def row_bytes(self, columns: int) -> int:
+        return columns // 2 + columns // BLOCK * _SCALE_BYTES
+
+    def reason_against(self, rows: int, columns: int) -> str:
+        if columns % BLOCK == 0:
+            return ""
+        return f"its rows have {columns} numbers, which blocks of {BLOCK} do not divide"
+
+    @torch.no_grad()
+    def pack(self, weight: Tensor) -> Tensor:
+        rows, columns = weight.shape
+        packed = weight.new_empty((rows, self.row_bytes(columns)), dtype=torch.uint8)
+        if weight.is_meta:
+            return packed
+        values = _values(weight.device)
+        limits = (values[:-1] + values[1:]) / 2
+        for piece, into in _pieces(weight, packed):
+            blocks = piece.float().unflatten(1, (-1, BLOCK))
+            scales = blocks.abs().amax(-1)
+            # bitsandbytes multiplies by the reciprocal
+            unit = (blocks * (1.0 / scales.clamp(min=_LEAST_SCALE)).unsqueeze(-1)).clamp(-1, 1)
+            codes = torch.bucketize(unit, limits, out_int32=True).to(torch.uint8).flatten(1)
+            into[:, : columns // 2] = codes[:, ::2] << 4 | codes[:, 1::2]
+            into[:, columns // 2 :] = scales.view(torch.uint8)
+        return packed
+
+    @torch.no_grad()
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        if packed.is_cuda and (kernels := _kernel_module()) is not None:
+            kernels.unpack_nf4(packed, _values(packed.device), out, BLOCK)
+            return
+        columns = out.shape[1]
+        values = _values(packed.device)
+        for piece, into in _pieces(packed, out):
+            codes = piece[:, : columns // 2]
+            scales = piece[:, columns // 2 :].contiguous().view(torch.float32)
+            pairs = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
+            blocks = values[pairs.int()].unflatten(1, (-1, BLOCK))
+            into.copy_((blocks * scales.unsqueeze(-1)).flatten(1))
+
+
+NF4 = _NF4()
+
+
+def _pieces(source: Tensor, target: Tensor) -> Any:
+    """Pair rows of two matrices, so many at once as bound the memory of a conversion."""
+    rows = max(1, _PIECE // max(1, target.shape[1], source.shape[1]))
+    return zip(source.split(rows), target.split(rows), strict=True)
+
+
+@cache
+def _values(device: torch.device) -> Tensor:
+    return torch.tensor(_VALUES, dtype=torch.float32, device=device)
+
+
+@cache
+def _kernel_module() -> Any:
+    return None if find_spec("triton") is None else import_module("longspan.model.frozen.nf4_kernels")

@@ -1,0 +1,37 @@
+"""Triton kernel of `nf4.py`, the only importer of this module: it needs triton, which CPU builds of torch lack."""
+
+# pyright: basic, reportMissingImports=false
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32
+
+_BYTES = 1024  # of codes, which one program reads
+
+
+def unpack_nf4(packed: Tensor, values: Tensor, out: Tensor, block: int) -> None:
+    """Write rows of codes and scales as numbers into `out` (rows, columns), contiguous."""
+    rows, columns = out.shape
+    if out.numel():
+        blocks = rows, triton.cdiv(columns // 2, _BYTES)
+        scales = packed.view(float32)
+        unpack_kernel[blocks](packed, scales, values, out, columns, packed.stride(0), BLOCK=block, BYTES=_BYTES)
+
+
+@triton.jit
+def unpack_kernel(packed, scales, values, out, columns, row_bytes, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """Compute the numbers of BYTES bytes of codes of one row: values[code] times the scale of the number's block.
+
+    A row of `packed` has columns / 2 bytes of codes, then float32 scales; `scales` is the same memory as float32.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    inside = at < columns // 2
+    pair = tl.load(packed + row * row_bytes + at, mask=inside, other=0).to(tl.int32)
+    first_scale = row * (row_bytes // 4) + columns // 8
+    scale = tl.load(scales + first_scale + at // (BLOCK // 2), mask=inside, other=0.0)
+    upper = tl.load(values + (pair >> 4)) * scale
+    lower = tl.load(values + (pair & 15)) * scale
+    column = tl.program_id(1) * BYTES * 2 + tl.arange(0, BYTES * 2)
+    number = tl.interleave(upper, lower).to(out.dtype.element_ty)
+    tl.store(out + row * columns + column, number, mask=column < columns)

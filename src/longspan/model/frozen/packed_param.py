@@ -1,0 +1,147 @@
+"""A frozen weight that FSDP2 shards and gathers as bytes, and that a gathered layer finds as a weight.
+
+The bytes of a row, codes and scales, are one row of a uint8 parameter: FSDP2 takes one tensor of a parameter. Its
+groups may hold parameters of other types beside it; it gathers such a group as bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
+from torch.distributed.tensor import DTensor
+
+from longspan.errors import ModelError
+from longspan.model.frozen.packed_format import PackedFormat
+from longspan.model.kinds import PACKED_WEIGHTS, packed_weight
+from longspan.model.sharding import fsdp_modules, reduction_groups
+from longspan.model.weights.local_tensors import LocalPart
+
+# Private names of FSDP2, the same in torch 2.11 to 2.14.
+_READ = ("_orig_size", "_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs", "param_dtype")
+_OVERRIDDEN = ("init_dtype_attrs", "init_unsharded_param")
+if missing := [
+    *(name for name in _READ if name not in FSDPParam.__annotations__),
+    *(name for name in _OVERRIDDEN if not hasattr(FSDPParam, name)),
+]:
+    raise ModelError(
+        f"frozen weights in 4 or 8 bits take the place of FSDP2's parameters, and torch {torch.__version__} has no "
+        f"{', '.join(missing)} of them; use torch 2.11 to 2.14, or whole weights"
+    )
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A frozen weight (…, rows, columns) whose parameter is uint8 (…, rows, bytes).
+
+    `columns` are those of this rank, `dtype` is what a layer computes with. Values of `read_dtype` are packed as they
+    are read; None: the source of weights has the bytes.
+    """
+
+    format: PackedFormat
+    columns: int
+    dtype: torch.dtype
+    read_dtype: torch.dtype | None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.format.row_bytes(self.columns)
+
+    def count_numbers(self, packed: Tensor) -> int:
+        """Return how many numbers bytes of this weight stand for."""
+        return packed.numel() // self.row_bytes * self.columns
+
+    def whole_shape(self, packed: Tensor) -> tuple[int, ...]:
+        """Return the shape of the weight of the bytes of all ranks, whose parts of a row lie side by side."""
+        return (*packed.shape[:-1], packed.shape[-1] // self.row_bytes * self.columns)
+
+    def unpack_whole(self, packed: Tensor) -> Tensor:
+        """Return the weight of the bytes of all ranks."""
+        parts = packed.reshape(-1, self.row_bytes)
+        values = torch.empty((len(parts), self.columns), dtype=self.dtype, device=packed.device)
+        self.format.unpack(parts, values)
+        return values.view(self.whole_shape(packed))
+
+    def source_part(self, part: LocalPart) -> LocalPart:
+        """Return which part of the weight the bytes of `part` are made of: whole rows of the rank's columns."""
+        *rows, held = part.block
+        if self.read_dtype is None:
+            return LocalPart((*rows, slice(0, self.row_bytes)), torch.uint8)
+        first = held.start // self.row_bytes * self.columns  # tensor parallelism may have cut rows
+        return LocalPart((*rows, slice(first, first + self.columns)), self.read_dtype)
+
+    def pack_part(self, values: Tensor, part: LocalPart) -> Tensor:
+        """Return the bytes of `part`, from the values of `source_part`, or from their bytes."""
+        packed = values
+        if self.read_dtype is not None:
+            packed = self.format.pack(values.flatten(0, -2)).unflatten(0, values.shape[:-1])
+        held = part.block[-1]
+        first = held.start % self.row_bytes
+        return packed[..., first : first + held.stop - held.start]
+
+
+def pack_parameter(
+    modules: Sequence[nn.Module], name: str, packed_weight: PackedWeight, device: torch.device
+) -> None:
+    """Replace a weight, which these modules share, by its bytes, made on `device`; one on the meta device stays there.
+
+    A slice of tensor parallelism is packed by its own rows.
+    """
+    parameter = getattr(modules[0], name)
+    local = parameter.detach()
+    if isinstance(parameter, DTensor):
+        local = parameter._local_tensor.detach()
+    rows = local.flatten(0, -2)
+    packed = packed_weight.format.pack(rows if local.is_meta else rows.to(device))
+    packed = packed.to(local.device).unflatten(0, local.shape[:-1])
+    if isinstance(parameter, DTensor):
+        packed = DTensor.from_local(packed, parameter.device_mesh, parameter.placements, run_check=False)
+    replaced = nn.Parameter(packed, requires_grad=False)
+    for module in modules:
+        module.register_parameter(name, replaced)
+        vars(module).setdefault(PACKED_WEIGHTS, {})[name] = packed_weight
+
+
+class PackedParam(FSDPParam):
+    """FSDP2's parameter of packed rows, whose unsharded parameter is the weight."""
+
+    packed_weight: PackedWeight
+
+    def init_dtype_attrs(self, *args: Any) -> None:
+        """Bytes are gathered as they are, whatever FSDP2 casts parameters to."""
+        super().init_dtype_attrs(*args)
+        self.param_dtype = None
+
+    def init_unsharded_param(self) -> None:
+        """Write the weight from the gathered bytes, which are then freed; its memory is freed with the gather."""
+        (gathered,) = self.all_gather_outputs
+        record = self.packed_weight
+        if not hasattr(self, "_unsharded_param"):
+            weight = torch.empty((*self._orig_size[:-1], record.columns), dtype=record.dtype, device=self.device)
+            self._unsharded_inner_tensors = [weight]
+            # of tensor or expert parallelism; torch 2.11 has it under the second name
+            spec = getattr(self, "_unsharded_dtensor_spec", None) or getattr(self, "_tp_spec", None)
+            whole = weight
+            if spec is not None:
+                whole = DTensor.from_local(weight, spec.mesh, spec.placements, run_check=False)
+            self._unsharded_param = nn.Parameter(whole, requires_grad=False)
+        (weight,) = self._unsharded_inner_tensors
+        alloc_storage(weight)
+        # Shards of rows are padded to one size.
+        packed = gathered[: self._orig_size.numel()].view(-1, record.row_bytes)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+            record.format.unpack(packed, weight.view(-1, record.columns))
+        free_storage(gathered)
+
+
+def unpack_when_gathered(model: nn.Module) -> None:
+    """Have FSDP2 make weights of the packed parameters that it has sharded."""
+    for group in reduction_groups(fsdp_modules(model)):
+        for parameter in group.fsdp_params:
+            place = parameter._module_info
+            if (record := packed_weight(place.module, place.param_name)) is not None:
+                parameter.__class__ = PackedParam
+                parameter.packed_weight = record

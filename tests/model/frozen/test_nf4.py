@@ -1,0 +1,54 @@
+"""NF4 beside bitsandbytes: codes, scales and values, bit for bit; and what cannot be packed."""
+
+import pytest
+import torch
+
+from longspan.errors import ModelError
+from longspan.model.frozen import nf4
+from longspan.model.frozen.packed_format import packed_format
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _weight(dtype: torch.dtype) -> torch.Tensor:
+    torch.manual_seed(0)
+    weight = 0.02 * torch.randn(96, 448)
+    weight[3, 64:128] = 0.0  # a block of zeros
+    weight[4, 5] = 30.0
+    weight[5] *= 1e-30
+    limits = torch.tensor(nf4._VALUES)
+    weight[6, :15], weight[6, 15] = (limits[:-1] + limits[1:]) / 2, 1.0  # between two codes
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_scales_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = _weight(dtype)
+    codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=False)
+    packed = packed_format("nf4").pack(weight)
+    assert torch.equal(packed[:, :224].reshape(-1, 1), codes)
+    assert torch.equal(packed[:, 224:].contiguous().view(torch.float32).flatten(), state.absmax)
+    values = torch.empty_like(weight)
+    packed_format("nf4").unpack(packed, values)
+    assert torch.equal(values, functional.dequantize_4bit(codes, state))
+
+
+def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = _weight(torch.float32)
+    whole, values = packed_format("nf4").pack(weight), torch.empty_like(weight)
+    monkeypatch.setattr(nf4, "_PIECE", 5 * 448)
+    assert torch.equal(packed_format("nf4").pack(weight), whole)
+    packed_format("nf4").unpack(whole, values)
+    of_pieces = torch.empty_like(weight)
+    monkeypatch.undo()
+    packed_format("nf4").unpack(whole, of_pieces)
+    assert torch.equal(values, of_pieces)
+    assert whole.shape == (96, 224 + 7 * 4)
+
+
+def test_what_cannot_be_packed_is_told() -> None:
+    assert packed_format("nf4").reason_against(64, 128) == ""
+    assert packed_format("nf4").reason_against(64, 100) == "its rows have 100 numbers, which blocks of 64 do not divide"
+    with pytest.raises(ModelError, match="frozen is 'nf5'; use nf4, stored or whole"):
+        packed_format("nf5")

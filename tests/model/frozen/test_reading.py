@@ -1,0 +1,92 @@
+"""Weights that are packed as they are read: of a folder, drawn, under every home; what is given out again; one peak."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model import load_model, weights_by_name
+from longspan.model.frozen.frozen_weights import weights_to_pack
+from longspan.model.frozen.packed_format import packed_format
+from longspan.model.lora import NewAdapter, add_lora
+from longspan.testing import backend, run_ranks
+from tests.model.frozen.packed_models import MOE, WIDE
+from tests.model.stock import prepare_untried, random_model
+from tests.mutation import Change, mutated
+
+PATH = "model.frozen.packed_param"
+MUTATIONS: dict[str, Change] = {  # noticed by the weights that a model gives out
+    "columns of the first rank": (PATH, "held.start // self.row_bytes * self.columns", "0"),
+    "rounded before they are packed": (PATH, "self.read_dtype)", "torch.bfloat16)"),
+}
+HOMES: Mapping[str, tuple[str, Layout]] = {
+    "one rank": ("llama", Layout(ranks=1)),
+    "cp 2": ("llama", Layout(ranks=2)),
+    "tp 2": ("llama", Layout(ranks=2, tp=2)),
+    "pp 2": ("llama", Layout(ranks=2, pp=2)),
+    "experts": ("moe", Layout(ranks=2)),
+    "ep 2": ("moe", Layout(ranks=2, ep=2)),
+    "rows that ranks do not divide": ("llama", Layout(ranks=3)),
+}
+
+
+def write_folder(folder: Path, family: str) -> Path:
+    config = transformers.Qwen3MoeConfig(**WIDE | MOE) if family == "moe" else transformers.LlamaConfig(**WIDE)
+    random_model(config, torch.float32).save_pretrained(folder)
+    return folder
+
+
+def lora_over(folder: str | Path, **how: Any) -> Any:
+    return add_lora(load_model(folder, sharded=True, **how), NewAdapter(rank=4))
+
+
+def dequantised(folder: Path, compute: torch.dtype) -> dict[str, Tensor]:
+    """The weights of a folder, packed ones as a layer computes with them."""
+    model = load_model(folder)
+    weights = dict(model.state_dict())
+    for name in weights_to_pack(model):
+        rows = weights[name].flatten(0, -2)
+        values = torch.empty_like(rows, dtype=compute)
+        packed_format("nf4").unpack(packed_format("nf4").pack(rows), values)
+        weights[name] = values.view(weights[name].shape)
+    return weights
+
+
+def _differences(
+    rank: int, folder: str, layouts: Mapping[str, Layout], change: Change | None = None
+) -> dict[str, list[str]]:
+    found = dict[str, list[str]]()
+    wanted = dequantised(Path(folder), torch.bfloat16)
+    for name, layout in layouts.items():
+        with mutated(change), World(layout, backend=backend(), timeout=60) as world:
+            model = prepare_untried(lora_over(folder), world, frozen="nf4", compute_dtype=torch.bfloat16)
+            weights = {n: x for n, x in weights_by_name(model, world) if "lora_" not in n}
+            assert weights.keys() == wanted.keys()
+            found[name] = [n for n, x in weights.items() if not torch.equal(x, wanted[n])]
+    return found
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("family", ["llama", "moe"])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.whole)])
+def test_each_rank_packs_what_it_reads(tmp_path: Path, family: str, ranks: int) -> None:
+    layouts = {name: layout for name, (of, layout) in HOMES.items() if of == family and len(layout.ranks) == ranks}
+    if not layouts:
+        return
+    folder = write_folder(tmp_path, family)
+    for found in run_ranks(_differences, ranks, str(folder), layouts):
+        assert found == {name: [] for name in layouts}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_other_values_are_noticed(tmp_path: Path, name: str) -> None:
+    layouts = {"tp 2": Layout(ranks=2, tp=2)}
+    for found in run_ranks(_differences, 2, str(write_folder(tmp_path, "llama")), layouts, MUTATIONS[name]):
+        assert found["tp 2"]
