@@ -176,7 +176,7 @@ SHOWN = (
     "mtp",
     "encoder",
 )  # sections whose keys an answer repeats
-OF_MODELS = ("model.dtype", "model.compute_dtype")
+OF_MODELS = ("model.dtype", "model.compute_dtype", "model.frozen")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 
 
@@ -522,7 +522,9 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     of_model = columns[1]["total"] - columns[1]["communicators"]
     unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
     rows = [
-        (name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]
+        (name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns))
+        for name, bytes_of_part in columns[1].items()
+        if name != "packed" or bytes_of_part
     ]
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
