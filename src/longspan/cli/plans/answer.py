@@ -44,6 +44,7 @@ from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import Bytes
 from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.packed import find_packed_rows
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
 from longspan.resolve.resolved import choose_partition, set_usual_mode, settle
@@ -191,8 +192,9 @@ class Answer:
     """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first: its `config`.
 
     Where nothing fits, the first way is the leanest, and `larger` has the fewest GPUs that do, with their keys.
-    `longest` is the longest document that fits, in tokens. `steps` are those of a run (None: one step was asked about),
-    of which `sampled` were planned.
+    `longest` is the longest document that fits, in tokens, and `longest_nf4` the one that would, where nothing fits,
+    with frozen weights in 4 bits (0: there is none, or they are packed). `steps` are those of a run (None: one step was
+    asked about), of which `sampled` were planned.
     """
 
     title: str
@@ -205,6 +207,7 @@ class Answer:
     sampled: int = 0
     notes: tuple[str, ...] = ()
     larger: tuple[GpuRun, RunConfig] | None = None
+    longest_nf4: int = 0
 
     @property
     def seconds(self) -> float | None:
@@ -239,6 +242,7 @@ class Answer:
             "gpus": gpus.count,
             "gpu_bytes": gpus.bytes,
             "host_bytes": gpus.host_bytes,
+            "longest_nf4": self.longest_nf4,
             "notes": list(self.notes),
         }
 
@@ -462,7 +466,15 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts, given_keys: frozenset[st
         longest=find_longest(run.config, facts)[0],
         notes=tuple(notes),
         larger=larger,
+        longest_nf4=0 if fits else _find_longest_in_nf4(run, facts),
     )
+
+
+def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
+    config = run.config
+    if not config.lora.rank or find_packed_rows(run.model, config.model.frozen):
+        return 0
+    return find_longest(replace(config, model=replace(config.model, frozen="nf4")), facts)[0]
 
 
 def _fit_more_gpus(run: GpuRun, facts: Facts, given: Given) -> tuple[GpuRun, RunConfig] | None:
@@ -595,7 +607,10 @@ def _refusal_line(answer: Answer) -> str:
     defaults = RunConfig()
     names = [key for key in OF_MEMORY if _read_key(config, key) != _read_key(defaults, key)]
     line += f", or leave {' and '.join(names)} out" if names else ""
-    return line + (f"; the longest document that fits has {answer.longest:,} tokens" if answer.longest else "")
+    longest = "; the longest document that fits has {:,} tokens"
+    line += longest.format(answer.longest) if answer.longest else ""
+    nf4 = " with --model.frozen nf4, the frozen weights in 4 bits"
+    return line + (longest.format(answer.longest_nf4) + nf4 if answer.longest_nf4 else "")
 
 
 def _key_lines(answer: Answer) -> Iterator[str]:
