@@ -28,6 +28,7 @@ from longspan.resolve.memory import find_run_cost, run_memory_settings
 from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import UNIT, Ranking, Way, fit_way, rank_ways, set_usual_mode
 from longspan.run.checks import check_config
+from tests.plan.shape.test_packed import LLAMA_70B, QWEN3_32B
 from tests.run.runs.test_images_run import model_folder, rows_with_images
 
 NAMES = [*Bytes().to_json()]
@@ -443,6 +444,8 @@ def test_it_tells_what_a_run_would_take(config: str, tmp_path: Path, capsys: pyt
     assert "longest document" not in text and "positions" not in text, "which nobody asked for"
     assert main([*words, "--context.max_tokens_per_slot", "3000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["keys"]["context.max_tokens_per_slot"] == 3000
+    assert main([*words, "--lora.rank", "4", "--model.frozen", "nf4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"]["packed"] > 0
 
 
 def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -529,3 +532,35 @@ def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([*words, "--epochs", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert re.match(r"images: \d+ rows in a step, whose encoding is not in these seconds", answer["notes"][0])
+
+
+# ---- frozen weights in 4 bits
+
+
+@pytest.mark.parametrize(("name", "values"), [("Llama-3.3-70B", LLAMA_70B), ("Qwen3-32B", QWEN3_32B)])
+def test_large_models_are_proposed_in_four_bits(
+    name: str, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    lora = ["--model", str(tmp_path), "--lora.rank", "16", "--model.dtype", "bfloat16", "--gpu", "h100"]
+    nf4 = ask([*lora, "--longest", "--model.frozen", "nf4"], capsys)
+    assert nf4["fits"] and nf4["longest"] > (120_000 if name == "Llama-3.3-70B" else 320_000)
+    assert nf4["step_seconds"] > 0 and nf4["keys"]["model.frozen"] == "nf4"
+    assert nf4["longest_nf4"] == 0 and nf4["device"]["packed"] > 2 * nf4["device"]["weights"]
+    assert main(["plan", *lora, "--model.frozen", "nf4", "--same", "1x65536"]) == 0
+    assert re.search(r"\npacked +\d+\.\d\d +\d+\.\d\d +0\.00\n", capsys.readouterr().out)
+    whole = ask([*lora, "--same", "1x65536"], capsys)
+    assert not whole["fits"] and whole["longest"] < 65536 and whole["longest_nf4"] == nf4["longest"]
+    assert main(["plan", *lora, "--same", "1x65536"]) == 2
+    told = f"; the longest document that fits has {nf4['longest']:,} tokens with --model.frozen nf4, the frozen weights"
+    assert told in capsys.readouterr().err
+
+
+def test_packed_weights_have_a_row_where_there_are_any(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", model, *GPUS, "--same", "1x8192"]
+    assert main(words) == 0 and "\npacked " not in capsys.readouterr().out
+    frozen = ["--model.frozen", "nf4"]
+    assert main([*words, *frozen]) == 2 and "model.frozen" in capsys.readouterr().err  # without an adapter
+    assert main([*words, "--lora.rank", "4", "--model.frozen", "stored"]) == 2
+    assert 'model.frozen is "stored", and ' in capsys.readouterr().err
+    assert main([*words, "--lora.rank", "4", *frozen]) == 0 and "\npacked " in capsys.readouterr().out

@@ -47,6 +47,7 @@ SHOWN = 8  # profiled steps and saves, the last ones
 MOST_TEXT = 1 << 16  # characters of a profile's table
 MEMORY_KINDS = {
     "weights": "parameters of this rank",
+    "packed": "its frozen parameters in four or eight bits",
     "gradients": "their gradients",
     "states": "the optimizer's states",
     "gathered": "whole parameters of layers, and their gradients before they are summed",

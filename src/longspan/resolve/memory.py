@@ -85,6 +85,7 @@ def run_cost_settings(
     settings = CostSettings(
         recomputation=given_checkpointing(train) or "none",
         frozen=config.lora.rank > 0,
+        frozen_weights=config.model.frozen if config.lora.rank else "whole",
         depths=config.mtp.num_layers,
         bytes_per_number=DTYPE_BYTES[compute_dtype] if config.run.machine else 2,
         shards=slots // parallel.dp_replicate,
@@ -126,6 +127,7 @@ def run_memory_settings(
         lora_rank=config.lora.rank,
         lora_targets=config.lora.target_modules,
         adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
+        frozen_weights=config.model.frozen,
         depths=config.mtp.num_layers,
         gathered_once=not parallel.reshard_after_forward,
         summed_once=not parallel.sync_each_batch,

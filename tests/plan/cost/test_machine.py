@@ -393,3 +393,26 @@ def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:
         ConfigError, match=r"--machine \S+ .*is version 1 of a machine, and this longspan reads 2; measure"
     ):
         machines.read_machine(str(path), "--machine")
+
+
+def test_packed_weights_travel_as_bytes_and_are_unpacked_in_each_gather() -> None:
+    """Of a Qwen3-8B over 4 slots: in two gathers of a micro-batch, in one of a forward pass, and once a step."""
+    weights = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
+    unpacked = H200.unpacking_seconds(weights * 0.5625, weights * 2)
+    copies = H200.weight_copy_seconds * weights * (0.5625 / 2 - 1)
+    wire = weights * (0.5625 - 2) * 3 / 4 / H200.sharding_bytes_per_second
+
+    def whole_and_packed(**settings: Any) -> tuple[Cost, Cost]:
+        whole = CostSettings(frozen=True, shards=4, **settings)
+        return H200.cost(CONFIG, whole), H200.cost(CONFIG, replace(whole, frozen_weights="nf4"))
+
+    shown = copies + unpacked + machines.SHARDING_SHARE * wire
+    whole, packed = whole_and_packed()
+    assert packed.micro_batch_seconds - whole.micro_batch_seconds == pytest.approx(2 * shown)
+    hidden = 2 * (1 - machines.SHARDING_SHARE) * wire
+    assert packed.sharding_seconds - whole.sharding_seconds == pytest.approx(hidden)
+    forward, packed_forward = whole.forward_only(), packed.forward_only()
+    assert packed_forward.micro_batch_seconds - forward.micro_batch_seconds == pytest.approx(shown)
+    whole, packed = whole_and_packed(gathered_once=True)
+    assert packed.closing_seconds - whole.closing_seconds == pytest.approx(shown)
+    assert H200.cost(CONFIG, CostSettings(frozen_weights="nf4")) == H200.cost(CONFIG, CostSettings())

@@ -23,7 +23,7 @@ from longspan.plan import (
     choose_memory,
     plan_fixed,
 )
-from longspan.plan.cost.machine import CostSettings
+from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings
 from longspan.plan.memory.layer_table import LayerTable, slot_loads
 from longspan.plan.memory.memory_plan import (
     MemoryPrices,
@@ -31,8 +31,10 @@ from longspan.plan.memory.memory_plan import (
     memory_choices,
     seconds_beyond_settings,
 )
+from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import QWEN3_8B
+from tests.plan.shape.test_packed import LLAMA_70B, QWEN3_32B
 
 GIB = 2**30
 
@@ -341,3 +343,64 @@ def test_what_a_cost_leaves_out() -> None:
     moved = replace(needs.under("selective"), offload_optimizer_states=True, host=Bytes(states=102 * 10**9))
     state_seconds = seconds_beyond_settings(QWEN3_8B, moved, needs, machine)[1]
     assert state_seconds == pytest.approx(2.0)  # 102 GB/s both ways together
+
+
+# ---- frozen weights in 4 and 8 bits
+
+
+def test_packed_weights_lie_as_bytes_and_are_whole_in_a_gathered_layer() -> None:
+    """Of a Qwen3-8B under LoRA: 6.946e9 weights of decoder layers, 36 of them alike."""
+    lora = {"parameter_bytes": 2, "lora_rank": 16, "rows": 512}
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
+    whole = planned("none", **lora).device
+    nf4 = planned("none", frozen_weights="nf4", **lora).device
+    assert nf4.packed == 36 * layer * 0.5625 / 4 and whole.packed == 0
+    assert whole.weights - nf4.weights == 36 * layer * 2 / 4
+    # of the layer that is fetched ahead the bytes, of the one that runs the weights
+    assert whole.gathered - nf4.gathered == pytest.approx(layer * (2 - 0.5625), rel=1e-6)
+    assert planned("none", frozen_weights="nf4", rows=512) == planned("none", rows=512)  # nothing is frozen
+    one = {"home": Layout(1), "plan": plan_fixed([64], Layout(1), cp=1)}
+    alone = planned("none", frozen_weights="nf4", **one | lora).device
+    assert alone.work >= layer * 0.5625 > planned("none", **one | lora).device.work  # while it is unpacked
+    places = MemoryNeeds.of(
+        QWEN3_8B, HOME, plan_fixed([64], HOME, cp=2), MemorySettings(lora_rank=16, frozen_weights="nf4", depths=1)
+    ).places
+    assert [numbers.packed for numbers in places[0].numbers.layers] == [layer] * 36 + [0]  # a depth is whole
+
+
+def test_packed_experts_are_divided_by_ep_where_they_are_gathered() -> None:
+    changes = {"config": MOE, "parameter_bytes": 2, "lora_rank": 16, "frozen_weights": "nf4", "rows": 512}
+    home = Layout(4, ep=4)
+    alone, shared = planned("none", **changes), planned("none", home=home, **changes)
+    assert shared.device.packed == alone.device.packed > 0
+    assert shared.device.gathered < 0.6 * alone.device.gathered
+    float8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    stored = planned("none", **changes | {"config": MOE | float8, "frozen_weights": "auto"})
+    assert stored.device.packed == pytest.approx(alone.device.packed * 1.03125 / 0.5625, rel=1e-3)
+
+
+def test_unpacking_takes_time_and_messages_are_shorter() -> None:
+    needs, prices = needs_of(8192, parameter_bytes=2, lora_rank=16)
+    packed_needs, packed = needs_of(8192, parameter_bytes=2, lora_rank=16, frozen_weights="nf4")
+    saved = prices.seconds(needs.under("full")) - packed.seconds(packed_needs.under("full"))
+    machine = Machine()
+    weights = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
+    copies = machine.weight_copy_seconds * weights * (1 - 0.5625 / 2)
+    wire = SHARDING_SHARE * weights * (2 - 0.5625) / 2 / machine.sharding_bytes_per_second
+    unpacked = machine.unpacking_seconds(weights * 0.5625, weights * 2)
+    assert 36 * 0.15e-3 < unpacked < 36 * 0.3e-3
+    assert saved == pytest.approx(2 * (copies + wire - unpacked))
+
+
+@pytest.mark.parametrize(
+    ("config", "gib", "least"),
+    [(LLAMA_70B, 80, 120_000), (QWEN3_32B, 80, 320_000), (QWEN3_8B, 80, 650_000), (QWEN3_8B, 24, 64_000)],
+)
+def test_lengths_that_fit_one_gpu_in_four_bits(config: Any, gib: int, least: int) -> None:
+    home = Layout(1)
+    plan = plan_fixed([least], home, cp=1)
+    settings = MemorySettings(parameter_bytes=2, lora_rank=16, frozen_weights="nf4", compiled="auto")
+    budget = MemoryBudget(device=int(GPU_SHARE * (gib << 30)), host=128 * GIB)
+    assert choose_memory(config, home, plan, settings, budget).device.packed > 0
+    with pytest.raises(PlanError, match="does not fit"):
+        choose_memory(config, home, plan, replace(settings, frozen_weights="whole"), budget)

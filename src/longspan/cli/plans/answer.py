@@ -44,6 +44,7 @@ from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
 from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.packed import find_packed_rows
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
 from longspan.resolve.resolved import choose_partition, set_usual_mode, settle
@@ -171,7 +172,7 @@ SHOWN = (
     "mtp",
     "encoder",
 )  # sections whose keys an answer repeats
-OF_MODELS = ("model.dtype", "model.compute_dtype")
+OF_MODELS = ("model.dtype", "model.compute_dtype", "model.frozen")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 
 
@@ -186,8 +187,9 @@ class Answer:
     """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first: its `config`.
 
     Where nothing fits, the first way is the leanest, and `larger` has the fewest GPUs that do, with their keys.
-    `longest` is the longest document that fits, in tokens. `steps` are those of a run (None: one step was asked about),
-    of which `sampled` were planned.
+    `longest` is the longest document that fits, in tokens, and `longest_nf4` the one that would, where nothing fits,
+    with frozen weights in 4 bits (0: there is none, or they are packed). `steps` are those of a run (None: one step was
+    asked about), of which `sampled` were planned.
     """
 
     title: str
@@ -199,6 +201,7 @@ class Answer:
     sampled: int = 0
     notes: tuple[str, ...] = ()
     larger: tuple[GpuRun, RunConfig] | None = None
+    longest_nf4: int = 0
 
     @property
     def seconds(self) -> float | None:
@@ -238,6 +241,7 @@ class Answer:
             "gpus": gpus.count,
             "gpu_bytes": gpus.bytes,
             "host_bytes": gpus.host_bytes,
+            "longest_nf4": self.longest_nf4,
             "notes": list(self.notes),
         }
 
@@ -461,10 +465,22 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
         longest=find_longest(run.config, facts)[0],
         notes=tuple(notes),
         larger=larger,
+        longest_nf4=0 if fits else _find_longest_in_nf4(run, facts),
     )
 
 
+<<<<<<< HEAD
 def _fit_more_gpus(run: GpuRun, facts: Facts) -> tuple[GpuRun, RunConfig] | None:
+=======
+def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
+    config = run.config
+    if not config.lora.rank or find_packed_rows(run.model, config.model.frozen):
+        return 0
+    return find_longest(replace(config, model=replace(config.model, frozen="nf4")), facts)[0]
+
+
+def _fit_more_gpus(run: GpuRun, facts: Facts, given: Given) -> tuple[GpuRun, RunConfig] | None:
+>>>>>>> h5-packplan
     """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
     On each number the leanest layout is tried first: all slots, fewest rows.
     """
@@ -521,7 +537,9 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     of_model = columns[1]["total"] - columns[1]["communicators"]
     unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
     rows = [
-        (name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]
+        (name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns))
+        for name, bytes_of_part in columns[1].items()
+        if name != "packed" or bytes_of_part
     ]
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
@@ -592,7 +610,10 @@ def _refusal_line(answer: Answer) -> str:
     defaults = RunConfig()
     names = [key for key in OF_MEMORY if _read_key(config, key) != _read_key(defaults, key)]
     line += f", or leave {' and '.join(names)} out" if names else ""
-    return line + (f"; the longest document that fits has {answer.longest:,} tokens" if answer.longest else "")
+    longest = "; the longest document that fits has {:,} tokens"
+    line += longest.format(answer.longest) if answer.longest else ""
+    nf4 = " with --model.frozen nf4, the frozen weights in 4 bits"
+    return line + (longest.format(answer.longest_nf4) + nf4 if answer.longest_nf4 else "")
 
 
 def _key_lines(answer: Answer) -> Iterator[str]:

@@ -28,6 +28,7 @@ from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET
 from longspan.plan.messages import fetched_share
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.packed import FrozenWeights, PackedWeights, packed_weights_of_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,7 @@ GATHER_BYTES = 32  # a gather lays out rows
 CHANNEL_BYTES = 160  # a state-space layer's convolution, norms and gates, for each row and channel
 WEIGHT_COPY_BYTES = 2.2  # FSDP2's copies of a weight
 UPDATE_BYTES = 11.2  # of the optimizer
+UNPACKING_SHARE = 0.6  # of the speed of memory, at which packed weights are taken to be unpacked (not measured)
 # Rates over that of dense products in bfloat16: float8 with its conversions, scans of state-space layers, and their
 # passes that make a run's states for others.
 FLOAT8_SPEED = 1350 / 700
@@ -186,19 +188,20 @@ def resolve_compiled_parts(word: Compiled, *, hidden: int, tp: int) -> Compiled:
 class CostSettings:
     """What of a run changes the time of a model: the second argument of `Machine.cost`.
 
-    `recomputation` of `recomputed_layers` layers (0: all), `frozen` weights under adapters, `depths` of multi-token
-    prediction, `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` slots that share experts, and only
-    `forward` passes. FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in
-    `dp_replicate` copies, gathers them for every micro-batch's forward pass and again for its backward pass, and sums
-    gradients; `gathered_once` and `summed_once` do that once a step. `weight_ranks` of a slot share its weights (0:
-    those of tp). In `free` mode both are once, and a micro-batch of padding more. Only the `target_share` of the rows
-    predict a token: others have no logits. Layers multiply in `float8` but for gradients of weights, and are `compiled`
-    as in [train] on GPUs.
+    `recomputation` of `recomputed_layers` layers (0: all), `frozen` weights under adapters, which lie as
+    `frozen_weights` says (model.frozen), `depths` of multi-token prediction, `bytes_per_number` of rows and weights,
+    `tp` ranks of a slot, `ep` slots that share experts, and only `forward` passes. FSDP2 shards weights over `shards`
+    slots (0: every slot has all of them, without FSDP2), in `dp_replicate` copies, gathers them for every micro-batch's
+    forward pass and again for its backward pass, and sums gradients; `gathered_once` and `summed_once` do that once a
+    step. `weight_ranks` of a slot share its weights (0: those of tp). In `free` mode both are once, and a micro-batch
+    of padding more. Only the `target_share` of the rows predict a token: others have no logits. Layers multiply in
+    `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs.
     """
 
     recomputation: Recomputation = "none"
     recomputed_layers: int = 0
     frozen: bool = False
+    frozen_weights: FrozenWeights = "whole"
     depths: int = 0
     bytes_per_number: int = 2
     tp: int = 1
@@ -344,6 +347,10 @@ class Machine:
         """Seconds of FSDP2's copies of one weight, for each gather and each sum."""
         return WEIGHT_COPY_BYTES / self.memory_bytes_per_second
 
+    def unpacking_seconds(self, packed_bytes: float, whole_bytes: float) -> float:
+        """Return the seconds in which packed weights become whole: what is read, and what is written."""
+        return (packed_bytes + whole_bytes) / (UNPACKING_SHARE * self.memory_bytes_per_second)
+
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
         """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
         Products and messages follow from the model's shape. Passes over memory, FSDP2, rows that travel to experts, the
@@ -360,17 +367,24 @@ class Machine:
         forward = self._add_row_seconds(cost, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6)
         # Such passes are short: what the host takes to launch them counts, in place of a micro-batch's seconds.
         forward = replace(forward, micro_batch_seconds=0.0).forward_only()
-        forward = self._add_sharding_seconds(forward, shape, settings, 0.0)
+        packed = packed_weights_of_model(model, settings.frozen_weights if frozen else "whole")
+        forward = self._add_sharding_seconds(forward, shape, settings, 0.0, packed)
         if settings.forward:
             return forward.shared_by(settings.tp)
         cost = cost_with_recomputation(replace(cost, forward=forward), shape, kind, count, frozen=frozen)
         # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
         products = 2 if frozen else 3  # of logits: forward, gradients of rows, and of weights
+<<<<<<< HEAD
         cost = self._add_row_seconds(
             cost, shape, settings, passes=1 + RECOMPUTED_PASSES * share, products=products, saved=saved
         )
         return self._add_sharding_seconds(cost, shape, settings, share).shared_by(settings.tp)
+=======
+        passes = 1 + RECOMPUTED_PASSES * share
+        cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
+        return self._add_sharding_seconds(cost, shape, settings, share, packed).shared_by(settings.tp)
+>>>>>>> h5-packplan
 
     def _add_row_seconds(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float
@@ -399,7 +413,7 @@ class Machine:
         )
 
     def _add_sharding_seconds(
-        self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float
+        self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float, packed: PackedWeights
     ) -> Cost:
         """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts.
 
@@ -411,10 +425,11 @@ class Machine:
 
         Each of w slots
         gets (w − 1) / w of the weights in each gather (forward and backward), and of their gradients in the sum, in
-        float32 at least; a share of these always shows. What comes once a step is its `closing_seconds`. The optimizer
-        updates a slot's shard, and a ring over c copies brings it 2 (c − 1) / c of its gradients. Rows go to the ep
-        slots that have their experts, and come back: a layer exchanges twice forward, twice again if it is recomputed,
-        and twice backward, with nothing to hide it.
+        float32 at least; a share of these always shows. Packed weights travel as bytes, and each gather unpacks them:
+        they count as the numbers that have as many bytes (they have no sums). What comes once a step is its
+        `closing_seconds`. The optimizer updates a slot's shard, and a ring over c copies brings it 2 (c − 1) / c of its
+        gradients. Rows go to the ep slots that have their experts, and come back: a layer exchanges twice forward,
+        twice again if it is recomputed, and twice backward, with nothing to hide it.
         """
         forward = cost.passes == "forward"
         number = settings.bytes_per_number
@@ -433,6 +448,12 @@ class Machine:
         hidden = 0.0
         closing = 0.0
         if width:
+            dense_bytes = packed.bytes / tp
+            experts_bytes = packed.experts_bytes / ep
+            whole_bytes = (packed.numbers / tp + packed.experts / ep) * number
+            unpacking = self.unpacking_seconds(dense_bytes + experts_bytes, whole_bytes)
+            dense += dense_bytes / number - packed.numbers / tp
+            experts += experts_bytes / number - packed.experts / ep
             sent = dense * (width - 1) / width
             sent += experts * max(0.0, width * expert_ranks - 1) / (width * expert_ranks)
             speed = self.sharding_bytes_per_second
@@ -443,7 +464,7 @@ class Machine:
                 """Seconds of gathers and sums that show, and those that may hide."""
                 wire = sent * (gathers * number + sums * max(4, number)) / speed
                 copies = self.weight_copy_seconds * (dense + experts) * (gathers + sums)
-                return copies + shown * wire, (1 - shown) * wire
+                return copies + gathers * unpacking + shown * wire, (1 - shown) * wire
 
             gathered = settings.gathered_once or settings.free
             summed = settings.summed_once or settings.free

@@ -359,10 +359,14 @@ class MemoryPrices:
         settings = place.settings
         gathered = sum(numbers.whole for numbers in layers)
         summed = sum(numbers.trained for numbers in layers)
+        packed = sum(numbers.packed for numbers in layers)
+        packed_bytes = sum(numbers.packed_bytes for numbers in layers)
+        gathered += packed_bytes / settings.compute_bytes - packed
         sent = gathers * gathered * settings.compute_bytes + sums * summed * settings.reduce_bytes
         wire_seconds = sent * (place.shards - 1) / place.shards / self.machine.sharding_bytes_per_second
         copies = self.machine.weight_copy_seconds * (gathers * gathered + sums * summed)
-        return copies + SHARDING_SHARE * wire_seconds
+        unpacked = self.machine.unpacking_seconds(packed_bytes, packed * settings.compute_bytes)
+        return copies + SHARDING_SHARE * wire_seconds + gathers * unpacked
 
 
 # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from longspan.errors import PlanError
 from longspan.plan.check import check_count
 from longspan.plan.cost.machine import Compiled
+from longspan.plan.shape.packed import FrozenWeights
 
 GPU_SHARE = 0.92  # of a GPU's free memory, which a run may fill
 HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
@@ -20,13 +21,15 @@ class Bytes:
     >>> Bytes(weights=3, kept=4).total
     7
 
-    `weights`, `gradients` and `states` are this rank's shards, without those on the host; `gathered` are weights of
-    layers that are whole, and gradients of layers before they are summed; `kept` is what layers hold for their backward
+    `weights`, `gradients` and `states` are this rank's shards, without those on the host, and `packed` its shards of
+    frozen weights in four or eight bits; `gathered` are weights of layers that are whole, and gradients of layers
+    before they are summed; `kept` is what layers hold for their backward
     passes, `work` what the layer that runs holds besides; `logits` are those of a chunk and what is computed from them;
     `communicators` the buffers of NCCL and the CUDA context.
     """
 
     weights: int = 0
+    packed: int = 0
     gradients: int = 0
     states: int = 0
     gathered: int = 0
@@ -68,7 +71,8 @@ class MemorySettings:
 
     A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer; numbers
     of activations and gathered weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears
-    `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number. There are `depths` of
+    `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number; the weights that these
+    leave lie as `frozen_weights` says (model.frozen). There are `depths` of
     multi-token prediction. `gathered_once` keeps weights whole through a step, and `summed_once`, which needs that,
     gradients too, as `free` mode does. `segment_layers` neighbouring layers that recompute keep one input together (0
     or 1: each its own). On a `gpu` there are a context and communicators; state-space layers scan by its
@@ -82,6 +86,7 @@ class MemorySettings:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     adapter_bytes: int = 4
+    frozen_weights: FrozenWeights = "whole"
     depths: int = 0
     shard_parameters: bool = True
     gathered_once: bool = False

@@ -34,6 +34,7 @@ from longspan.plan.shape.layers import (
     read_mixer_shape,
 )
 from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.packed import PackedRows, find_packed_rows, packed_weights_of_layer
 
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape
@@ -43,13 +44,18 @@ if TYPE_CHECKING:  # of models with images
 class Numbers:
     """How many parameters a part of a model has on a rank, and how many of them are trained. `whole` are those that a
     rank gathers (experts divided by ep, the rest by tp), `share` those that FSDP2 divides over its shards: a
-    tensor-parallel rank's part, with the experts of all ep ranks.
+    tensor-parallel rank's part, with the experts of all ep ranks. `packed` and `packed_share` of them are packed, and
+    take so many bytes.
     """
 
     whole: float = 0.0
     trained: float = 0.0
     share: float = 0.0
     trained_share: float = 0.0
+    packed: float = 0.0
+    packed_bytes: float = 0.0
+    packed_share: float = 0.0
+    packed_share_bytes: float = 0.0
 
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -103,10 +109,11 @@ class ModelNumbers:
             trained = weights * settings.trains_all
             return Numbers(weights, trained, weights, trained)
 
+        rows = None if settings.trains_all else find_packed_rows(config, settings.frozen_weights)
         numbers_of_kinds = {
-            kind: _count_layer_parameters(read, kind, mixer, home, settings) for kind in dict.fromkeys(kinds)
+            kind: _count_layer_parameters(read, kind, mixer, home, settings, rows) for kind in dict.fromkeys(kinds)
         }
-        first, *others = (_count_layer_parameters(read, kind, mixer, home, settings) for kind in of_depth)
+        first, *others = (_count_layer_parameters(read, kind, mixer, home, settings, None) for kind in of_depth)
         depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
         tower = Numbers()
         shape = None
@@ -135,7 +142,12 @@ class ModelNumbers:
 
 
 def _count_layer_parameters(
-    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, home: Layout, settings: MemorySettings
+    read: ConfigReader,
+    kind: LayerKind,
+    mixer: MixerShape | None,
+    home: Layout,
+    settings: MemorySettings,
+    rows: PackedRows | None,
 ) -> Numbers:
     """Count a layer's parameters on a rank: linears are split over tp, experts over ep (their shards over tp too),
     the two norms are whole. Adapters alone are trained: rank · (inputs + outputs) of each linear that has one. `all` of
@@ -155,7 +167,17 @@ def _count_layer_parameters(
     linears = _adapter_linears(read, kind, mixer)
     widths = sum(width_in + width_out for name, width_in, width_out in linears if settings.has_adapter(name))
     adapters = settings.lora_rank * widths / home.tp
-    return Numbers(whole + adapters, adapters, share + adapters, adapters)
+    packed = packed_weights_of_layer(read, kind, mixer, rows)
+    return Numbers(
+        whole + adapters,
+        adapters,
+        share + adapters,
+        adapters,
+        packed=packed.numbers / home.tp + packed.experts / home.ep,
+        packed_bytes=packed.bytes / home.tp + packed.experts_bytes / home.ep,
+        packed_share=(packed.numbers + packed.experts) / home.tp,
+        packed_share_bytes=(packed.bytes + packed.experts_bytes) / home.tp,
+    )
 
 
 def _adapter_linears(
@@ -311,12 +333,13 @@ class StageBytes:
         settings = self.settings
         home = self.home
         numbers = self.all_numbers
-        frozen = numbers.share - numbers.trained_share
+        frozen = numbers.share - numbers.packed_share - numbers.trained_share
         weights = frozen * settings.parameter_bytes + numbers.trained_share * settings.weight_bytes
         # two over all slots, one for every other axis of the home, and those of the plan's groups
         groups = (home.slots > 1) * 2 + (home.tp > 1) + (home.pp > 1) + (home.ep > 1) + (home.dp_replicate > 1)
         return Bytes(
             weights=int(weights / self.shards),
+            packed=int(numbers.packed_share_bytes / self.shards),
             states=0 if settings.offload_optimizer_states else self.state_bytes,
             communicators=(CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)) * settings.gpu,
         )
@@ -420,11 +443,13 @@ class StageBytes:
         """At the loss, then backward through layer i, last first, then the sums; the bytes of a moment are the sum of
 
         gradients  shards of the layers behind i, nothing where whole ones stay;
-        gathered   root + W_i + W_(i−1), which is fetched ahead, or Σ W where weights stay, + gradients on their way;
+        gathered   root + W_i + V_(i−1), which is fetched ahead, or Σ W where weights stay, + gradients on their way;
         kept       Σ_(j<i) kept_j · micro-batches in flight, + what layer i and its segment make again;
-        work       what the layer's backward pass holds, or one tensor of rows while its gradients are summed.
+        work       what the layer's backward pass holds, the packed bytes that W_i is made of, which are freed before
+                   it, or one tensor of rows while its gradients are summed.
 
-        W_i are the numbers of a layer's weights in the compute type, with float8 copies where they stay.
+        W_i are the numbers of a layer's weights in the compute type, with float8 copies where they stay, and V_i the
+        same as they travel, packed weights as bytes.
         """
         settings = self.settings
         layers = self.numbers.layers
@@ -436,6 +461,11 @@ class StageBytes:
         # float8 copies of layers (rows and columns) stay where the weights do
         float8 = 2.0 * (settings.float8 and (in_place or self.stays_gathered))
         whole = [layers[i].whole * (number + float8) for i in stage.layers]
+        packed = [layers[i].packed_bytes * sharded for i in stage.layers]
+        sent_whole = [
+            size - layers[i].packed * number + of_packed
+            for i, size, of_packed in zip(stage.layers, whole, packed, strict=True)
+        ]
         root = self.numbers.root_numbers(stage)
         gathered = root.whole * number
         row = load.rows * self.hidden_row_bytes
@@ -447,7 +477,7 @@ class StageBytes:
         arrives = self.shards > 1  # weights come from other slots, in a tensor of their own
         if stage.predicts:
             all_whole = in_place or settings.gathered_once
-            of_layers = sum(whole) * all_whole + arrives * whole[-1] * (not self.stays_whole)
+            of_layers = sum(whole) * all_whole + arrives * sent_whole[-1] * (not self.stays_whole)
             tensors = AT_THE_LOSS + settings.depths + OF_WIDE_NORM * (not (settings.gpu and settings.fused_norms))
             at_loss = {"gradients": gradients, "gathered": gathered + of_layers + whole_gradients * load.later}
             yield at_loss | {"kept": activations, "work": tensors * row, "logits": self._logit_bytes(load)}
@@ -473,9 +503,10 @@ class StageBytes:
                 if settings.gathered_once:
                     here_too = sum(whole[:i])
                 elif arrives and i:
-                    here_too = whole[i - 1]
+                    here_too = sent_whole[i - 1]
                 others = waits + here_too + sum(whole[i + 1 :]) * self.stays_gathered
-            moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "work": running[i].backward}
+            work = max(running[i].backward, packed[i])
+            moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "work": work}
             yield moment | {"kept": here + running[i].kept + running[i].host}
             if not self.stays_whole:  # the layer's gradients are summed over slots, and then sent
                 yield moment | {"gathered": others + self.summing_bytes(numbers), "kept": here, "work": row}

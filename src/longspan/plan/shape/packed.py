@@ -1,0 +1,159 @@
+"""Which frozen weights of a model are packed in four or eight bits, and their bytes: by its shape and its folder.
+
+Packed are the linears of decoder layers: of attention, of MLPs and shared experts, experts, and the projections into
+and out of state-space layers. Embeddings, head, norms, routers, convolutions, towers and depths stay whole.
+"""
+
+import re
+from typing import Any, Literal, NamedTuple
+
+from longspan.errors import PlanError
+from longspan.plan.shape.layers import (
+    ConfigReader,
+    LayerKind,
+    MixerShape,
+    Weights,
+    attention_weights,
+    feed_forward_weights,
+    layer_kinds,
+    read_mixer_shape,
+)
+
+FrozenWeights = Literal["auto", "whole", "nf4", "stored"]
+# Names under which a folder leaves a part of its layers as it is
+_ATTENTION = frozenset(("self_attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj"))
+_MIXER = frozenset(("linear_attn", "mamba", "mixer", "conv", "in_proj", "out_proj"))
+_MLP = frozenset(("mlp", "feed_forward", "gate_proj", "up_proj", "down_proj"))
+_EXPERTS = frozenset(("mlp", "feed_forward", "experts"))
+
+
+class PackedRows(NamedTuple):
+    """How a row of numbers lies as bytes: codes, and a scale for each `block` of them (0: one for the row).
+
+    >>> NF4.row_bytes(4096) / 4096, NF4.row_bytes(100)
+    (0.5625, 0.0)
+
+    A row that blocks of 4 bits do not divide stays whole (0). `whole` are names of modules that do.
+    """
+
+    name: str
+    number_bytes: float
+    block: int
+    scale_bytes: int
+    whole: frozenset[str] = frozenset()
+
+    def row_bytes(self, columns: int) -> float:
+        block = self.block or columns
+        if self.number_bytes < 1 and columns % block:
+            return 0.0
+        return columns * self.number_bytes + -(-columns // block) * self.scale_bytes
+
+
+NF4 = PackedRows("nf4", 0.5, 64, 4)
+_MXFP4 = PackedRows("mxfp4", 0.5, 32, 1)
+
+
+class PackedWeights(NamedTuple):
+    """How many weights are packed, and their bytes; those of experts, which ep ranks share, apart."""
+
+    numbers: float = 0.0
+    bytes: float = 0.0
+    experts: float = 0.0
+    experts_bytes: float = 0.0
+
+
+def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
+    """Return how the frozen weights of a model lie as bytes; None if they are whole, as under "auto" where its
+    `quantization_config` names no format that is known. Raises PlanError for "stored" there.
+    """
+    if frozen in ("whole", "nf4"):
+        return NF4 if frozen == "nf4" else None
+    read = ConfigReader.read_whole_model(config)
+    stored = read.section("quantization_config")
+    method = stored.value("quant_method")
+    rows = _stored_rows(stored, method)
+    if rows is None:
+        if frozen == "auto":
+            return None
+        held = f"in {method}, which is not read" if method else "whole, without a quantization_config"
+        raise PlanError(f'model.frozen is "stored", and {read.where} holds its weights {held}; use nf4 or whole')
+    lists = (stored.value(name) for name in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore"))
+    # of an expression or a dotted name the last word
+    words = (re.findall(r"[a-z]\w*", str(name)) for names in lists for name in names or ())
+    return rows._replace(whole=frozenset(word[-1] for word in words if word))
+
+
+def _stored_rows(stored: ConfigReader, method: Any) -> PackedRows | None:
+    float8 = PackedRows("float8", 1, 0, 4)
+    if method == "fp8":  # in blocks (rows, columns), or with one scale for each tensor, repeated in its rows
+        return float8._replace(block=(stored.value("weight_block_size") or (0, 0))[1])
+    if method == "mxfp4":
+        return _MXFP4
+    if method == "bitsandbytes":
+        return PackedRows("int8", 1, 0, 4) if stored.value("load_in_8bit") else NF4
+    if method == "compressed-tensors":
+        group = next(iter((stored.value("config_groups") or {"": {}}).values()))
+        weights = ConfigReader(group, stored.where).section("weights")
+        if (weights.value("type"), weights.value("num_bits")) == ("float", 8):
+            return float8._replace(block=(weights.value("block_structure") or (0, 0))[1])
+    return None
+
+
+def packed_weights_of_layer(
+    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, rows: PackedRows | None
+) -> PackedWeights:
+    """Count the packed weights of one layer, all its experts among them. The inputs of a part are as wide as the model,
+    those of its last product as the rest says.
+    """
+    if rows is None:
+        return PackedWeights()
+    hidden = read.count("hidden_size")
+    parts = list[tuple[frozenset[str], int, int]]()  # the names, the weights, and their columns
+
+    def add(names: frozenset[str], weights: Weights) -> None:
+        parts.extend(((names, weights.all - weights.last, hidden), (names, weights.last, weights.last // hidden)))
+
+    if kind.attention:
+        add(_ATTENTION, attention_weights(read))
+    if kind.mixes and mixer:
+        add(_MIXER, Weights(mixer.weights - mixer.channels * mixer.width, mixer.last))
+    if kind.feeds == "dense":
+        add(_MLP, feed_forward_weights(read, "dense"))
+    experts = list[tuple[frozenset[str], int, int]]()
+    if kind.feeds == "experts":
+        weights = feed_forward_weights(read, "experts")
+        count = read.experts_attribute_and_count()[1]
+        inputs = read.count("moe_latent_size") or hidden
+        width = read.count("moe_intermediate_size") or read.count("intermediate_size")
+        down = count * inputs * width
+        experts += [(_EXPERTS, weights.of_experts + weights.unvisited - down, inputs), (_EXPERTS, down, width)]
+        # with the one row of a shared expert's gate
+        shared = weights.all - weights.of_experts - hidden * count
+        parts.append((_MLP, shared, hidden))
+    if rows == _MXFP4._replace(whole=rows.whole):  # it is of experts alone
+        parts = []
+    numbers, size = _count_packed(parts, rows)
+    return PackedWeights(numbers, size, *_count_packed(experts, rows))
+
+
+def _count_packed(parts: list[tuple[frozenset[str], int, int]], rows: PackedRows) -> tuple[float, float]:
+    numbers = 0.0
+    size = 0.0
+    for names, weights, columns in parts:
+        row_bytes = rows.row_bytes(columns) if weights else 0.0
+        if row_bytes and names.isdisjoint(rows.whole):
+            numbers += weights
+            size += weights // columns * row_bytes
+    return numbers, size
+
+
+def packed_weights_of_model(config: Any, frozen: FrozenWeights) -> PackedWeights:
+    """Count the packed weights of all decoder layers of a configuration, an object, a dict, its file or its folder."""
+    rows = find_packed_rows(config, frozen)
+    if rows is None:
+        return PackedWeights()
+    read = ConfigReader.read_language_model(config)
+    kinds = layer_kinds(read)
+    mixer = read_mixer_shape(read)
+    of_kinds = {kind: packed_weights_of_layer(read, kind, mixer, rows) for kind in dict.fromkeys(kinds)}
+    return PackedWeights(*(sum(numbers) for numbers in zip(*(of_kinds[kind] for kind in kinds), strict=True)))

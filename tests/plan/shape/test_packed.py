@@ -1,0 +1,112 @@
+"""Which weights are packed, and their bytes: of dense models, experts, hybrids and folders that are quantised."""
+
+from typing import Any
+
+import pytest
+
+from longspan.errors import PlanError
+from longspan.plan.shape.packed import NF4, FrozenWeights, find_packed_rows, packed_weights_of_model
+
+LLAMA_70B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}
+QWEN3_32B = LLAMA_70B | {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "intermediate_size": 25600,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+DENSE = SMALL | {"hidden_size": 128, "head_dim": 64, "intermediate_size": 320}
+MOE = DENSE | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+MOE |= {"shared_expert_intermediate_size": 256}
+HYBRID = DENSE | {"model_type": "qwen3_next", "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+HYBRID |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
+HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
+GPT_OSS = DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96}
+
+ATTENTION = 128 * 256 * 4  # q, k, v, o of one layer
+SHARED_EXPERT = 3 * 128 * 256 + 128  # with the row of its gate
+EXPERTS = 8 * 3 * 128 * 192
+# Into a delta net of 2 key heads of 32 and 4 value heads of 64: q, k, v, gate, beta, decay; and out of it.
+MIXER = 128 * (2 * 64 + 2 * 256 + 2 * 4) + 256 * 128
+MLP = 3 * 128 * 320
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers", "experts"),
+    [
+        (LLAMA_70B, 80 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672), 0),
+        (QWEN3_32B, 64 * (5120 * (2 * 8192 + 2 * 1024) + 3 * 5120 * 25600), 0),
+        (DENSE, 2 * (ATTENTION + MLP), 0),
+        (MOE, 2 * (ATTENTION + SHARED_EXPERT), 2 * EXPERTS),
+        (HYBRID, MIXER + ATTENTION + 128 * 256 + 2 * MLP, 0),  # with a gate of each query
+        (DENSE | {"intermediate_size": 100}, 2 * (ATTENTION + 2 * 128 * 100), 0),  # rows of 100 of the last product
+        (DENSE | {"hidden_size": 100}, 2 * (100 * 256 + 320 * 100), 0),  # only those out of wide rows
+    ],
+)
+def test_linears_of_decoder_layers_in_nf4(config: dict[str, Any], numbers: int, experts: int) -> None:
+    packed = packed_weights_of_model(config, "nf4")
+    assert (packed.numbers, packed.experts) == (numbers, experts)
+    assert (packed.bytes, packed.experts_bytes) == (numbers * 0.5625, experts * 0.5625)
+
+
+def quantized(config: dict[str, Any], method: str, **settings: Any) -> dict[str, Any]:
+    return config | {"quantization_config": {"quant_method": method, **settings}}
+
+
+FLOAT8 = {"num_bits": 8, "type": "float"}
+BLOCKS = {"weights": FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}}
+# Bytes of rows of 128, 256 and 320 columns: of attention's products in and out, and of the MLP's.
+IN_BLOCKS = 768 * 132 + 128 * 264 + 640 * 132 + 128 * 332
+BY_ROWS = 768 * 132 + 128 * 260 + 640 * 132 + 128 * 324
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (quantized(DENSE, "fp8", weight_block_size=[128, 128]), IN_BLOCKS),
+        (quantized(DENSE, "fp8", weight_block_size=None), BY_ROWS),
+        (quantized(DENSE, "compressed-tensors", config_groups={"group_0": BLOCKS}), IN_BLOCKS),
+        (quantized(DENSE, "compressed-tensors", config_groups={"group_0": {"weights": FLOAT8}}), BY_ROWS),
+        (quantized(DENSE, "bitsandbytes", load_in_8bit=True), BY_ROWS),
+        (quantized(DENSE, "bitsandbytes", load_in_4bit=True), (ATTENTION + MLP) * 0.5625),
+        (quantized(GPT_OSS, "mxfp4"), 8 * 3 * 128 * 96 * (0.5 + 1 / 32)),
+        # a part of which one linear is left as it is counts as whole
+        (
+            quantized(DENSE, "fp8", modules_to_not_convert=["lm_head", "model.layers.0.self_attn.q_proj"]),
+            640 * 132 + 128 * 324,
+        ),
+        (
+            quantized(DENSE, "compressed-tensors", ignore=["re:.*mlp.*"], config_groups={"": BLOCKS}),
+            768 * 132 + 128 * 264,
+        ),
+    ],
+)
+def test_bytes_of_a_quantised_folder(config: dict[str, Any], size: float) -> None:
+    stored, auto = (packed_weights_of_model(config, word) for word in ("stored", "auto"))
+    assert stored == auto and (stored.bytes + stored.experts_bytes) == 2 * size
+    of_text = {"quantization_config": config["quantization_config"], "text_config": config}
+    assert packed_weights_of_model(of_text, "stored") == stored
+
+
+def test_folders_that_hold_nothing_to_read() -> None:
+    words: tuple[FrozenWeights, ...] = ("whole", "auto")
+    for config in (DENSE, quantized(DENSE, "gptq")):
+        assert not any(any(packed_weights_of_model(config, word)) for word in words)
+        assert find_packed_rows(config, "nf4") == NF4
+    with pytest.raises(PlanError, match='"stored", and dict holds its weights whole, without a quantization_config'):
+        find_packed_rows(DENSE, "stored")
+    with pytest.raises(PlanError, match="holds its weights in gptq, which is not read; use nf4 or whole"):
+        find_packed_rows(quantized(DENSE, "gptq"), "stored")
