@@ -1,0 +1,44 @@
+"""How the rows of a frozen weight lie as bytes, which `packed_param.py` shards and gathers."""
+
+from abc import ABC, abstractmethod
+from pkgutil import resolve_name
+
+from torch import Tensor
+
+from longspan.errors import ModelError
+
+# Of a format its object; a format of a folder is parametrised by the folder, and is in `formats/`.
+_FORMATS = {"nf4": "longspan.model.frozen.nf4:NF4"}
+
+
+class PackedFormat(ABC):
+    """How the rows of a frozen weight (rows, columns) lie as bytes.
+
+    Codes and scales of a row are one row of uint8, so that a shard of rows is a shard of bytes. What several rows share
+    is repeated in each, or is a value of the format.
+    """
+
+    name: str  # "nf4", "float8", "mxfp4", "int8"
+
+    @abstractmethod
+    def row_bytes(self, columns: int) -> int:
+        """Return how many bytes a row of so many numbers takes."""
+
+    @abstractmethod
+    def reason_against(self, rows: int, columns: int) -> str:
+        """Return, with numbers, why a weight of this shape cannot be packed; "" if it can."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor) -> Tensor:
+        """Return a weight (rows, columns), of any float dtype, as uint8 (rows, row_bytes(columns))."""
+
+    @abstractmethod
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Write uint8 (rows, row_bytes(columns)) as a weight into `out` (rows, columns), in its dtype."""
+
+
+def packed_format(name: str) -> PackedFormat:
+    """Return the format of this name, which weights of a folder are packed into."""
+    if name not in _FORMATS:
+        raise ModelError(f"frozen is {name!r}; use {', '.join(_FORMATS)}, stored or whole")
+    return resolve_name(_FORMATS[name])
