@@ -91,7 +91,7 @@ def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
             f"{name} of {rows} × {columns} in {kind} is not read: {reason}; load the folder without it"
         )
     table = f"{name}.quant_map"
-    if table in tensors and not torch.allclose(tensors[table][...].float(), values, atol=1e-3):
+    if table in tensors and not torch.allclose(tensors[table][...].cpu(), values, atol=1e-3):
         raise ModelError(f"{table} has other values than {kind}: {tensors[table][...].tolist()[:4]}…")
     codes = tensors[name]
     unit = codes[:1].element_size()  # codes may lie in bfloat16, say (bnb_4bit_quant_storage)

@@ -1,4 +1,4 @@
-"""Folders whose weights are in 4 or 8 bits, as published: which tensors of the files make a weight, and in which format.
+"""Folders with weights in 4 or 8 bits, as published: which tensors of the files make a weight, and in which format.
 
 What is not read is refused by name, with what to do.
 """
