@@ -89,8 +89,6 @@ def load_model(
             if not sharded and stored is not None:
                 fill_now(model)
                 model.eval()
-            elif stored is not None:
-                model.stored_formats = source.packed_formats()  # pyright: ignore[reportAttributeAccessIssue]
             elif not sharded:
                 automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
                 stock: Any = score_class or automatic

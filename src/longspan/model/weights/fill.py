@@ -280,10 +280,10 @@ class DeferredWeights:
         def as_model_error(error: Exception) -> ModelError:
             return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
-        result_or_first_error(world, lambda: self.fill_on_device(models, world.device), as_model_error)
+        result_or_first_error(world, lambda: self._fill_models(models, world.device), as_model_error)
 
     @torch.no_grad()
-    def fill_on_device(self, models: Sequence[nn.Module], device: torch.device) -> None:
+    def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
         tensors = defaultdict[str, list[Tensor]](list)
         for model in models:
             allocate_model(model, device)
@@ -309,7 +309,7 @@ def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
 def fill_now(model: nn.Module) -> None:
     """Read or draw the weights of a model that `prepare` would fill, all of them, on the CPU."""
     if (weights := pop_deferred_weights(model)) is not None:
-        weights.fill_on_device([model], torch.device("cpu"))
+        weights._fill_models([model], torch.device("cpu"))
 
 
 def defer_to_checkpoint(model: nn.Module) -> None:

@@ -109,6 +109,8 @@ class FolderWeights:
                 if recipe.converter is None:
                     tensor = slices[self._single_key(name)]  # of safetensors, or a Tensor
                     self._check_shape(name, tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+            formats = {name: self._find_format(name, slices) for name in self._recipes if join is not None}
+            self._formats = {name: packed for name, packed in formats.items() if packed is not None}
 
     def __str__(self) -> str:
         return f"the model in {self._folder}"
@@ -136,16 +138,14 @@ class FolderWeights:
         return {target for name, recipe in self._recipes.items() for target in recipe.target_names(name)}
 
     def packed_formats(self) -> dict[str, Any]:
-        """Return the PackedFormats of the parameters that can be read as packed rows, by name."""
-        formats = dict[str, Any]()
-        with ExitStack() as stack:
-            slices = self._open_slices(stack)
-            for name, recipe in self._recipes.items():
-                tensors = [slices[key] for keys in recipe.sources.values() for key in keys]
-                kinds = {getattr(x, "format", None) for x in tensors if not getattr(x, "transposed", False)}
-                if len(kinds) == 1 and None not in kinds and recipe.keeps_rows(self._shapes[name][0]):
-                    formats[name] = kinds.pop()
-        return formats
+        """Return the PackedFormats of the parameters that `read` gives as packed rows for parts of uint8, by name."""
+        return self._formats
+
+    def _find_format(self, name: str, slices: _Slices) -> Any:
+        recipe = self._recipes[name]
+        tensors = [slices[key] for keys in recipe.sources.values() for key in keys]
+        formats = {None if getattr(x, "transposed", False) else getattr(x, "format", None) for x in tensors}
+        return formats.pop() if len(formats) == 1 and recipe.keeps_rows(self._shapes[name][0]) else None
 
     def check_complete(self) -> None:
         """Raise ModelError unless the files have every weight, and two matrices that the model ties are equal."""
