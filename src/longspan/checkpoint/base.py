@@ -49,7 +49,7 @@ def check_base(run_dir: Path, config: RunConfig) -> None:
 def weights_sum(folder: Path) -> str:
     """Sum the sizes and blocks of a folder's files of weights, by SHA-256; of a small model every byte."""
     digest = hashlib.sha256()
-    files = weight_files(folder)
+    files = weight_files(folder, quantized=True)
     sizes = [file.stat().st_size for file in files]
     step = max(BLOCK_BYTES, sum(sizes) // BLOCKS)
     for file, size in zip(files, sizes, strict=True):

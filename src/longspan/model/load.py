@@ -19,12 +19,14 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
+from longspan.model.frozen.formats.stored import StoredWeights, stored_weights
 from longspan.model.layers import SCORE_HEADS, vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.fill import (
     RandomWeights,
     choose_image_text_class,
     empty_model,
+    fill_now,
     fill_when_prepared,
     image_text_class_of_architectures,
 )
@@ -34,6 +36,7 @@ from longspan.model.weights.hf_folder import (
     OWN_MODEL,
     folder_error_text,
     no_progress_bars,
+    quantization_settings,
     read_configuration,
     weight_files,
 )
@@ -52,6 +55,7 @@ def load_model(
     vocab_size: int | None = None,
     sharded: bool = False,
     images: bool = False,
+    quantized: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model on the CPU: from a local folder, or with random weights of a configuration.
 
@@ -61,25 +65,31 @@ def load_model(
     A configuration that names a class with a head that scores (`architectures`) is loaded as one. With `sharded`,
     parameters have no memory until `prepare` has decided which part this rank keeps; it then reads or draws that part
     on the world's device. With `images`, and for a configuration that no causal model has, a model from images and text
-    to text is loaded, for `prepare(model, world, encoder=Layout(…))`. With a `path`, `config` is used
-    in place of its config.json. Random weights are a function of the configuration and `seed` (and with `sharded` of
-    the kind of device). `vocab_size` is that of the tokenizer: tiny presets get it, other models must have as many
-    rows. Raises ModelError for an unknown preset or dtype, and for a folder that is missing, incomplete, damaged or
-    quantized, or that holds tensors that the model does not take.
+    to text is loaded, for `prepare(model, world, encoder=Layout(…))`. With `quantized`, a folder may have its weights
+    in 4 or 8 bits: they are dequantised, or left as they are by `prepare(model, world, frozen="stored")`.
+    With a `path`, `config` is used in place of its config.json. Random weights are a function of the configuration and
+    `seed` (and with `sharded` of the kind of device). `vocab_size` is that of the tokenizer: tiny presets get it, and
+    other models must have as many rows. Raises ModelError for an unknown preset or dtype, and for a folder that is
+    missing, incomplete, damaged or (without `quantized`) quantized, or that holds tensors that the model does not take.
     """
     kind = torch_dtype(dtype)
     if path is not None:
         folder = Path(path)
         if not isinstance(config, PreTrainedConfig):
             config = read_configuration(Path(config or folder))
-        weight_files(folder)  # what it lacks, before transformers says it in its words
+        weight_files(folder, quantized=quantized)  # what it lacks, before transformers says it in its words
+        stored = _find_stored_weights(folder)
         score_class, image_class = _find_classes(config, images)
         with _as_model_error(f"the model in {folder} cannot be loaded"), no_progress_bars():
             model = empty_model(config, kind, score_class or image_class)
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-            fill_when_prepared(model, checked_folder_weights(folder, model))  # stock's loader would let faults pass
-            if not sharded:
+            source = checked_folder_weights(folder, model, stored)
+            fill_when_prepared(model, source)  # stock's loader would let faults pass
+            if not sharded and stored is not None:
+                fill_now(model)
+                model.eval()
+            elif not sharded:
                 automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
                 stock: Any = score_class or automatic
                 model = stock.from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
@@ -120,6 +130,13 @@ def check_folder_weights(folder: str | Path) -> None:
     """Raise ModelError unless the files of a folder hold its model's weights, by the headers of the files alone."""
     with warnings.catch_warnings(action="ignore"):  # of what is left out, which is said when the folder is read
         load_model(folder, sharded=True)
+
+
+def _find_stored_weights(folder: Path) -> StoredWeights | None:
+    try:
+        return stored_weights(quantization_settings(folder))
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
 
 
 def _check_embedding_rows(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
@@ -173,14 +190,18 @@ def _as_model_error(sentence: str) -> Iterator[None]:
 _TABLES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 
-def checked_folder_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
+def checked_folder_weights(
+    folder: Path, model: PreTrainedModel, stored: StoredWeights | None = None
+) -> FolderWeights:
     """Return a folder as the source of a model's weights, after its headers are compared with the model's names.
 
+    `stored` says how the folder has weights in 4 or 8 bits.
     Warns of tensors that are left out with reason. ModelError for others, and for weights that are missing, of another
     shape, quantized, twice in the files, or tied and unequal.
     """
     _refuse_weights_of_other_class(folder, model)
-    source = FolderWeights(folder, model)
+    join = None if stored is None else stored.join
+    source = FolderWeights(folder, model, join=join)
     source.check_complete()
     unread = source.unread
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES]
@@ -193,7 +214,7 @@ def checked_folder_weights(folder: Path, model: PreTrainedModel) -> FolderWeight
     if unknown := sorted(unread.keys() - known):  # towers of a text model
         whole_config = read_configuration(folder)
         if (image_class := image_text_class_of_architectures(whole_config)) is not None:
-            whole = FolderWeights(folder, empty_model(whole_config, torch.float32, image_class))
+            whole = FolderWeights(folder, empty_model(whole_config, torch.float32, image_class), join=join)
             known |= set(unknown) - whole.unread.keys()
     if unknown := sorted(unread.keys() - known):
         raise ModelError(

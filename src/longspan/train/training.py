@@ -172,6 +172,7 @@ def load_run_model(
     seed = config.train.seed
     tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
     options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}
+    options["quantized"] = config.lora.rank > 0  # full training would move weights that were rounded to a few bits
     if model.num_labels and model.path:
         names = read_configuration(Path(model.path)).architectures
         if names != configuration.architectures:  # a language model, which gets a new head

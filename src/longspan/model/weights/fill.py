@@ -314,6 +314,12 @@ def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
     model.weights_to_come = DeferredWeights(model, source)  # pyright: ignore[reportArgumentType]
 
 
+def fill_now(model: nn.Module) -> None:
+    """Read or draw the weights of a model that `prepare` would fill, all of them, on the CPU."""
+    if (weights := pop_deferred_weights(model)) is not None:
+        weights._fill_models([model], torch.device("cpu"))
+
+
 def defer_to_checkpoint(model: nn.Module) -> None:
     """Have `prepare` read or draw nothing: every weight is NaN until a checkpoint is loaded."""
     if (weights := vars(model).get("weights_to_come")) is not None:

@@ -31,6 +31,7 @@ from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, folder_error
 from longspan.model.weights.local_tensors import LocalPart, tied_names
 
 _Slices = Mapping[str, Any]  # by file tensor: what is read, a part of it, when it is indexed
+_Join = Callable[[_Slices], dict[str, Any]]  # of tensors that make one weight in 4 or 8 bits, as a StoredWeight
 _REAL_NUMBERS = frozenset(
     {"F64", "F32", "F16", "BF16", *map(str, (torch.float64, torch.float32, torch.float16, torch.bfloat16))}
 )
@@ -62,22 +63,36 @@ class _Conversion:
         has_one_target = len(self.converter.target_patterns) == 1
         return stacks and by_expert and has_one_target and all(len(keys) == count for keys in self.sources.values())
 
+    def keeps_rows(self, count: int) -> bool:
+        """The parameter's rows are then rows of the tensors, in another order or place."""
+        if self.converter is None:
+            return True
+        joins_rows = all(isinstance(o, Concatenate) and o.dim == 1 for o in self.converter.operations[1:])
+        return joins_rows and self.stacks_experts(count)
+
 
 class FolderWeights:
     """A source of weights from the files of a folder, for a model of `model`'s names, shapes and types.
 
-    `rename` maps the files' names to those of `save_model`.
+    `rename` maps the files' names to those of `save_model`. With `join` weights may be in 4 or 8 bits: they are read
+    as numbers, or as packed rows where a part is of uint8.
     """
 
     def __init__(
-        self, folder: Path, model: PreTrainedModel, *, rename: Callable[[str], str] = lambda key: key
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        *,
+        rename: Callable[[str], str] = lambda key: key,
+        join: _Join | None = None,
     ) -> None:
         """Read the headers of the files; `unread` maps what the model does not take to its name.
 
         ModelError for others.
         """
         self._folder = folder
-        self._files = weight_files(folder)
+        self._files = weight_files(folder, quantized=join is not None)
+        self._join = join
         self._config = model.config
         self._rename = rename
         state = model.state_dict()
@@ -94,6 +109,8 @@ class FolderWeights:
                 if recipe.converter is None:
                     tensor = slices[self._single_key(name)]  # of safetensors, or a Tensor
                     self._check_shape(name, tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+            formats = {name: self._find_format(name, slices) for name in self._recipes if join is not None}
+            self._formats = {name: packed for name, packed in formats.items() if packed is not None}
 
     def __str__(self) -> str:
         return f"the model in {self._folder}"
@@ -110,11 +127,25 @@ class FolderWeights:
                     yield from self._convert_part(name, recipe, slices, parts)
                 elif part := parts.get(name):
                     tensor = slices[self._single_key(name)]
-                    yield name, tensor[part.block or ...].to(part.dtype)  # a scalar's block is empty
+                    if _is_packed(tensor, part):
+                        rows, *others = part.block
+                        yield name, tensor.read(rows)[(slice(None), *others)]
+                    else:
+                        yield name, tensor[part.block or ...].to(part.dtype)  # a scalar's block is empty
 
     def names(self) -> set[str]:
         """Return the model's parameters that the files have."""
         return {target for name, recipe in self._recipes.items() for target in recipe.target_names(name)}
+
+    def packed_formats(self) -> dict[str, Any]:
+        """Return the PackedFormats of the parameters that `read` gives as packed rows for parts of uint8, by name."""
+        return self._formats
+
+    def _find_format(self, name: str, slices: _Slices) -> Any:
+        recipe = self._recipes[name]
+        tensors = [slices[key] for keys in recipe.sources.values() for key in keys]
+        formats = {None if getattr(x, "transposed", False) else getattr(x, "format", None) for x in tensors}
+        return formats.pop() if len(formats) == 1 and recipe.keeps_rows(self._shapes[name][0]) else None
 
     def check_complete(self) -> None:
         """Raise ModelError unless the files have every weight, and two matrices that the model ties are equal."""
@@ -144,7 +175,13 @@ class FolderWeights:
         return keys[0]
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
-        return {self._rename(name): tensor for name, tensor in open_tensors(self._files, stack).items()}
+        tensors = open_tensors(self._files, stack)
+        if self._join is not None:
+            try:
+                tensors = self._join(tensors)
+            except ModelError as error:
+                raise ModelError(f"{self._folder}: {error}") from error
+        return {self._rename(name): tensor for name, tensor in tensors.items()}
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Conversion]:
         """By the first of several parameters; a tied one in the files under its second name is under its first."""
@@ -194,9 +231,12 @@ class FolderWeights:
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():
             for pattern, keys in recipe.sources.items():
-                converter.add_tensor(name, keys[index], pattern, _make_reader(slices[keys[index]]))
+                tensor = slices[keys[index]]
+                packed = _is_packed(tensor, part)
+                converter.add_tensor(name, keys[index], pattern, tensor.read if packed else _make_reader(tensor))
             (expert,) = converter.convert(name, model=None, config=self._config).values()
-            self._check_shape(name, (self._shapes[name][0], *expert.shape[1:]))
+            if part.dtype.is_floating_point:
+                self._check_shape(name, (self._shapes[name][0], *expert.shape[1:]))
             stacked[index - experts.start] = expert[(0, *block)]
             del expert  # before the next is read
         return stacked
@@ -241,6 +281,10 @@ def open_tensors(files: Sequence[Path], stack: ExitStack) -> dict[str, Any]:
             )
         tensors |= slices
     return tensors
+
+
+def _is_packed(tensor: Any, part: LocalPart) -> bool:
+    return part.dtype == torch.uint8 and hasattr(tensor, "read")
 
 
 def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:

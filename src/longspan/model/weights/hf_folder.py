@@ -72,8 +72,8 @@ def folder_error_text(error: Exception, instead: str) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """List a folder's files of weights.
+def weight_files(folder: Path, *, quantized: bool = False) -> list[Path]:
+    """List a folder's files of weights, which may be in 4 or 8 bits if `quantized`.
 
     ModelError for none, quantized, missing or outside ones, and beside an adapter.
     """
@@ -87,21 +87,26 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(
             f"{folder} has no weights; expected one of {', '.join(_WEIGHTS)} (model.config = FOLDER draws random ones)"
         )
-    if method := _quantization_method(folder):
-        raise ModelError(f"{folder} is quantized ({method}, by its config.json), which is not read; {DEQUANTIZE}")
+    if (settings := quantization_settings(folder)) and not quantized:
+        method = settings.get("quant_method", "by a method without a name")
+        raise ModelError(
+            f"{folder} is quantized ({method}, by its config.json), and whole weights are trained; train an adapter "
+            f"over it (lora.rank, or load_model(…, quantized=True)), or {DEQUANTIZE}"
+        )
     return _index_files(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
 
 
-def _quantization_method(folder: Path) -> str:
+def quantization_settings(folder: Path) -> dict[str, Any]:
+    """Return the `quantization_config` of a folder's config.json, also of one of its parts; empty: whole weights."""
     try:
         values: dict[str, Any] = read_json(folder / "config.json")
         parts = values, *values.values()  # the text configuration, say
     except (ValueError, AttributeError, OSError):  # whoever reads the configuration says so
-        return ""
+        return {}
     for part in parts:
         if isinstance(part, dict) and (settings := part.get(_QUANTIZED)):
-            return str(settings.get("quant_method", "by a method without a name"))
-    return ""
+            return settings
+    return {}
 
 
 def _index_files(folder: Path, index: Path) -> list[Path]:

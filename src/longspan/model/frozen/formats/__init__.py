@@ -1,0 +1,1 @@
+"""Formats in which published folders hold weights in 4 and 8 bits: how they are read, and the numbers that they mean."""

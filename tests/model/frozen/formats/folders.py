@@ -1,0 +1,206 @@
+"""Tiny folders in 4 and 8 bits, written by bitsandbytes, compressed-tensors and transformers, and what these read.
+
+transformers quantises to MXFP4 by a kernel of GPUs alone: its blocks and scales are drawn, by the published definition.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.model.stock import SIZES, random_model
+
+Weights = dict[str, Tensor]
+WIDE = SIZES | {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "head_dim": 32,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+}
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def _stock(folder: Path, kind: str = "Qwen3Config", dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Weights:
+    config = getattr(transformers, kind)(**WIDE | sizes)
+    random_model(config, torch.float32).to(dtype).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def write_config(folder: Path, **settings: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+def _write(folder: Path, weights: Weights, **settings: Any) -> None:
+    write_config(folder, **settings)
+    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors")
+
+
+def _is_linear(name: str) -> bool:
+    return "_proj.weight" in name
+
+
+# ---- bitsandbytes, through transformers
+
+
+def _bitsandbytes(**settings: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        pytest.importorskip("bitsandbytes")
+        _stock(folder)
+        quantization = transformers.BitsAndBytesConfig(**settings)
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+
+    return write
+
+
+def _read_bitsandbytes(folder: Path, dtype: torch.dtype) -> Weights:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return dict(model.dequantize().state_dict())
+
+
+# ---- float8 of transformers: its quantiser on tensors, as it asks for a GPU to quantise a model
+
+
+def _float8(kind: str = "Qwen3Config", sizes: dict[str, Any] | None = None, **settings: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+        weights = _stock(folder, kind, **(sizes or {}))
+        config = transformers.FineGrainedFP8Config(**settings)
+        quantiser: Any = type("Quantiser", (), {"quantization_config": config})()
+        for name in [name for name in weights if _is_linear(name)]:
+            weights |= Fp8Quantize(quantiser).convert({name: weights[name]})
+            if config.weight_block_size is None:
+                scale = f"{name}_scale_inv"
+                weights |= {
+                    scale: weights[scale].reshape(()),
+                    name.replace("weight", "activation_scale"): torch.ones(()),
+                }
+        _write(folder, weights, **config.to_dict())
+
+    return write
+
+
+def _read_float8(folder: Path, dtype: torch.dtype) -> Weights:
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = transformers.FineGrainedFP8Config(**settings | {"dequantize": True})
+    return dict(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype).state_dict())
+
+
+# ---- float8 of compressed-tensors
+
+
+def _compressed(strategy: str, scale_dtype: torch.dtype, **arguments: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import (
+            QuantizationArgs,
+            QuantizationConfig,
+            QuantizationScheme,
+            apply_quantization_config,
+        )
+
+        _stock(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, **arguments)
+        inputs = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs)
+        config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format="float-quantized")
+        apply_quantization_config(model, config)
+        for module in model.modules():
+            if hasattr(module, "weight_scale"):
+                scale = module.weight_scale.data.to(scale_dtype)
+                largest = module.weight.detach().abs().max() / 448
+                module.weight_scale = torch.nn.Parameter(torch.full_like(scale, float(largest)), requires_grad=False)
+                module.weight_scale.data.view(-1)[::2] *= 1.25
+        ModelCompressor(quantization_config=config).compress_model(model)
+        weights = {name: x.contiguous() for name, x in model.state_dict().items()}
+        save_file(weights, folder / "model.safetensors")
+        write_config(folder, **config.model_dump(mode="json"))
+
+    return write
+
+
+def _read_compressed(folder: Path, dtype: torch.dtype) -> Weights:
+    config: Any = transformers.AutoConfig.from_pretrained(folder)
+    config.quantization_config["dequantize"] = True
+    return dict(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).state_dict())
+
+
+# ---- MXFP4 of gpt-oss
+
+
+def _mxfp4(folder: Path) -> None:
+    sizes = {"intermediate_size": 64, "hidden_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
+    weights = _stock(folder, "GptOssConfig", **sizes, sliding_window=16)
+    random = torch.Generator().manual_seed(1)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = weights.pop(name).shape
+        shape = (experts, rows, columns // 32, 16)
+        weights[f"{name}_blocks"] = torch.randint(256, shape, generator=random, dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(118, 125, shape[:-1], generator=random, dtype=torch.uint8)
+    _write(folder, weights, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+
+
+def _read_mxfp4(folder: Path, dtype: torch.dtype) -> Weights:
+    config = transformers.Mxfp4Config(dequantize=True)
+    return dict(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype).state_dict())
+
+
+Case = tuple[Callable[[Path], None], Callable[[Path, torch.dtype], Weights], str]
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+AGAIN = NF4 | {"bnb_4bit_use_double_quant": True}
+IN_BFLOAT16 = AGAIN | {"bnb_4bit_quant_storage": "bfloat16"}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+BLOCKS = {"weight_block_size": (64, 64), "modules_to_not_convert": ["lm_head"]}
+CASES: dict[str, Case] = {
+    "nf4": (_bitsandbytes(**NF4), _read_bitsandbytes, "nf4 (bitsandbytes)"),
+    "nf4, scales quantised": (_bitsandbytes(**AGAIN), _read_bitsandbytes, "nf4 (bitsandbytes, scales quantised)"),
+    "nf4 in bfloat16": (_bitsandbytes(**IN_BFLOAT16), _read_bitsandbytes, "nf4 (bitsandbytes, scales quantised)"),
+    "fp4": (_bitsandbytes(load_in_4bit=True), _read_bitsandbytes, "fp4 (bitsandbytes)"),
+    "int8": (_bitsandbytes(load_in_8bit=True), _read_bitsandbytes, "int8 (bitsandbytes)"),
+    "float8 in blocks": (_float8(**BLOCKS), _read_float8, "float8 in blocks of 64 × 64 (fp8)"),
+    "float8 of experts": (
+        _float8("Qwen3MoeConfig", MOE, **BLOCKS),
+        _read_float8,
+        "float8 in blocks of 64 × 64 (fp8)",
+    ),
+    "float8 by exponents": (
+        _float8(**BLOCKS, scale_fmt="ue8m0"),
+        _read_float8,
+        "float8 in blocks of 64 × 64 (fp8)",
+    ),
+    "float8, one scale": (
+        _float8(weight_block_size=None, activation_scheme="static"),
+        _read_float8,
+        "float8 with a scale for each weight (fp8)",
+    ),
+    "compressed by channel": (
+        _compressed("channel", torch.bfloat16),
+        _read_compressed,
+        "float8 by channel (compressed-tensors)",
+    ),
+    "compressed by tensor": (
+        _compressed("tensor", torch.float32),
+        _read_compressed,
+        "float8 by tensor (compressed-tensors)",
+    ),
+    "compressed by block": (
+        _compressed("block", torch.float32, block_structure=[64, 64]),
+        _read_compressed,
+        "float8 by 64 × 64 blocks (compressed-tensors)",
+    ),
+    "mxfp4": (_mxfp4, _read_mxfp4, "experts in 4 bits (mxfp4)"),
+}

@@ -1,0 +1,279 @@
+"""Folders in 4 and 8 bits give the numbers of the package that wrote them, bit for bit; damaged ones are refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from longspan import load_model
+from longspan.errors import ModelError
+from longspan.model.frozen.formats.stored import stored_weights
+from longspan.model.frozen.formats.stored_format import StoredWeight
+from longspan.model.weights.fill import find_deferred_weights
+from longspan.model.weights.hf_folder import quantization_settings
+from longspan.model.weights.local_tensors import LocalPart
+from tests.model.frozen.formats.folders import CASES, GATE, write_config
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("folders")
+
+
+def _folder(folders: Path, case: str) -> Path:
+    folder = folders / case
+    if not folder.is_dir():
+        folder.mkdir()
+        CASES[case][0](folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_gives_the_weights_that_its_package_reads(folders: Path, case: str, dtype: torch.dtype) -> None:
+    folder = _folder(folders, case)
+    _, read, text = CASES[case]
+    stored = stored_weights(quantization_settings(folder))
+    assert stored is not None and stored.describe() == text
+    exact = read(folder, dtype)
+    model = load_model(folder, dtype=dtype, quantized=True)
+    weights = model.state_dict()
+    assert weights.keys() == exact.keys() and not model.training
+    different = {name for name, x in weights.items() if not torch.equal(x, exact[name].to(x.dtype))}
+    assert not different, different
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) -> None:
+    """By rows, experts and columns of bytes, as ranks read them; unpacked they are the weights."""
+    folder = _folder(folders, case)
+    stored = stored_weights(quantization_settings(folder))
+    assert stored is not None
+    tensors = load_file(folder / "model.safetensors")
+    exact = load_model(folder, dtype="float32", quantized=True).state_dict()
+    packed = {name: x for name, x in stored.join(tensors).items() if isinstance(x, StoredWeight)}
+    assert all(stored.is_packed(name) for name in packed) and not stored.is_packed("lm_head.weight")
+    assert len(packed) == (4 if case == "mxfp4" else 32 if case == "float8 of experts" else 14)
+    for name, weight in packed.items():
+        *others, rows, columns = weight.shape
+        some = {key: tensors[key] for key in stored.tensor_names(name) if key in tensors}
+        whole = stored.read(name, some)
+        assert stored.format(name, some) == weight.format and not weight.format.reason_against(rows, columns)
+        assert whole.dtype == torch.uint8
+        assert whole.shape == (*others, rows, weight.format.row_bytes(columns))
+        parts = [stored.read(name, some, slice(start, stop)) for start, stop in ((0, 1), (1, 3), (3, 10**6))]
+        assert torch.equal(torch.cat(parts), whole)
+        matrices = torch.empty(weight.shape)
+        for matrix, out in zip(whole.view(-1, *whole.shape[-2:]), matrices.view(-1, rows, columns), strict=True):
+            weight.format.unpack(matrix, out)
+        if name in exact:
+            assert torch.equal(matrices.mT if weight.transposed else matrices, exact[name])
+        with pytest.raises(ModelError, match=f"weights are not converted to {weight.format.name}"):
+            weight.format.pack(matrices[..., :1, :])
+
+
+@pytest.mark.parametrize("case", ["nf4 in bfloat16", "float8 in blocks", "float8 of experts", "mxfp4"])
+def test_a_sharded_model_reads_packed_rows_by_its_own_names(folders: Path, case: str) -> None:
+    model: Any = load_model(_folder(folders, case), quantized=True, sharded=True)
+    exact = load_model(_folder(folders, case), quantized=True).state_dict()
+    source: Any = find_deferred_weights(model).source
+    formats = source.packed_formats()
+    count = {"mxfp4": 0, "float8 of experts": 12}.get(case, 14)
+    assert len(formats) == count
+    parts, rows = dict[str, LocalPart](), dict[str, slice]()
+    for name, packed in formats.items():
+        *others, _, columns = exact[name].shape
+        rows[name] = slice(1, 3)
+        inside = (slice(32, 96), slice(0, packed.row_bytes(columns)))
+        parts[name] = LocalPart((rows[name], *inside) if others else (slice(1, 3), inside[1]), torch.uint8)
+    read = dict(source.read(parts, torch.device("cpu")))
+    assert read.keys() == formats.keys()
+    for name, packed in formats.items():
+        expected = exact[name][parts[name].block[:-1]]
+        out = torch.empty(expected.shape)
+        packed.unpack(read[name].flatten(0, -2), out.view(-1, out.shape[-1]))
+        assert torch.equal(out, expected), name
+
+
+Damage = Callable[[dict[str, torch.Tensor]], object]
+SCALE = f"{GATE}_scale_inv"
+NAN = torch.tensor(float("nan"))
+BLOCKS = "model.layers.0.mlp.experts.down_proj"
+
+
+def _set(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def _second(name: str, other: str) -> Damage:
+    return lambda tensors: tensors.update({other: tensors[name].clone()})
+
+
+def _state(**changes: Any) -> Damage:
+    def change(state: torch.Tensor) -> torch.Tensor:
+        text = json.dumps(json.loads(bytes(state.tolist())) | changes)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    return _set(f"{GATE}.quant_state.bitsandbytes__nf4", change)
+
+
+DAMAGED: dict[str, tuple[str, Damage, str]] = {
+    "scales missing": ("float8 in blocks", lambda t: t.pop(SCALE), f"{GATE} lacks {SCALE} or .*weight_scale"),
+    "codes missing": ("float8 in blocks", lambda t: t.pop(GATE), rf"{GATE} lacks {GATE}, and has {SCALE}"),
+    "scales twice": (
+        "float8 in blocks",
+        _second(SCALE, SCALE.removesuffix("_inv")),
+        f"{GATE} has its scales twice, .*_inv and ",
+    ),
+    "scales of another shape": (
+        "float8 in blocks",
+        _set(SCALE, lambda x: x[:1]),
+        rf"{SCALE} is \(1, 2\) in the files, and \(3, 2\) is expected of a weight of \(192, 128\)",
+    ),
+    "a scale that is no number": (
+        "float8 in blocks",
+        _set(SCALE, lambda x: x.index_fill(0, torch.tensor([1]), float("nan"))),
+        rf"128 of 384 scales of {GATE} are not finite",
+    ),
+    "whole beside scales": (
+        "float8 in blocks",
+        _set(GATE, lambda x: x.bfloat16()),
+        f"{GATE} is BF16 in the files, and F8_E4M3 is expected",
+    ),
+    "scales of integers": (
+        "float8 in blocks",
+        _set(SCALE, lambda x: x.int()),
+        f"{SCALE} is I32 in the files, and F32 or ",
+    ),
+    "by channel, of another": (
+        "compressed by channel",
+        _set(f"{GATE}_scale", lambda x: x[:7]),
+        r"weight_scale is \(7, 1\) in the files, and \(192, 1\) is expected",
+    ),
+    "no maxima": ("int8", lambda t: t.pop(GATE.replace("weight", "SCB")), f"{GATE} lacks .*SCB"),
+    "maxima of other rows": (
+        "int8",
+        _set(GATE.replace("weight", "SCB"), lambda x: x[1:]),
+        r"SCB is \(191,\) in the files, and \(192,\) is expected",
+    ),
+    "a layout of a GPU": (
+        "int8",
+        lambda t: t.update({GATE.replace("weight", "weight_format"): torch.tensor(2)}),
+        f"{GATE} lies in layout 2 of a GPU's",
+    ),
+    "no absmax": ("nf4", lambda t: t.pop(f"{GATE}.absmax"), rf"{GATE} lacks {GATE}\.absmax"),
+    "no state": (
+        "nf4",
+        lambda t: t.pop(f"{GATE}.quant_state.bitsandbytes__nf4"),
+        f"{GATE} lacks .*bitsandbytes__nf4 or .*bitsandbytes__fp4",
+    ),
+    "a state cut short": (
+        "nf4",
+        _set(f"{GATE}.quant_state.bitsandbytes__nf4", lambda x: x[:9]),
+        "bitsandbytes__nf4 is damaged: JSONDecodeError",
+    ),
+    "a state of another weight": (
+        "nf4",
+        _state(shape=[192, 256]),
+        f"{GATE} has 12288 bytes in the files, and 192 × 256 numbers of 4 bits are expected",
+    ),
+    "rows that blocks do not divide": (
+        "nf4",
+        _state(shape=[96 * 256 // 100, 100]),
+        f"{GATE} of 245 × 100 in nf4 is not read: its rows have 100 numbers, which blocks of 64 do not divide",
+    ),
+    "absmax of other blocks": (
+        "nf4",
+        _set(f"{GATE}.absmax", lambda x: x[1:]),
+        r"absmax is \(383,\) in the files, and \(384,\) is expected",
+    ),
+    "an absmax that is no number": (
+        "nf4",
+        _set(f"{GATE}.absmax", lambda x: torch.where(torch.arange(len(x)) < 3, NAN, x)),
+        f"3 of 384 scales of {GATE} are not finite",
+    ),
+    "a table of others": (
+        "nf4",
+        _set(f"{GATE}.quant_map", lambda x: x + 0.01),
+        r"quant_map has other values than nf4: \[-0.99",
+    ),
+    "no nested absmax": (
+        "nf4, scales quantised",
+        lambda t: t.pop(f"{GATE}.nested_absmax"),
+        rf"{GATE} lacks {GATE}\.nested_absmax, which its scales are made of",
+    ),
+    "no exponents": ("mxfp4", lambda t: t.pop(f"{BLOCKS}_scales"), f"{BLOCKS} lacks {BLOCKS}_scales"),
+    "exponents of other blocks": (
+        "mxfp4",
+        _set(f"{BLOCKS}_scales", lambda x: x[:, 1:]),
+        r"scales is \(4, 95, 2\) in the files, and \(4, 96, 2\) is expected",
+    ),
+    "an exponent that is no number": (
+        "mxfp4",
+        _set(f"{BLOCKS}_scales", lambda x: torch.full_like(x, 255)),
+        f"768 of 768 scales of {BLOCKS} are not finite",
+    ),
+    "experts twice": ("mxfp4", _second(f"{BLOCKS}_blocks", BLOCKS), f"the files hold {BLOCKS} and {BLOCKS}_blocks"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_folders(folders: Path, tmp_path: Path, case: str) -> None:
+    name, damage, says = DAMAGED[case]
+    folder = Path(shutil.copytree(_folder(folders, name), tmp_path / "folder"))
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file({key: x.contiguous() for key, x in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=says):
+        load_model(folder, quantized=True)
+
+
+METHODS: dict[str, tuple[dict[str, Any], str]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "weights of gptq are not read; use a folder in float8"),
+    "awq": ({"quant_method": "awq", "bits": 4}, "weights of awq are not read; .* or dequantize this one"),
+    "a method without a name": ({"bits": 4}, "weights of None are not read"),
+    "4 bits of compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "symmetric": True}}},
+        },
+        r"compressed-tensors weights of 4 bits \(int, symmetric, None, pack-quantized\) are not read",
+    ),
+    "sparse": (
+        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},
+        "compressed-tensors weights of format sparse-bitmask are not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_methods_that_are_refused(folders: Path, tmp_path: Path, case: str) -> None:
+    settings, says = METHODS[case]
+    folder = Path(shutil.copytree(_folder(folders, "float8 in blocks"), tmp_path / "folder"))
+    write_config(folder, **settings)
+    for sharded in (False, True):
+        with pytest.raises(ModelError, match=f"{folder}: {says}"):
+            load_model(folder, quantized=True, sharded=sharded)
+    with pytest.raises(ModelError, match=r"is quantized .*, and whole weights are trained; train an adapter over it"):
+        load_model(folder)
+
+
+def test_a_configuration_lists_what_is_whole() -> None:
+    """As transformers reads it: of a `PreTrainedConfig`, and of the settings alone."""
+    config = Qwen3Config(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["mlp.up_proj"]})
+    stored = stored_weights(config)
+    assert stored is not None and stored_weights(Qwen3Config()) is None and stored_weights({}) is None
+    assert stored.is_packed(GATE) and not stored.is_packed(GATE.replace("gate", "up"))
+    skipped = stored_weights({"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", "layers.1"]})
+    assert skipped is not None and skipped.is_packed(GATE) and not skipped.is_packed("layers.1.mlp.up_proj.weight")
+    args = {"weights": {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "channel"}}
+    ignore = {"config_groups": {"group_0": args}, "ignore": ["lm_head", "re:.*up_proj"]}
+    listed = stored_weights({"quant_method": "compressed-tensors"} | ignore)
+    assert listed is not None and listed.is_packed(GATE) and not listed.is_packed(GATE.replace("gate", "up"))
