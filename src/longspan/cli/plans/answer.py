@@ -469,9 +469,6 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     )
 
 
-<<<<<<< HEAD
-def _fit_more_gpus(run: GpuRun, facts: Facts) -> tuple[GpuRun, RunConfig] | None:
-=======
 def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
     config = run.config
     if not config.lora.rank or find_packed_rows(run.model, config.model.frozen):
@@ -479,8 +476,7 @@ def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
     return find_longest(replace(config, model=replace(config.model, frozen="nf4")), facts)[0]
 
 
-def _fit_more_gpus(run: GpuRun, facts: Facts, given: Given) -> tuple[GpuRun, RunConfig] | None:
->>>>>>> h5-packplan
+def _fit_more_gpus(run: GpuRun, facts: Facts) -> tuple[GpuRun, RunConfig] | None:
     """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
     On each number the leanest layout is tried first: all slots, fewest rows.
     """

@@ -375,16 +375,9 @@ class Machine:
         # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
         products = 2 if frozen else 3  # of logits: forward, gradients of rows, and of weights
-<<<<<<< HEAD
-        cost = self._add_row_seconds(
-            cost, shape, settings, passes=1 + RECOMPUTED_PASSES * share, products=products, saved=saved
-        )
-        return self._add_sharding_seconds(cost, shape, settings, share).shared_by(settings.tp)
-=======
         passes = 1 + RECOMPUTED_PASSES * share
         cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
         return self._add_sharding_seconds(cost, shape, settings, share, packed).shared_by(settings.tp)
->>>>>>> h5-packplan
 
     def _add_row_seconds(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float
