@@ -104,6 +104,26 @@ _INDEXED = {name: value for name, value in _TINY.items() if name != "head_dim"} 
 }
 
 _MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_LLAMA_70B = {
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
 
 PRESETS: dict[str, Preset] = {
     "llama-tiny": Preset("LlamaConfig", _TINY),
@@ -130,7 +150,9 @@ PRESETS: dict[str, Preset] = {
     "qwen3-0.6b": Preset("Qwen3Config", _qwen3_values(1024, 28, 16, 8, 3072, tie_word_embeddings=True)),
     "qwen3-4b": Preset("Qwen3Config", _qwen3_values(2560, 36, 32, 8, 9728, tie_word_embeddings=True)),
     "qwen3-8b": Preset("Qwen3Config", _qwen3_values(4096, 36, 32, 8, 12288)),
+    "qwen3-32b": Preset("Qwen3Config", _qwen3_values(5120, 64, 64, 8, 25600)),
     "qwen3-30b-a3b": Preset("Qwen3MoeConfig", _qwen3_values(2048, 48, 32, 4, 6144, **_MOE)),
+    "llama-3.3-70b-instruct": Preset("LlamaConfig", _LLAMA_70B),
 }
 
 

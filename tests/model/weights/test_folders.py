@@ -222,14 +222,20 @@ def test_a_preset_has_the_promised_sizes(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions", "experts"),
-    [("qwen3-0.6b", 0.596, 0), ("qwen3-4b", 4.022, 0), ("qwen3-8b", 8.191, 0), ("qwen3-30b-a3b", 30.532, 128)],
+    [
+        *[("qwen3-0.6b", 0.596, 0), ("qwen3-4b", 4.022, 0), ("qwen3-8b", 8.191, 0), ("qwen3-32b", 32.762, 0)],
+        *[("qwen3-30b-a3b", 30.532, 128), ("llama-3.3-70b-instruct", 70.554, 0)],
+    ],
 )
 def test_a_published_model_has_its_published_size(name: str, billions: float, experts: int) -> None:
     config = preset_config(name)
     model = empty_model(config, torch.bfloat16)
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 3) == billions
-    assert (config.vocab_size, config.max_position_embeddings) == (151936, 40960)
-    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    is_llama = name.startswith("llama")
+    sizes = (128256, 131072) if is_llama else (151936, 40960)
+    assert (config.vocab_size, config.max_position_embeddings) == sizes
+    rope = {"rope_type": "llama3", "rope_theta": 5e5} if is_llama else {"rope_type": "default", "rope_theta": 1e6}
+    assert config.rope_parameters | rope == config.rope_parameters
     assert getattr(config, "num_experts", 0) == experts
 
 

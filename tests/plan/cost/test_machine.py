@@ -204,16 +204,34 @@ def test_rows_without_a_target_have_no_logits() -> None:
 
 def test_known_machines() -> None:
     assert not H200.assumed
-    for name in ("A100-40", "a100-80", "h100", "B200"):
+    for name in ("A100-40", "a100-80", "h100", "B200", "B300", "gh200", "l40s", "rtx-4090", "RTX-5090", "RTX-PRO-6000"):
         machine = Machine.known(name)
         assert machine.assumed and machine.device.lower() == name.lower()
+        assert machine == Machine.known(name.replace("-", "")) == Machine.known(name.replace("-", " "))
     assert Machine.known("b200").product_flops_per_second > H200.product_flops_per_second
-    devices = ("NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA GH200 480GB", "NVIDIA L4")
-    assert [known and known.device for known in map(find_machine_of_device, devices)] == ["H200", "B200", None, None]
-    with pytest.raises(PlanError, match="no figures of 'V100'; known are H200, A100-40, A100-80, H100, B200, or"):
+    names: dict[str, str | None] = {
+        "H200 NVL": "H200",
+        "GB200": "B200",
+        "GH200 480GB": "GH200",
+        "L4": None,
+        "L40S": "L40S",
+    }
+    names |= {"GeForce RTX 4090": "RTX-4090", "GeForce RTX 4090 Laptop GPU": None, "RTX 6000 Ada Generation": None}
+    names |= {"RTX PRO 6000 Blackwell Server Edition": "RTX-PRO-6000"}
+    for device, expected in names.items():
+        known = find_machine_of_device(f"NVIDIA {device}")
+        assert (known and known.device) == expected, device
+    listed = "H200, A100-40, A100-80, H100, B200, B300, GH200, L40S, RTX-4090, RTX-5090, RTX-PRO-6000, or"
+    with pytest.raises(PlanError, match=f"no figures of 'V100'; known are {listed}"):
         Machine.known("V100")
-    memory = {name: Machine.known(name).memory_bytes >> 20 for name in ("h200", "H100", "a100-40")}
-    assert memory == {"h200": 143771, "H100": 80 << 10, "a100-40": 40 << 10}
+    memory = {name: Machine.known(name).memory_bytes >> 20 for name in ("h200", "H100", "a100-40", "rtx5090")}
+    assert memory == {"h200": 143771, "H100": 80 << 10, "a100-40": 40 << 10, "rtx5090": 32 << 10}
+    # a card without NVLink: dense products in bfloat16, memory, and half of an H200's bus
+    card = Machine.known("rtx4090")
+    assert card.product_flops_per_second == pytest.approx(700e12 * 165.2 / 989)
+    assert card.memory_bytes_per_second == pytest.approx(4e12 * 1.008 / 4.8)
+    assert (card.host_copy_bytes_per_second, card.inside.point.bytes_per_second) == (27.5e9, 12.8e9)
+    assert Machine.known("gh200").node_size == 1
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,11 @@ from typing import Any
 import pytest
 
 from longspan.errors import PlanError
+from longspan.model.presets import PRESETS
 from longspan.plan.shape.packed import NF4, FrozenWeights, find_packed_rows, packed_weights_of_model
 
-LLAMA_70B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 28672,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-}
-QWEN3_32B = LLAMA_70B | {
-    "model_type": "qwen3",
-    "hidden_size": 5120,
-    "num_hidden_layers": 64,
-    "intermediate_size": 25600,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
+LLAMA_70B: dict[str, Any] = {"model_type": "llama", **PRESETS["llama-3.3-70b-instruct"].values}
+QWEN3_32B: dict[str, Any] = {"model_type": "qwen3", **PRESETS["qwen3-32b"].values}
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 DENSE = SMALL | {"hidden_size": 128, "head_dim": 64, "intermediate_size": 320}
 MOE = DENSE | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}

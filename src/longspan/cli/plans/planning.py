@@ -89,8 +89,8 @@ class PlanningFlags(SourceFlags):
     mode: Literal["lockstep", "free"] = "lockstep"
     """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
     machine: str = ""
-    """JSON file of longspan bench calibrate, or a known GPU: a100-40, a100-80, h100, h200, b200. Prices --model or,
-    without it, Qwen3-8B; empty: --model on H200s or, without it, Qwen3-8B on GPUs of 400 TFLOP/s."""
+    """JSON file of longspan bench calibrate, or a known GPU, such as h100 (those of --gpu). Prices --model or, without
+    it, Qwen3-8B; empty: --model on H200s or, without it, Qwen3-8B on GPUs of 400 TFLOP/s."""
     model: str = ""
     """Folder or config.json of a transformers model, whose sizes price the plan; its query heads limit the degrees of
     a2a."""

@@ -6,10 +6,11 @@ of attention under every communication type, by which "auto" is resolved.
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from longspan.plan.cost.cost import (
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
 from longspan.plan.messages import fetched_share
 from longspan.plan.micro_batch import Group
-from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape, peak_tflops
 from longspan.plan.shape.packed import FrozenWeights, PackedWeights, packed_weights_of_model
 
 
@@ -140,13 +141,36 @@ Recomputation = Literal["none", "exchanged", "selective", "full"]
 Compiled = Literal["auto", "layers", "none"]
 
 VERSION = 2  # of the file
-# Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.
-KNOWN: dict[str, tuple[float, float, float, float, int] | None] = {
+
+
+class DataSheet(NamedTuple):
+    """A GPU by its data sheet: TB/s and GiB of its memory (what ECC takes is left out), bytes/s of messages inside a
+    host and across, and to the host's memory each way, and the GPUs of a host. PEAK_TFLOPS has its products.
+    """
+
+    memory_speed: float
+    gib: int
+    inside: float
+    across: float
+    host: float = 55e9
+    node_size: int = 8
+
+
+# Messages inside a host get two fifths of the data sheet's speed each way, and those across four fifths of a card's, as
+# those of H200s do; copies to the host's memory seven eighths of the bus. A bus is PCIe 5 (64 GB/s each way) where none
+# is named, cards of PCIe get 100 Gb/s each, others 200 (A100), 400 or 800 (B300). None is measured but H200s.
+KNOWN: dict[str, DataSheet | None] = {
     "H200": None,
-    "A100-40": (312 / 989, 1.555 / 4.8, 120e9, 20e9, 40),
-    "A100-80": (312 / 989, 2.039 / 4.8, 120e9, 20e9, 80),
-    "H100": (1.0, 3.35 / 4.8, 180e9, 40e9, 80),
-    "B200": (2250 / 989, 8.0 / 4.8, 360e9, 40e9, 180),
+    "A100-40": DataSheet(1.555, 40, 120e9, 20e9),
+    "A100-80": DataSheet(2.039, 80, 120e9, 20e9),
+    "H100": DataSheet(3.35, 80, 180e9, 40e9),
+    "B200": DataSheet(8.0, 180, 360e9, 40e9),
+    "B300": DataSheet(8.0, 268, 360e9, 80e9),  # of 288 GB
+    "GH200": DataSheet(4.0, 96, 180e9, 40e9, host=390e9, node_size=1),  # of 96 GB; NVLink-C2C to its host, 450 GB/s
+    "L40S": DataSheet(0.864, 45, 12.8e9, 10e9, host=27.5e9),  # of 48 GB; PCIe 4, 32 GB/s each way
+    "RTX-4090": DataSheet(1.008, 24, 12.8e9, 10e9, host=27.5e9),  # PCIe 4
+    "RTX-5090": DataSheet(1.792, 32, 25.6e9, 10e9),
+    "RTX-PRO-6000": DataSheet(1.792, 96, 25.6e9, 10e9),  # Blackwell
 }
 # Bytes of memory that layers read and write besides their products, of H200s (bench/records/predictions.md):
 LAYER_BYTES = 520  # norms, gates, sums, for each row and number of its width
@@ -276,32 +300,34 @@ class Machine:
 
     @classmethod
     def known(cls, name: str) -> "Machine":
-        """Return the machine of a GPU by name: "H200" as measured, "A100-40", "A100-80", "H100", "B200" by data sheet.
+        """Return the machine of a GPU by name: "H200" as measured, the others of KNOWN by data sheet.
 
-        >>> Machine.known("h100").assumed
-        True
+        >>> Machine.known("h100").assumed, Machine.known("rtx4090").memory_bytes >> 30
+        (True, 24)
 
         Raises PlanError for another name.
         """
-        name = next((known for known in KNOWN if known.lower() == name.lower()), name)
-        if name not in KNOWN:
+        known = find_known_name(name)
+        if known is None:
             raise PlanError(
                 f"no figures of {name!r}; known are {', '.join(KNOWN)}, or measure with longspan bench calibrate"
             )
         usual = cls()
-        scale = KNOWN[name]
-        if scale is None:
+        sheet = KNOWN[known]
+        if sheet is None:
             return usual
-        products, memory, inside, across, gib = scale
+        products = (peak_tflops(known, "bfloat16") or 0.0) / (peak_tflops("H200", "bfloat16") or 1.0)
         return replace(
             scale_product_speeds(usual, products),
-            device=name,
-            memory_bytes_per_second=usual.memory_bytes_per_second * memory,
-            memory_bytes=gib << 30,
-            inside=Link.of(0.0, inside, INSIDE_SPEEDS),
-            across=Link.of(50e-6, across),
+            device=known,
+            memory_bytes_per_second=usual.memory_bytes_per_second * (sheet.memory_speed / 4.8),
+            host_copy_bytes_per_second=sheet.host,
+            memory_bytes=sheet.gib << 30,
+            inside=Link.of(0.0, sheet.inside, INSIDE_SPEEDS),
+            across=Link.of(50e-6, sheet.across),
+            node_size=sheet.node_size,
             assumed=True,
-            source=f"the model on {name}s, by data sheet",
+            source=f"the model on {known}s, by data sheet",
         )
 
     @classmethod
@@ -646,9 +672,18 @@ def recomputed_layer_share(shape: ModelShape, kind: Recomputation, layers: int) 
 
 
 def find_machine_of_device(device: str) -> Machine | None:
-    """Find the known machine of a device's full name, or None; a GH200 is no H200, and may have an H100's memory."""
-    names = (name for name in KNOWN if "GH200" not in device and all(part in device for part in name.split("-")))
-    return next(map(Machine.known, names), None)
+    """Find the known machine of a device's full name, or None; a GH200 is no H200, and a laptop's GPU another one."""
+    names = [name for name in KNOWN if all(part in device for part in name.split("-")) and "Laptop" not in device]
+    return Machine.known(max(names, key=len)) if names else None
+
+
+def find_known_name(name: str) -> str | None:
+    """Find a GPU's name in KNOWN, however it is written: "RTX 4090", "rtx4090" and "RTX-4090" are one."""
+
+    def letters(text: str) -> str:
+        return re.sub("[ _-]", "", text).lower()
+
+    return next((known for known in KNOWN if letters(known) == letters(name)), None)
 
 
 def read_machine(file: str, key: str) -> Machine:
@@ -658,7 +693,7 @@ def read_machine(file: str, key: str) -> Machine:
     file, for messages. Raises ConfigError for a name that is not known, and for a file that holds no machine.
     """
     path = Path(file)
-    if not path.is_file() and (file.lower() in map(str.lower, KNOWN) or not (path.suffix or path.exists())):
+    if not path.is_file() and (find_known_name(file) or not (path.suffix or path.exists())):
         try:
             return Machine.known(file)
         except PlanError as error:
