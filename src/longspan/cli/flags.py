@@ -372,7 +372,11 @@ def _file_sections(flag_names: Collection[str], words: Sequence[str]) -> Mapping
     file = read_file(words[0])
     if "--train.steps" in flag_names and "--train.epochs" not in flag_names:
         file = replace(file, train=replace(file.train, epochs=0.0, epochs_of=""))
-    return {field.name: getattr(file, field.name) for field in fields(RunConfig)}
+    return _run_sections(file)
+
+
+def _run_sections(config: RunConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(RunConfig)}
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
@@ -385,6 +389,5 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
                 "below a line [[data.sources]], or put the files into one folder"
             )
     flags = parse_flags(TrainFlags, argv, "longspan train", partial(_file_sections, names))
-    config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})
-    config = set_local_folders(config, weights=not (flags.dry_run or flags.show))
+    config = set_local_folders(RunConfig(**_run_sections(flags)), weights=not (flags.dry_run or flags.show))
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

@@ -28,6 +28,10 @@ class Bar(NamedTuple):
     start: float
     stop: float
 
+    @property
+    def area(self) -> float:
+        return (self.stop - self.start) * self.slots
+
 
 class Summary(NamedTuple):
     """Documents too small to draw, on neighbouring slots that are busy with them until `stop` on average."""
@@ -64,7 +68,7 @@ class PlanBars:
     @cached_property
     def color_by_document(self) -> dict[int, int]:
         """The index in FILLS of each document's colour; documents without one of the largest bars take turns."""
-        largest_bars = sorted(self.bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
+        largest_bars = sorted(self.bars, key=lambda bar: -bar.area)[:MOST_COLORED]
         return {i: i % HUES for i in range(len(self.plan.lengths))} | _document_colors(largest_bars)
 
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
@@ -119,7 +123,7 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
             used = set(color_of_bar[is_near].tolist()) - {-1}
             hues = {color % HUES for color in used}
             colors[bar.document] = min(range(len(FILLS)), key=lambda c: (c in used, c % HUES in hues, areas[c], c))
-            areas[colors[bar.document]] += (bar.stop - bar.start) * bar.slots
+            areas[colors[bar.document]] += bar.area
         color_of_bar[index] = colors[bar.document]
     return colors
 

@@ -88,18 +88,12 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     picture = gantt_svg(plan)
     size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
-    entries = (
-        svg_element(
-            "rect",
-            class_=kind,
-            x=54 + 540 * (i % 2),
-            y=round(_HEAD + height) + 4 + 18 * (i // 2),
-            width=22,
-            height=12,
-        )
-        + svg_text(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
-        for i, (kind, words) in enumerate(picture_legend(picture))
-    )
+    entries = list[str]()
+    for i, (kind, words) in enumerate(picture_legend(picture)):
+        x = 54 + 540 * (i % 2)
+        y = round(_HEAD + height) + 4 + 18 * (i // 2)
+        entries.append(svg_element("rect", class_=kind, x=x, y=y, width=22, height=12))
+        entries.append(svg_text(words, x + 28, y + 10, "start"))
     picture = picture.replace("<svg", f'<svg width="{WIDTH}" height="{height:g}"', 1)
     return svg_element(
         "svg",
@@ -166,7 +160,7 @@ class _Canvas:
 
     def panels(self) -> Iterator[str]:
         room = sum((panel.stop - panel.work) * self.plan.slots for panel in self.picture.panels)
-        is_idle = sum((bar.stop - bar.start) * bar.slots for bar in self.picture.bars) < 0.999 * room
+        is_idle = sum(bar.area for bar in self.picture.bars) < 0.999 * room
         for panel in self.picture.panels:
             box = {"x": self.x(panel.start), "y": _TOP, "height": self.bottom - _TOP}
             if is_idle:

@@ -104,9 +104,9 @@ class ModelNumbers:
             return Numbers(weights, trained, weights, trained)
 
         numbers_of_kinds = {
-            kind: _count_layer_parameters(read, kind, mixer, home, settings) for kind in dict.fromkeys(kinds)
+            kind: _count_layer_parameters(read, kind, mixer, home, settings) for kind in {*kinds, *of_depth}
         }
-        first, *others = (_count_layer_parameters(read, kind, mixer, home, settings) for kind in of_depth)
+        first, *others = (numbers_of_kinds[kind] for kind in of_depth)
         depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
         tower = Numbers()
         shape = None
