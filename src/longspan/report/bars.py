@@ -98,7 +98,7 @@ def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
     for index, micro_batch in enumerate(plan.micro_batches):
         begin = timeline.start[index] + cost.micro_batch_seconds
         bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
-    if plan.mode == "free" or not plan.micro_batches:
+    if plan.mode == "free":
         return PlanBars(plan, (Panel(0.0, 0.0, timeline.step_seconds),), tuple(bars))
     starts = timeline.start.min(axis=1).tolist()
     ends = timeline.end.max(axis=1).tolist()
@@ -132,9 +132,7 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
     """The seconds that each group takes of each of its slots, per micro-batch, without the launches."""
     table = GroupTable.from_micro_batches(plan.micro_batches)
     seconds = table.group_seconds(cost, plan.node_size)
-    return (
-        np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
-    )
+    return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1])
 
 
 def _stack_groups(

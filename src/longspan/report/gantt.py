@@ -8,13 +8,14 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from html import escape
 
 from longspan.errors import plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, Plan
 from longspan.plan.plan import group_counts
 from longspan.report.bars import Bar, PlanBars, Summary, group_times, plan_bars
-from longspan.report.page import PATTERNS, Part, escaped_text, read_report_file, svg_element, svg_text
+from longspan.report.page import PATTERNS, Part, read_report_file, svg_element, svg_text
 
 WIDTH = 1120  # of the picture on a page
 NARROW = 400  # on a page of a telephone
@@ -100,9 +101,7 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
         svg_element("style", read_report_file("page.css")),
         PATTERNS,
         svg_element("rect", fill="var(--card)", **size),
-        svg_element(
-            "text", escaped_text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"
-        ),
+        svg_element("text", escape(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
         *(svg_text(line, 12, 42 + 16 * i, "start") for i, line in enumerate(plan_fact_lines(plan))),
         svg_element("g", picture, transform=f"translate(0 {_HEAD})"),
         *entries,
