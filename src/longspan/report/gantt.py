@@ -13,6 +13,7 @@ from html import escape
 from longspan.errors import plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, Plan
+from longspan.plan.micro_batch import comm_type_text
 from longspan.plan.plan import group_counts
 from longspan.report.bars import Bar, PlanBars, Summary, group_times, plan_bars
 from longspan.report.page import PATTERNS, Part, read_report_file, svg_element, svg_text
@@ -246,9 +247,8 @@ def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[t
     words = dict[int, list[tuple[str, str]]]()
     for batch, micro_batch in enumerate(plan.micro_batches):
         for group, seconds in zip(micro_batch.groups, times[batch].tolist(), strict=True):
-            comm = group.cp_comm_type
             count = len(group.documents)
-            types = comm if isinstance(comm, str) else "/".join(dict.fromkeys(comm))
+            types = comm_type_text(group.cp_comm_type)
             padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
             name = f"group{f' of {count} documents' if count > 1 else ''}{padded}: rows on a slot"
             of_group = [("micro-batch", str(batch))]

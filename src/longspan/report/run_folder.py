@@ -265,9 +265,10 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
         value = json_safe_values(parse_json(words))
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        notes.append(f"{path.name} could not be read")
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    notes.append(f"{path.name} could not be read")
+    return {}
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:

@@ -323,8 +323,9 @@ class LayerTable:
         weights = feed_forward_weights(read, "experts")
         latent = read.count("moe_latent_size")
         visits = experts_per_token(read)
+        experts = read.experts_attribute_and_count()[1]
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-        probabilities = self.bytes_of_rows(0 if own_gate else read.experts_attribute_and_count()[1], WIDE)
+        probabilities = self.bytes_of_rows(0 if own_gate else experts, WIDE)
         router = LayerPart(
             self.bytes_of_rows(self.hidden_size) * trained
             + self.bytes_of_rows(visits)
@@ -338,15 +339,11 @@ class LayerTable:
         order = self.bytes_of_rows(2 * visits, INDEX)
         saved = copies + (1 + self._mlp_has_gate + gates) * product + (copies + product) * trained + order
         work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
-        experts = LayerPart(saved, work, lasting=order)
-        part = router + self._tiled_part(experts, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
+        visited = LayerPart(saved, work, lasting=order)
+        part = router + self._tiled_part(visited, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
         # size that is left then makes a weight for each row. Their input is the router's.
-        left = (
-            (weights.all - weights.of_experts) // self.hidden_size
-            - read.experts_attribute_and_count()[1]
-            - 2 * latent
-        )
+        left = (weights.all - weights.of_experts) // self.hidden_size - experts - 2 * latent
         width, is_weighted = divmod(left, 2 + self._mlp_has_gate)
         weighted = self.bytes_of_rows(1 + self.hidden_size) if is_weighted else 0.0
         return (
