@@ -7,6 +7,7 @@ configuration; tests/plan/memory counts the same on real models by what their op
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from operator import ge
 
 from longspan.plan.cost.machine import AttentionCall, Machine, resolve_compiled_parts
 from longspan.plan.memory.settings import MemorySettings
@@ -50,10 +51,6 @@ class SlotLoad:
     gathered_rows: int = 0
     runs: int = 1
     later: bool = False
-
-    def covers(self, other: "SlotLoad") -> bool:
-        """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory."""
-        return all(a >= b for a, b in zip(astuple(self), astuple(other), strict=True))
 
 
 def slot_loads(
@@ -109,8 +106,8 @@ def slot_loads(
         for slot in range(plan.slots)
     }
     largest: list[SlotLoad] = []
-    for one in sorted(loads, reverse=True):  # a load that covers another comes before it
-        if not any(larger.covers(one) for larger in largest):
+    for one in sorted(loads, reverse=True):  # a load that covers another, with no smaller number, comes before it
+        if not any(all(map(ge, astuple(larger), astuple(one))) for larger in largest):
             largest.append(one)
     return tuple(largest) or (SlotLoad(1),)
 

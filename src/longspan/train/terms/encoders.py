@@ -230,7 +230,8 @@ class ModalityPass:
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
-            needed_rows = self.plan.item_rows_at(self.world.rank, index)
+            # for this rank's own tokens, and for those further on, depth by depth
+            needed_rows = [needed[self.world.rank][index] for needed in (self.plan.needed, *self.plan.ahead)]
             rows = np.concatenate([item_rows.row for item_rows in needed_rows])
             if not len(rows):
                 continue
