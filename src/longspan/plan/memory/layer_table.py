@@ -12,7 +12,7 @@ from operator import ge
 from longspan.plan.cost.machine import AttentionCall, Machine, resolve_compiled_parts
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.messages import count_exchange_slices, count_head_groups, head_split
-from longspan.plan.micro_batch import Group, MicroBatch, main_type
+from longspan.plan.micro_batch import MicroBatch, main_type
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import (
     CHUNK,
@@ -68,16 +68,6 @@ def slot_loads(
         bytes_per_number=settings.compute_bytes,
     )
 
-    def exchange(group: Group, node_size: int) -> tuple[str, int]:
-        """The type of most layers of a group, and how many members exchange heads under it (1: it does not)."""
-        kind = main_type(group.cp_comm_type)
-        sizes = group.hierarchical_context_parallel_sizes
-        if kind == "auto":
-            price = machine.fastest_type(group, call, node_size=node_size)
-            kind = price.cp_comm_type
-            sizes = price.sizes
-        return kind, {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
-
     def load(plan: Plan, batch: MicroBatch, slot: int, *, later: bool) -> SlotLoad:
         """Zigzag gives a slot two runs of each document; a slot has a row at least."""
         rows = exchanged = ring = gathered = runs = longest = 0
@@ -88,7 +78,14 @@ def slot_loads(
             runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
             if group.degree == 1 or not heads:
                 continue
-            kind, exchanging = exchange(group, plan.node_size)
+            kind = main_type(group.cp_comm_type)
+            sizes = group.hierarchical_context_parallel_sizes
+            if kind == "auto":
+                price = machine.fastest_type(group, call, node_size=plan.node_size)
+                kind = price.cp_comm_type
+                sizes = price.sizes
+            # members that exchange heads (1: none do)
+            exchanging = {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
             if exchanging > 1:
                 exchanged += here
                 longest, members = max((longest, members), (here, exchanging))
