@@ -5,6 +5,7 @@ The first layers of each stage have one measure and the others a faster one: as 
 
 import math
 import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -350,7 +351,7 @@ class MemoryPrices:
         whole.
         """
         place = self.place
-        once = 1 / self.place.micro_batches
+        once = 1 / place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:
             return 0.0
         gathers = once if kept.gathered_once else 2.0
@@ -441,7 +442,7 @@ def memory_choices(
     "selective" where no load exchanges heads, and is left out.
     """
     place = needs.places[0]
-    settings = needs.places[0].settings
+    settings = place.settings
     can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface
     can_offload = settings.gpu and settings.state_numbers > 0
     sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is
@@ -509,16 +510,16 @@ def fit_with_fewest_slow_layers(
     More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
     then the fewest that fit the device take least of the host. So halving finds the fewest.
     """
-    low, high = 1, max(len(place.stage.layers) for place in needs.places)
-    if slow == fast:
-        low = high
+    count = max(len(place.stage.layers) for place in needs.places)
     host_rises = "+" in slow and "+" not in fast
     search_budget = replace(budget, host=sys.maxsize) if host_rises else budget
-    while low < high:
-        count = (low + high) // 2
-        fits = needs.under(needs.measures_of_layers(slow, count, fast)).fits(search_budget)
-        low, high = (low, count) if fits else (count + 1, high)
-    memory = needs.under(needs.measures_of_layers(slow, low, fast))
+
+    def fits(count: int) -> bool:
+        return needs.under(needs.measures_of_layers(slow, count, fast)).fits(search_budget)
+
+    if slow != fast:
+        count = 1 + bisect_left(range(1, count), True, key=fits)
+    memory = needs.under(needs.measures_of_layers(slow, count, fast))
     return memory if memory.fits(budget) else None
 
 

@@ -33,7 +33,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import defer_until_last_pass, reshard, sum_gradients_over_slots
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
+from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.train.passes import Term
 from longspan.train.read_rows import LocalBatch, read_and_compare_digest
 from longspan.train.step_inputs import StepDocuments, StepInputs
@@ -230,7 +230,8 @@ class ModalityPass:
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
-            needed_rows = self.plan.item_rows_at(self.world.rank, index)
+            # for this rank's own tokens, and for those further on, depth by depth
+            needed_rows = [needed[self.world.rank][index] for needed in (self.plan.needed, *self.plan.ahead)]
             rows = np.concatenate([item_rows.row for item_rows in needed_rows])
             if not len(rows):
                 continue
