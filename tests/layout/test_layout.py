@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import LayoutError
-from longspan.layout import (
-    Coordinates,
-    Exchange,
-    Layout,
-    Packing,
-    Partition,
-    check_lengths,
-)
+from longspan.layout import Coordinates, Exchange, Layout, Packing, Partition, check_lengths
 from tests.layout.strategies import examples, lengths
 
 
