@@ -30,13 +30,7 @@ from tests.launch.rank_pool import most_ranks
 ROWS, HEADS, SIZE = 64, 8, 16  # rows of a member; heads, as many key/value heads
 DTYPE = torch.float32 if backend() == "gloo" else torch.bfloat16  # which a kernel takes that holds no scores
 BLOCK = ROWS * HEADS * SIZE * DTYPE.itemsize  # bytes of a member's rows of q, or of k
-WAYS = {
-    "p2p": {},
-    "window": {"cp_comm_type": "p2p", "window": 9},
-    "a2a": {},
-    "a2a+p2p": {},
-    "all_gather": {},
-}
+WAYS = {"p2p": {}, "window": {"cp_comm_type": "p2p", "window": 9}, "a2a": {}, "a2a+p2p": {}, "all_gather": {}}
 
 
 class Allocated(TorchDispatchMode):
@@ -83,7 +77,6 @@ class Recording(RingBlocks):
 
 
 def at_degree(rank, slots):
-    """What is measured at this degree, and what two members and four show."""
     with World(Layout(ranks=slots), backend=backend()) as world:
         shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
         others = {2: (peaks_of_groups, are_gone, backward_peaks), 4: (keep,)}.get(slots, ())

@@ -66,7 +66,6 @@ def compared_rows(rows: int, width: int) -> Tensor:
 
 
 def rows_of(elements: int, width: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers (rows, width), a little more than so many elements."""
     return torch.empty(elements // width + 64, width, dtype=dtype, device=device).normal_()
 
 
@@ -278,11 +277,7 @@ def first_rows_of_runs(device: str, elements: int) -> Errors:
         width, (source + width) % (2 * width), source[width:], source[:width] * 0, source[1 : width + 1]
     )
     first = FirstRows(
-        places + start,
-        before,
-        torch.tensor([start], device=device),
-        torch.tensor([width], device=device),
-        places[None],
+        places + start, before, torch.tensor([start], device=device), torch.tensor([width], device=device), places[None]
     )
     write_rows = TORCH_CONVOLUTION.write_first_outputs if device == "cpu" else write_first_outputs
     write_rows(y, x, arrived, convolution, first)

@@ -36,7 +36,6 @@ MODELS = {
 
 
 def make_plan(home: Layout) -> Plan:
-    """Slots with other rows, so that they have other numbers of tiles, and one without any."""
     if home.pp > 1 or home.slots != 2:
         return plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32, row_multiple=home.tp)
     batches = (

@@ -27,7 +27,6 @@ from tests.model.stock import SIZES, texts, tiny
 
 
 def build(config_class: str, **values: Any) -> PreTrainedModel:
-    """A model of this configuration on the meta device."""
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or config_class != "FalconConfig"}
     config = getattr(transformers, config_class)(**{**sizes, **values})
     with torch.device("meta"):
@@ -129,11 +128,7 @@ PROBED = {
         {"num_local_experts": 4, "kv_channels": 8, "num_experts_per_tok": 2},
         "split_with_sizes expects .*; a forward must .* depend on no values of tensors",
     ),
-    "Xmod": (
-        "XmodConfig",
-        {"is_decoder": True},
-        "raised ValueError: Input language .*; a forward must hand",
-    ),
+    "Xmod": ("XmodConfig", {"is_decoder": True}, "raised ValueError: Input language .*; a forward must hand"),
     "Qwen2-MoE's windows": (
         "Qwen2MoeConfig",
         {"num_experts": 4, "use_sliding_window": True, "sliding_window": 5},

@@ -154,7 +154,6 @@ def _errors(rank: int, rows: Rows, wanted: dict[Case, Answer]) -> list[dict[str,
 
 
 def _errors_in(home: Layout, cases: list[Case], wanted: dict[Case, Answer]) -> dict[str, float]:
-    """The largest relative error of each case and plan."""
     errors, mtp = dict[str, float](), MtpLoss(weight=WEIGHT)
     with World(home) as world, compute_in_float64():
         for case in cases:

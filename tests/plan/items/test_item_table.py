@@ -28,7 +28,6 @@ def tables(draw: st.DrawFn) -> ItemTable:
 
 
 def row_ids(table: ItemTable, modality: str) -> dict[tuple[int, int], int]:
-    """(document, position) to row id, one by one."""
     places = [
         (item.document, position)
         for item in table.items

@@ -196,7 +196,6 @@ DENSE |= {"intermediate_size": 128, "vocab_size": 512}
 
 
 def pairs(length: int, window: int | None = None) -> int:
-    """How many keys the rows of one document see, row by row."""
     return sum(1 for query in range(length) for key in range(query + 1) if window is None or query - key < window)
 
 
