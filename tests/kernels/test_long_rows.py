@@ -8,6 +8,8 @@ themselves, and gradients of parameters, which all rows add to, in pieces. `elem
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +125,8 @@ def _tiled_mlp(device: str, elements: int) -> Operator:
         def run(rows: Tensor) -> Tensor:
             return F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
 
-        return run_in_tiles(run, (x,), (gate, up, down), count_tiles(len(x), max(4, elements // WIDTH // 32)))
+        module: Any = SimpleNamespace(parameters=lambda: (gate, up, down), modules=tuple)
+        return run_in_tiles(run, (x,), module, count_tiles(len(x), max(4, elements // WIDTH // 32)))
 
     return compute, weights
 

@@ -150,8 +150,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "losses of routers without a gradient": KnownError(
             checks.router_losses,
             "model.experts.moe",
-            "weights = layer.sums.record_routing(",
-            "layer.sums.record_routing(",
+            "weights = layer.router.record_routing(",
+            "layer.router.record_routing(",
         ),
         "losses of routers shrink with the ranks": KnownError(
             checks.router_losses,

@@ -17,7 +17,7 @@ from longspan.model import prepare
 from longspan.model.exactness.check_model import refuse_unsupported_model
 from longspan.model.experts.moe import connect_experts
 from longspan.model.layers import decoder_layers
-from longspan.model.prepared import IMPLEMENTATION
+from longspan.model.seams.attention_calls import IMPLEMENTATION, hook_layer_arguments
 from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.seams.meta_pass import record_calls_and_draws
 from longspan.plan import plan_fixed
@@ -94,7 +94,7 @@ def test_the_probe_sees_every_layer_and_changes_nothing() -> None:
     refuse_unsupported_model(model)
     calls = record_calls_and_draws(model).calls
     assert [call.module for call in calls] == [layer.self_attn for layer in decoder_layers(model).values()]
-    assert all(call.causal and call.window is None and not call.sinks for call in calls)
+    assert all(call.causal and call.window is None for call in calls)
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -159,6 +159,8 @@ def test_models_refused_by_the_probe(case: str) -> None:
     if case == "one among others":
         model.model.layers[1].self_attn = OwnAttention()
     model.set_attn_implementation(IMPLEMENTATION)
+    if case == "Qwen2-MoE's windows":
+        hook_layer_arguments(model)
     connect_experts(model)
     with pytest.raises(ModelError, match=says):
         record_calls_and_draws(model)
