@@ -22,7 +22,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.build import check_ids_in_vocabulary
 from longspan.data.documents import CorpusDocuments
-from longspan.data.run_order import set_epoch_steps, source_lines
+from longspan.data.run_order import most_step_tokens, set_epoch_steps, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.files import read_json, write_atomically
@@ -333,7 +333,7 @@ def resolve_run(
         done=done,
         longest=data.longest[0],
         target_share=data.corpus.target_share,
-        image_rows=data.image_rows(config),
+        image_rows=data.corpus.image_share * most_step_tokens(config, data.order),
         evaluated={s.name: s.documents.lengths for s in data.sets},
     )
     if config.context.max_tokens_per_slot != AUTO:

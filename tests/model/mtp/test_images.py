@@ -124,7 +124,7 @@ MUTATIONS = {
     ),
     "one use's gradient of a row": (
         "train.terms.encoders",
-        '"partial_over_slots" if same_on_tp else "partial"',
+        '"partial" if self.trains else "none"',
         '"identical"',
     ),
 }

@@ -104,12 +104,10 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
         order = make_step_order(config, corpus)
         config = _set_steps(config, order, log)
         lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
-        rows = 0.0
-        if images := corpus.images:
-            rows_of_token = float(images.column("rows").sum()) / max(1, int(lengths.sum()))
-            rows = rows_of_token * most_step_tokens(config, order)
-        longest = _longest_planned_length(order, lengths)
-        yield RunDocuments(config, order, longest, documents_line(config, order), corpus.target_share, rows)
+        rows = corpus.image_share * most_step_tokens(config, order)
+        longest_tokens = _longest_planned_length(order, lengths)
+        line = documents_line(config, order)
+        yield RunDocuments(config, order, longest_tokens, corpus.target_share, rows, line)
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
