@@ -121,9 +121,10 @@ class _GradientSums:
         widths = [x.shape[1:].numel() for x in (k, v)]
         packed = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
         for i, into in enumerate(packed.split(widths, 1)):
-            tensors = [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)]
-            sum_rows(into, tensors)
-        del addends, tensors
+            sum_rows(
+                into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)]
+            )
+        del addends
         rows = self._members.counts[self._members.member]
         degree = self._members.degree
         label = "attention all-gather backward, gradients"

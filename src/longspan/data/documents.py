@@ -65,12 +65,6 @@ class Corpus:
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
-    @property
-    def target_share(self) -> float:
-        """The share of tokens that are predicted."""
-        tokens = max(1, int(self.lengths.sum()))
-        return 1.0 if self.targets is None else min(1.0, float(self.targets.sum()) / tokens)
-
     def _open_arrays(self, folder: Path) -> None:
         """Without `source_of.npy` all documents are of source 0."""
         self.manifest: Manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))

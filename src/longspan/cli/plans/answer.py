@@ -107,7 +107,7 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
         rows = corpus.image_share * most_step_tokens(config, order)
         longest_tokens = _longest_planned_length(order, lengths)
         line = documents_line(config, order)
-        yield RunDocuments(config, order, longest_tokens, corpus.target_share, rows, line)
+        yield RunDocuments(config, order, longest_tokens, line, corpus.target_share, rows)
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:

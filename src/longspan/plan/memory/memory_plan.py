@@ -187,7 +187,7 @@ class MemoryNeeds:
     def measures_of_layers(
         self, first: CheckpointPolicy, count: int, others: CheckpointPolicy
     ) -> tuple[CheckpointPolicy, ...]:
-        words = [others] * self.layers
+        words: list[CheckpointPolicy] = [others] * self.layers
         for place in self.places:
             for layer in place.stage.layers[:count]:
                 words[layer] = first
