@@ -73,7 +73,8 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    commit = _commit()
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     known = _read(options.out)["models"] if options.out and options.out.exists() else {}
     about = {"bench": "census", "machine": machine_facts(), "versions": versions(), "commit": commit}
     classes = CLASSES[options.classes]
@@ -116,29 +117,22 @@ def rows_of(
                 for future in done:
                     name = running.pop(future)
                     left.remove(name)
-                    yield name, _result(future)
+                    if (error := future.exception()) is None:
+                        yield name, future.result()
+                        continue
+                    row = {"class": "", "heads": [], "ways": {}, "case": "", "parameter": "", "seconds": 0.0}
+                    row |= {"status": "crashed", "message": f"{type(error).__name__}: {error}"}
+                    yield name, row | {"loss_error": None, "gradient_error": None}
                 if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
                     break
                 running |= {pool.submit(row_of, name): name for name in waiting[: len(done)]}
                 waiting = waiting[len(done) :]
 
 
-def _result(future: Any) -> dict[str, Any]:
-    if (error := future.exception()) is None:
-        return future.result()
-    died = {"status": "crashed", "message": f"{type(error).__name__}: {error}", "case": "", "parameter": ""}
-    return {"class": "", "heads": [], "ways": {}, "loss_error": None, "gradient_error": None, "seconds": 0.0, **died}
-
-
 def _line(name: str, row: dict[str, Any]) -> str:
     ways = "".join(f", {way} {cell['status']}" for way, cell in row["ways"].items())
     errors = f" {row['loss_error']:.0e} {row['gradient_error']:.0e}" if row.get("gradient_error") is not None else ""
     return f"{name} {row['status']}{errors}{ways} ({row['seconds']} s) {row['message'][:160]}"
-
-
-def _commit() -> str:
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _read(path: Path) -> dict[str, Any]:

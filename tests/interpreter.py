@@ -11,7 +11,6 @@ from packaging.version import Version
 
 
 def run_interpreted(module: str) -> None:
-    """Run the function `interpreted` of a module of tests where Triton interprets its kernels."""
     if find_spec("triton") is None or Version(version("triton")) < Version("3.7"):
         pytest.skip("needs triton 3.7 or later: the interpreter of 3.6 takes no bounds of loops from tensors")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

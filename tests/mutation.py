@@ -20,7 +20,6 @@ def mutated(change: Change | None) -> Iterator[None]:
 
 
 def each_mutated(changes: Mapping[str, Change]) -> Iterator[str]:
-    """ "nothing", then the name of each change, which is made while the body of the loop runs."""
     for name, change in {"nothing": None, **changes}.items():
         with mutated(change):
             yield name
@@ -45,13 +44,11 @@ def mutate(name: str, old: str, new: str) -> list[tuple[FunctionType, CodeType]]
 
 
 def restore(undo: list[tuple[FunctionType, CodeType]]) -> None:
-    """Put back what `mutate` changed."""
     for function, code in undo:
         function.__code__ = code
 
 
 def functions(module: ModuleType) -> dict[str, FunctionType]:
-    """Functions and methods that a module defines, by qualified name."""
     by_name: dict[str, FunctionType] = {}
     for value in (inspect.unwrap(x) if callable(x) else x for x in vars(module).values()):
         inner = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]

@@ -115,6 +115,5 @@ def mark(items: Sequence[pytest.Item], *, whole_suite: bool) -> None:
 
 
 def part_of(item: pytest.Item) -> int:
-    """The place of a test's part in the table; behind all of them where it has none."""
     marker = item.get_closest_marker("nccl")
     return list(PARTS).index(marker.args[0]) if marker else len(PARTS)

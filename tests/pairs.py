@@ -31,7 +31,6 @@ def drawn_row(
     fixed: dict[int, Any],
     fits: Callable[[Values], bool] = lambda values: True,
 ) -> Values:
-    """A row at random that has the fixed values and fits."""
     while True:
         values = tuple(fixed[i] if i in fixed else draw.choice(axis) for i, axis in enumerate(axes))
         if fits(values):
@@ -39,7 +38,6 @@ def drawn_row(
 
 
 def pairs_of(values: Values) -> set[Any]:
-    """The pairs of (axis, value) of a row."""
     return set(itertools.combinations(enumerate(values), 2))
 
 

@@ -142,7 +142,6 @@ def test_flags_and_keys_in_the_text_of_a_page_are_there(page: Path) -> None:
 
 @cache
 def known_flags() -> frozenset[str]:
-    """The flags of the page of verbs, which is complete (test_site.py), and of the scripts."""
     verbs = (ROOT / "docs/reference/verbs.md").read_text(encoding="utf-8")
     paths = [path for name in ("bench", "examples", "tests") for path in (ROOT / name).rglob("*.py")]
     quoted = re.findall(r"[\"']--([a-z][\w-]*)", "\n".join(path.read_text(encoding="utf-8") for path in paths))

@@ -48,7 +48,6 @@ def run(script: Path, *words: str) -> str:
 
 
 def run_script(patch: pytest.MonkeyPatch, script: str, *words: str) -> None:
-    """Run a script of this repository in this process."""
     patch.setattr(sys, "argv", [script, *words])
     patch.syspath_prepend((ROOT / script).parent)
     try:
@@ -58,14 +57,11 @@ def run_script(patch: pytest.MonkeyPatch, script: str, *words: str) -> None:
 
 
 def blocks_of(page: str) -> list[str]:
-    """The Python blocks of a page."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunProgram:
-    """What a program prints that starts its ranks from the fork server of this process."""
-
     def run_program(name: str, program: str, *words: str) -> str:
         program = program.replace('if __name__ == "__main__":', "def program() -> None:")
         (tmp_path / f"{name}.py").write_text(program)
@@ -82,8 +78,6 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 
 @pytest.fixture
 def run_page(run_here: RunProgram) -> RunProgram:
-    """What the Python blocks of a page print, run as one program in which `changes` are other texts."""
-
     def run_blocks(name: str, *changes: tuple[str, str]) -> str:
         program = "\n\n".join(blocks_of(f"docs/{name}.md"))
         for old, new in changes:

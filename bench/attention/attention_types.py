@@ -130,18 +130,6 @@ class AttentionCase:
     prepare: Callable[[AttentionSettings, tuple[Tensor, ...], World], AbstractContextManager[Run]]
 
 
-def own_cases(settings: AttentionSettings) -> Iterator[AttentionCase]:
-    for kind in settings.all_types:
-        yield AttentionCase(f"longspan {kind}", False, partial(_own_run, kind=kind))
-        if settings.cuda_graph:
-            yield AttentionCase(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind))
-
-
-def peer_cases() -> Iterator[AttentionCase]:
-    for peer in PEERS:
-        yield AttentionCase(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
-
-
 @contextmanager
 def _own_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
     plan = _plan(settings, qkv[0].shape[0], world, kind)
@@ -248,7 +236,13 @@ def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
         if world.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
         record = _empty_record(settings, world)
-        cases = [*own_cases(settings), *([] if settings.no_peers else peer_cases())]
+        cases = list[AttentionCase]()
+        for kind in settings.all_types:
+            cases.append(AttentionCase(f"longspan {kind}", False, partial(_own_run, kind=kind)))
+            if settings.cuda_graph:
+                cases.append(AttentionCase(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind)))
+        for peer in () if settings.no_peers else PEERS:
+            cases.append(AttentionCase(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer)))
         for case in cases:
             record["checks"].append({"name": case.name} | _or_missing(case, _check, settings, case, world))
         for case in cases:
@@ -261,10 +255,13 @@ def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
 
 def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
     sizes = ("documents", "partition", "window", "heads", "key_value_heads", "head_size", "dtype")
+    widths = (settings.heads, settings.key_value_heads, settings.head_size, settings.head_size)
+    mask = Mask(window=settings.window or None)
+    call = AttendCall(*widths, getattr(torch, settings.dtype), world.device, mask)
     return {
         "bench": "attention",
         **{name: getattr(settings, name) for name in (*sizes, "warmup", "warm_seconds", "repeats", "ranks", "command")},
-        "kernel": _kernel(settings, world),
+        "kernel": choose_kernel(call).name,
         "backend": world.backend,
         "check_length": CHECK_ROWS * settings.ranks,
         "machine": machine_facts(),
@@ -272,12 +269,6 @@ def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
         "checks": [],
         "rows": [],
     }
-
-
-def _kernel(settings: AttentionSettings, world: World) -> str:
-    sizes = (settings.heads, settings.key_value_heads, settings.head_size, settings.head_size)
-    mask = Mask(window=settings.window or None)
-    return choose_kernel(AttendCall(*sizes, getattr(torch, settings.dtype), world.device, mask)).name
 
 
 def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:
@@ -308,7 +299,7 @@ def _check(settings: AttentionSettings, case: AttentionCase, world: World) -> di
             results = [run.whole(x.detach()) for x in (out, *gradients)]
     exact = _dense(settings, qkv)
     pairs = zip(("output", "dq", "dk", "dv"), results, exact, strict=True)
-    errors = {name: _distance(a, b) for name, a, b in pairs}
+    errors = {name: ((a.double() - b.double()).norm() / b.double().norm()).item() for name, a, b in pairs}
     tolerance = TOLERANCE[getattr(torch, settings.dtype)]
     return {"errors": errors, "tolerance": tolerance, "good": all(e <= tolerance for e in errors.values())}
 
@@ -330,10 +321,6 @@ def _dense(settings: AttentionSettings, qkv: tuple[Tensor, ...]) -> list[Tensor]
         outs.append(torch.einsum("nst,tnh->snh", scores.softmax(-1), c))
     out = torch.cat(outs)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
-
-
-def _distance(result: Tensor, exact: Tensor) -> float:
-    return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def _measure(settings: AttentionSettings, case: AttentionCase, length: int, world: World) -> dict[str, Any]:

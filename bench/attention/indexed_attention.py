@@ -2,11 +2,10 @@
 
     python bench/attention/indexed_attention.py --out bench/records/indexed-attention.json    # a process for each GPU
 
-Attention to the choice goes two ways: by a masked kernel and bits, and by one that gathers latents. Indexers are
-transformers' with random weights; queries and latents are random too, so that the choices of a row lie anywhere before
-it. Each way begins with queries of heads and the latents of keys: what expands or folds them is in its time. A short
-length is compared with the class's own scores, and with float64, before anything is timed. Rows are written one by one,
-and left out when the command is given again.
+Attention to the choice goes two ways: by a masked kernel and bits, and by one that gathers latents. Weights, queries
+and latents are random, so that choices lie anywhere before a row; what expands or folds latents is in each way's time.
+A short length is compared with the class's own scores, and with float64, before anything is timed. Rows that the record
+has are left out.
 """
 
 import argparse

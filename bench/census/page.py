@@ -7,64 +7,12 @@ from typing import Any
 
 import torch
 from bench.census.images import image_section
-from bench.census.record import counts, earlier_text
+from bench.census.record import counts, earlier_text, popular, way_status
 
 from longspan.attention import KERNELS, AttendCall, Mask
 
 COMMAND = "python bench/census.py --docs docs/models.md"
-POPULAR = {
-    "apertus": "Apertus 8B, 70B",
-    "cohere": "Command R",
-    "cohere2": "Command A, R7B",
-    "deepseek_v2": "DeepSeek-V2",
-    "deepseek_v3": "DeepSeek-V3, R1, Kimi K2",
-    "axk2": "A.X K2",
-    "deepseek_v32": "DeepSeek-V3.2",
-    "ernie4_5": "ERNIE 4.5 dense",
-    "ernie4_5_moe": "ERNIE 4.5 A3B, A47B",
-    "exaone4": "EXAONE 4.0",
-    "falcon_h1": "Falcon-H1",
-    "gemma2": "Gemma 2",
-    "gemma3": "Gemma 3 4B, 12B, 27B",
-    "gemma3_text": "Gemma 3 270M, 1B",
-    "gemma3n_text": "Gemma 3n",
-    "gemma4": "Gemma 4",
-    "gemma4_text": "Gemma 4, text",
-    "glm4": "GLM-4 0414",
-    "glm4_moe": "GLM-4.5, 4.6",
-    "gpt2": "GPT-2",
-    "gpt_neox": "Pythia",
-    "glm_moe_dsa": "GLM-5",
-    "gpt_oss": "gpt-oss 20B, 120B",
-    "granite": "Granite 3",
-    "granitemoehybrid": "Granite 4-H",
-    "hunyuan_v1_dense": "Hunyuan 0.5B to 7B",
-    "hy_v4": "HY-V4",
-    "lfm2": "LFM2",
-    "llama": "Llama 2, 3, many others",
-    "llama4": "Llama 4 Scout, Maverick",
-    "llama4_text": "Llama 4, text",
-    "minimax_m2": "MiniMax-M2",
-    "mistral": "Mistral 7B, Nemo, Small",
-    "mixtral": "Mixtral 8x7B, 8x22B",
-    "nemotron": "Nemotron 4",
-    "nemotron_h": "Nemotron-H, Nano 2",
-    "olmo2": "OLMo 2",
-    "olmo3": "OLMo 3",
-    "olmoe": "OLMoE",
-    "phi": "Phi-1, 2",
-    "phi3": "Phi-3, 3.5, 4",
-    "phimoe": "Phi-3.5-MoE",
-    "qwen2": "Qwen2, Qwen2.5, QwQ",
-    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B",
-    "qwen3": "Qwen3 dense",
-    "qwen3_5_text": "Qwen3.5, text",
-    "qwen3_moe": "Qwen3 30B-A3B, 235B-A22B",
-    "qwen3_next": "Qwen3-Next",
-    "seed_oss": "Seed-OSS 36B",
-    "smollm3": "SmolLM3",
-    "starcoder2": "StarCoder2",
-}
+POPULAR = popular("text")
 _INTRO = """# Models
 
 This page lists which of transformers' causal language models longspan runs. A census ran a small copy of every class
@@ -174,11 +122,8 @@ def _exact(name: str, row: Mapping[str, Any], models: Mapping[str, Any]) -> Iter
     experts = "ep 2" in row["ways"]
     for way in ("tp 2", "pp 2", "ep 2", "router losses"):
         needs_experts = way in ("ep 2", "router losses")
-        yield "–" if needs_experts and not experts else _way(row["ways"].get(way, {}))
-
-
-def _way(cell: Mapping[str, Any]) -> str:
-    return {"exact": "yes", "refused": "no"}.get(cell.get("status", ""), cell.get("status", ""))
+        status = way_status(row, way)
+        yield "–" if needs_experts and not experts else {"exact": "yes", "refused": "no"}.get(status, status)
 
 
 def kernel_of(kind: Mapping[str, Any]) -> str:

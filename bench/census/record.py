@@ -1,7 +1,9 @@
 """The record of the census: rows by model, as text, and compared with an earlier one."""
 
+import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from longspan.bench.benches import origin_text
@@ -52,42 +54,58 @@ def earlier_text(record: Mapping[str, Any]) -> str:
     return f" Of the rows of classes and variants, {rows}." if rows else ""
 
 
-def as_text(record: Mapping[str, Any]) -> str:
+TITLE = "Census of transformers' causal language models"
+ABOUT = (
+    "Each is a small copy (`longspan.model.exactness.small_copies`) with random weights in float64, beside the "
+    "stock model that sees the documents one by one in one process; FSDP2, p2p at cp 2 and 3, all_gather, several "
+    "micro-batches and full recomputation. Errors are relative, of the loss and of the worst gradient. An exact "
+    "one also ran with tp 2, pp 2 and, with experts, ep 2 and the losses of routers."
+)
+
+
+def as_text(
+    record: Mapping[str, Any], title: str = TITLE, about: str = ABOUT, ways: Sequence[str] = WAYS, alone: str = ""
+) -> str:
+    """The record as Markdown; `alone` is a way of its own of models that are not exact."""
     models: dict[str, Any] = dict(record["models"])
+    variants = "" if alone else f"; variants: {counted(counts(record, variants=True))}"
     lines = [
-        "# Census of transformers' causal language models",
+        f"# {title}",
         "",
         origin_text(dict(record)),
         "",
-        f"Classes of the registry: {counted(counts(record, variants=False))}; variants: "
-        f"{counted(counts(record, variants=True))}. {sum(row['seconds'] for row in models.values()) / 60:.0f} minutes "
-        f"of one process with its ranks.{earlier_text(record)} Made at "
-        f"{', '.join(sorted({row['commit'] for row in models.values()}))}.",
+        f"Classes of the registry: {counted(counts(record, variants=False))}{variants}. "
+        f"{sum(row['seconds'] for row in models.values()) / 60:.0f} minutes of one process with its ranks."
+        f"{earlier_text(record)} Made at {', '.join(sorted({row['commit'] for row in models.values()}))}.",
         "",
-        "Each is a small copy (`longspan.model.exactness.small_copies`) with random weights in float64, beside the "
-        "stock model that sees the documents one by one in one process; FSDP2, p2p at cp 2 and 3, all_gather, several "
-        "micro-batches and full recomputation. Errors are relative, of the loss and of the worst gradient. An exact "
-        "one also ran with "
-        "tp 2, pp 2 and, with experts, ep 2 and the losses of routers.",
+        about,
         "",
-        f"| exact | loss | gradients | {' | '.join(WAYS)} | seconds |",
-        "| --- " * (4 + len(WAYS)) + "|",
+        f"| exact | loss | gradients | {' | '.join(ways)} | seconds |",
+        "| --- " * (4 + len(ways)) + "|",
     ]
-    lines += [_exact_line(name, row) for name, row in models.items() if row["status"] == "exact"]
-    lines += ["", "| not exact | | what was said |", "| --- | --- | --- |"]
-    others = {name: row for name, row in models.items() if row["status"] != "exact"}
-    lines += [f"| {name} | {row['status']} | {cell(how(row))} |" for name, row in others.items()]
-    lines += ["", "Ways of exact models that are not exact:", ""]
+    others = list[str]()
+    inexact_ways = list[str]()
     for name, row in models.items():
-        other = {way: cell for way, cell in row["ways"].items() if cell["status"] != "exact"}
-        lines += [f"- {name}, {way}: {cell['status']}, {how(cell)}" for way, cell in other.items()]
-    return "\n".join(lines) + "\n"
+        if row["status"] != "exact":
+            of_text = [way_status(row, alone)] if alone else []
+            others.append(f"| {' | '.join([name, row['status'], *of_text, cell(how(row))])} |")
+            continue
+        errors = [f"{row[kind]:.0e}" for kind in ("loss_error", "gradient_error")]
+        cells = [name, *errors, *(way_status(row, way) for way in ways), format(row["seconds"], ".0f")]
+        lines.append(f"| {' | '.join(cells)} |")
+        other = {way: it for way, it in row["ways"].items() if it["status"] != "exact"}
+        inexact_ways += [f"- {name}, {way}: {it['status']}, {cell(how(it))}" for way, it in other.items()]
+    head = ["", f"| not exact | |{f' {alone} |' * bool(alone)} what was said |", "| --- " * (3 + bool(alone)) + "|"]
+    return "\n".join([*lines, *head, *others, "", "Ways of exact models that are not exact:", "", *inexact_ways, ""])
 
 
-def _exact_line(name: str, row: Mapping[str, Any]) -> str:
-    ways = [row["ways"].get(way, {}).get("status", "") for way in WAYS]
-    errors = [f"{row[kind]:.0e}" for kind in ("loss_error", "gradient_error")]
-    return f"| {' | '.join([name, *errors, *ways, format(row['seconds'], '.0f')])} |"
+def popular(classes: str) -> dict[str, str]:
+    """The published models of classes that many know."""
+    return json.loads(Path(__file__).with_name("popular.json").read_text(encoding="utf-8"))[classes]
+
+
+def way_status(row: Mapping[str, Any], way: str) -> str:
+    return row["ways"].get(way, {}).get("status", "")
 
 
 def counted(of: Counter[str]) -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from transformers import PreTrainedConfig
 
-from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished_record
+from longspan.bench.benches import BenchFlags, change_layer_count, origin_text, show_record, write_unfinished_record
 from longspan.bench.calibrate import time_run
 from longspan.cli.flags import check_flags_at_least, parse_flags
 from longspan.cli.machine import machine_facts
@@ -32,16 +33,13 @@ from longspan.errors import ConfigError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
-from longspan.model import load_model, prepare
+from longspan.model import load_model, prepare, preset_config
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.plan import Machine, Plan, PlanOptions, plan_fixed
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.train.optim.optimizer import build_optimizer
 from longspan.train.step import run_step
 from longspan.versions import versions
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 DEGREES = (1, 2)
 VOCABULARY = 10240  # of the published figures: a tokenizer of 10,000 ids, an untied head
@@ -67,20 +65,14 @@ class EvaluationCase:
         """The fewest ranks that it runs on, one slot; more must be a multiple, and of two slots for degree 2."""
         return self.tp * self.pp
 
-    def runs_on(self, ranks: int) -> bool:
-        return ranks % self.ranks == 0
-
     def degrees(self, ranks: int) -> tuple[int, ...]:
         return tuple(degree for degree in DEGREES if ranks // self.ranks % degree == 0)
 
     def home(self, ranks: int) -> Layout:
         return Layout(ranks, tp=self.tp, pp=self.pp)
 
-    def configuration(self, vocabulary: int) -> "PreTrainedConfig":
+    def configuration(self, vocabulary: int) -> PreTrainedConfig:
         """The model's configuration, with an untied head. Raises ModelError for an unknown preset."""
-        from longspan.bench.benches import change_layer_count
-        from longspan.model.presets import preset_config
-
         configuration = change_layer_count(preset_config(self.preset, vocab_size=vocabulary), self.layers)
         configuration.vocab_size = vocabulary
         configuration.tie_word_embeddings = False
@@ -104,25 +96,6 @@ TINY_CASES = (
     EvaluationCase(name="tiny-tp2", tokens=48, layers=2, tp=2, preset="qwen3-tiny"),
     EvaluationCase(name="tiny-pp2", tokens=48, layers=2, pp=2, preset="qwen3-tiny"),
 )
-
-
-def cases_of(
-    names: str, *, gpu: bool, preset: str = "", layers: int = 0, tokens: int = 0
-) -> tuple[EvaluationCase, ...]:
-    """The cases with these names (commas between; "": all of a GPU, or the tiny ones), with these changes.
-
-    Published figures belong only to unchanged cases. Raises ConfigError for a name that is not there.
-    """
-    by_name = {case.name: case for case in (*CASES, *TINY_CASES)}
-    default = CASES if gpu else TINY_CASES
-    chosen = [word.strip() for word in names.split(",") if word.strip()] or [case.name for case in default]
-    if unknown := [name for name in chosen if name not in by_name]:
-        raise ConfigError(f"--cases has {', '.join(unknown)}; cases are {', '.join(by_name)}")
-    settings = {"preset": preset, "layers": layers, "tokens": tokens}
-    changes: dict[str, Any] = {name: value for name, value in settings.items() if value}
-    if changes:
-        changes["known"] = None
-    return tuple(replace(by_name[name], **changes) for name in chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +169,15 @@ class EvaluationSettings:
 def make_settings(flags: EvalBenchFlags, ranks: int, backend: str, command: Sequence[str]) -> EvaluationSettings:
     flags.check_flags()
     check_flags_at_least(flags, documents=1, layers=0, tokens=0, vocabulary=8)
-    changes = {"preset": flags.preset, "layers": flags.layers, "tokens": flags.tokens}
-    cases = cases_of(flags.cases, gpu=backend != "gloo", **changes)
-    run = tuple(case for case in cases if case.runs_on(ranks))
+    by_name = {case.name: case for case in (*CASES, *TINY_CASES)}
+    default = TINY_CASES if backend == "gloo" else CASES
+    chosen = [word.strip() for word in flags.cases.split(",") if word.strip()] or [case.name for case in default]
+    if unknown := [name for name in chosen if name not in by_name]:
+        raise ConfigError(f"--cases has {', '.join(unknown)}; cases are {', '.join(by_name)}")
+    changes = {name: getattr(flags, name) for name in ("preset", "layers", "tokens") if getattr(flags, name)}
+    changes |= {"known": None} if changes else {}  # published figures belong to unchanged cases
+    cases = tuple(replace(by_name[name], **changes) for name in chosen)
+    run = tuple(case for case in cases if ranks % case.ranks == 0)
     if not run:
         need = ", ".join(f"{case.name} {case.ranks}" for case in cases)
         raise ConfigError(f"none of the cases runs on {ranks} ranks; they need multiples of: {need}")
@@ -222,13 +201,10 @@ def eval_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
             torch.cuda.empty_cache()
         if not rank:
             write_unfinished_record(record, settings.out)
-            print(f"{case.name}: {_line(record['rows'][-1])}", file=sys.stderr, flush=True)
+            row = record["rows"][-1]
+            times = ", ".join(f"{run['name']} {1e3 * run['mean']:.1f} ms" for run in row["runs"])
+            print(f"{case.name}: {times}; losses differ by {row['difference']:.1e}", file=sys.stderr, flush=True)
     return record
-
-
-def _line(row: dict[str, Any]) -> str:
-    times = ", ".join(f"{run['name']} {1e3 * run['mean']:.1f} ms" for run in row["runs"])
-    return f"{times}; losses differ by {row['difference']:.1e}"
 
 
 @dataclass(frozen=True)
@@ -376,17 +352,13 @@ def _summary(record: dict[str, Any]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
     for row in record["rows"]:
         times = {(run.get("trained"), run.get("degree")): 1e3 * run["mean"] for run in row["runs"]}
-        planned = 1e3 * planned_run(row)["mean"]
+        planned = next(1e3 * run["mean"] for run in row["runs"] if "trained" not in run)
         cells = [row["name"]]
         for pair in (row["known"], *([times.get((trained, degree)) for degree in DEGREES] for trained in DEGREES)):
             cells += _pair(pair)
         best = times[DEGREES[0], DEGREES[0]]
         lines.append((*cells, f"{planned:.1f}", f"{best / planned:.2f}", f"{row['difference']:.1e}"))
     return lines
-
-
-def planned_run(row: dict[str, Any]) -> dict[str, Any]:
-    return next(run for run in row["runs"] if "trained" not in run)
 
 
 def _pair(times: Sequence[float | None] | None) -> tuple[str, str]:

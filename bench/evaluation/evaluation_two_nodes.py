@@ -21,7 +21,6 @@ from bench.evaluation.evaluation_degrees import (
     RUN_COLUMNS,
     EvalBenchFlags,
     EvaluationSettings,
-    PreparedCase,
     make_settings,
     measure_evaluation,
     prepare_case,
@@ -35,7 +34,6 @@ from longspan.cli.processes import run_on_ranks
 from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.plain_text import markdown_table, text_table
-from longspan.plan import Plan
 from longspan.versions import versions
 
 PROGRAM = "bench/evaluation/evaluation_two_nodes.py"
@@ -63,8 +61,14 @@ def measure_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
             if world.node_size >= world.home.slots:
                 raise ConfigError(f"all {settings.ranks} ranks are on one node: start it with bench/two_nodes.sh")
             bench = prepare_case(case, settings, world)
-            plans = narrow_and_wide(bench)
-            bench.train_step(next(iter(plans.values())))
+            slots = world.home.slots
+            plans = {"degree 1": bench.at_fixed_degree(1)}
+            plans[f"degree {slots}, p2p"] = bench.at_fixed_degree(slots, cp_comm_type="p2p")
+            if (inside := world.node_size) > 1:
+                sizes = (inside, slots // inside)
+                hierarchy = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": sizes}
+                plans[f"degree {slots}, a2a+p2p {sizes}"] = bench.at_fixed_degree(slots, **hierarchy)
+            bench.train_step(plans["degree 1"])
             runs: list[dict[str, Any]] = [
                 {"name": name} | measure_evaluation(bench, plan) for name, plan in plans.items()
             ]
@@ -72,20 +76,6 @@ def measure_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
             row = {"name": case.name, "tokens": case.tokens, "layers": case.layers, "preset": case.preset, "runs": runs}
             record["rows"].append(row | {"difference": max(losses) - min(losses)})
     return record
-
-
-def narrow_and_wide(bench: PreparedCase) -> dict[str, Plan]:
-    slots = bench.world.home.slots
-    inside = bench.world.node_size
-    plans = {
-        "degree 1": bench.at_fixed_degree(1),
-        f"degree {slots}, p2p": bench.at_fixed_degree(slots, cp_comm_type="p2p"),
-    }
-    if inside > 1:
-        sizes = (inside, slots // inside)
-        hierarchy = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": sizes}
-        plans[f"degree {slots}, a2a+p2p {sizes}"] = bench.at_fixed_degree(slots, **hierarchy)
-    return plans
 
 
 def record_text(record: dict[str, Any]) -> str:

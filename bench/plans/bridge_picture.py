@@ -8,7 +8,7 @@ from pathlib import Path
 
 from longspan.layout import Exchange, Layout
 from longspan.plan import plan_fixed
-from longspan.plan.items import EncoderPlanning, ItemTable, MediaItem, ModalityPlan, NeededBy, plan_items
+from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, MediaItem, ModalityPlan, NeededBy, plan_items
 
 LENGTHS = (16, 16)
 IMAGES = {
@@ -50,7 +50,8 @@ def picture() -> str:
         parts += [_text(20, _y(rank) - 10, f"rank {rank}"), _text(RIGHT, _y(rank) - 10, f"rank {rank}")]
         rows = wave.have.rows(rank).tolist()
         parts += [_box(20 + SIDE * i, _y(rank), plan, row) for i, row in enumerate(rows)]
-        parts += _positions(rank, micro_batch, plan)
+        places = dict(zip(*(index.tolist() for index in plan.needed[rank][0]), strict=True))  # rows of images by place
+        parts += [_box(RIGHT + SIDE * i, _y(rank), plan, places.get(i)) for i in range(LENGTHS[0] // 2)]
         parts += [_arrow(exchange, rank, to, plan) for to in HOME.ranks if exchange.moves(rank).sends[to]]
     moved = sum(map(exchange.received_rows, HOME.ranks))
     rows = sum(wave.have.counts)
@@ -85,12 +86,6 @@ def _box(x: float, y: float, plan: ModalityPlan, row: int | None) -> str:
     image = _image(plan, row)
     rect = f'<rect x="{x}" y="{y}" width="{SIDE - 2}" height="{SIDE}" fill="{COLORS[image]}"/>'
     return rect + _text(x + SIDE / 2 - 1, y + 16, [*IMAGES][image], anchor="middle", fill="#fff")
-
-
-def _positions(rank: int, micro_batch: object, plan: ModalityPlan) -> list[str]:
-    local, row = plan.needed[rank][0]
-    rows = dict(zip(local.tolist(), row.tolist(), strict=True))
-    return [_box(RIGHT + SIDE * i, _y(rank), plan, rows.get(i)) for i in range(LENGTHS[0] // 2)]
 
 
 def _arrow(exchange: Exchange, rank: int, to: int, plan: ModalityPlan) -> str:

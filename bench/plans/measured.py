@@ -67,7 +67,10 @@ class Measured:
         if self.is_layer:
             return _predict_layer(machine, self.kind, self.by)
         if "adapters" in self.by:
-            return _predict_adapters(machine, self.by["adapters"])
+            by = self.by["adapters"]  # on one slot; the record has sums of rows and of their squares, not lengths
+            cost = machine.cost(_config(by["config"]), CostSettings(**by["cost"]))
+            work = float(cost.work_seconds(by["tokens"], by["squares"]))
+            return work + by["micro_batches"] * cost.micro_batch_seconds + cost.update_seconds
         if "machine_cost" in self.by:
             cost = Cost.from_json(_values()["machine_costs"][self.by["machine_cost"]])
             return _plan(self.by, cost).predicted_seconds
@@ -152,10 +155,3 @@ def _predict_layer(machine: Machine, kind: str, by: dict[str, Any]) -> float:
     group = Group(slots, documents, tuple(lengths), hierarchical_context_parallel_sizes=levels)
     prices = machine.attention_seconds(group, AttentionCall(**by["attention"]), node_size=by.get("node_size", 8))
     return max(by.get("host_seconds", 0.0), prices[kind].seconds)
-
-
-def _predict_adapters(machine: Machine, by: dict[str, Any]) -> float:
-    """LoRA on one slot; the record has sums of rows and of their squares, not lengths."""
-    cost = machine.cost(_config(by["config"]), CostSettings(**by["cost"]))
-    work = float(cost.work_seconds(by["tokens"], by["squares"]))
-    return work + by["micro_batches"] * cost.micro_batch_seconds + cost.update_seconds

@@ -257,7 +257,7 @@ class MessageBound:
         """
         network = self.network
         copies = float(self._copies(members))
-        keys = self._keys * copies
+        keys = self.network.key_share * self._exchange_bytes * copies  # bytes of a row's keys and values
         widened = network.gradient_share / network.block_share if self._has_backward else 1.0
         # Where `copies` is 1, more may be made, whose gradients are summed in another type: the narrower type counts.
         key_gradients = keys * (widened if copies > 1 else min(1.0, widened))
@@ -315,8 +315,3 @@ class MessageBound:
     def _queries(self) -> float:
         """Bytes of a row's queries in a layer, and of its outputs."""
         return (1 - self.network.key_share) / 2 * self._exchange_bytes
-
-    @property
-    def _keys(self) -> float:
-        """Bytes of a row's keys and values in a layer's exchange, without copies."""
-        return self.network.key_share * self._exchange_bytes

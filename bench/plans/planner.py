@@ -211,13 +211,6 @@ def _sweep_line(r: dict[str, Any]) -> str:
     return f"| {r['name']} | {value} | {r['mean']:.4f} | {r['worst']:.3f} | {r['seconds']:.1f} |"
 
 
-def sweep_page(record: dict[str, Any]) -> str:
-    lines = ["# Constants of planners: step time over the lower bound, and CPU seconds to plan", ""]
-    lines += [f"Machine: {machine_text(record['machine'])}. Command: `{record['command']}`.", "", record["note"], ""]
-    lines += ["| constant | value | mean | worst | seconds |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join([*lines, *map(_sweep_line, record["rows"]), ""])
-
-
 def run_sweeps(flags: argparse.Namespace) -> None:
     sizes = [(cap, slots) for cap in map(int, flags.caps.split(",")) for slots in map(int, flags.slots.split(","))]
     batches = [
@@ -236,7 +229,15 @@ def run_sweeps(flags: argparse.Namespace) -> None:
         "rows": [row for name in names for row in sweep(name, batches)],
     }
     if flags.out:
-        flags.out.with_suffix(".md").write_text(sweep_page(record))
+        lines = ["# Constants of planners: step time over the lower bound, and CPU seconds to plan", ""]
+        lines += [
+            f"Machine: {machine_text(record['machine'])}. Command: `{record['command']}`.",
+            "",
+            record["note"],
+            "",
+        ]
+        lines += ["| constant | value | mean | worst | seconds |", "| --- | --- | --- | --- | --- |"]
+        flags.out.with_suffix(".md").write_text("\n".join([*lines, *map(_sweep_line, record["rows"]), ""]))
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -4,10 +4,9 @@
     python bench/plans/predictions.py --out /dev/null
 
 The bar is what prices decide: of recorded plans, degrees and types of the same documents the one of least predicted
-seconds takes at most 3 % longer than the best measured one; seconds are within 15 %; planned bytes are within 10 % of
-measured peaks. One machine, `Machine.known("H200")`, predicts all rows of H200s, by the path that a run takes
-(`measured.py`), `Machine.known("H100")` those of H100s. Rows that were measured before the code they run was changed
-stand apart with the reason, and do not count; so does one padded step of experts, a quarter off, whose plan nothing
+seconds takes at most 3 % longer than the best measured one; seconds are within 15 %, planned bytes within 10 %. One
+machine, `Machine.known("H200")` or "H100", predicts all its rows, by the path that a run takes (`measured.py`). Rows of
+older code stand apart with the reason, and do not count; so does one padded step of experts, whose plan nothing
 chooses. A step that is measured anew (`bench/on_gpus.py`) becomes a row of bench/records/measured.json.
 """
 
@@ -118,7 +117,13 @@ def text_of(predictions: Sequence[Prediction], peaks: Sequence[tuple[Peak, Bytes
     yield from ("", "## Choices", "")
     yield markdown_table(
         ("record", "rows", "settings", "of", "chosen", "best", "regret", ""),
-        [(c.best.row.record, c.best.row.rows, c.best.row.settings, str(c.plans), *_outcome(c)) for c in chosen],
+        [
+            (
+                *(c.best.row.record, c.best.row.rows, c.best.row.settings, str(c.plans)),
+                *(_name(c.chosen), _name(c.best), f"{100 * c.regret:.1f} %", "**off**" * c.is_off),
+            )
+            for c in chosen
+        ],
     )
     yield from ("", "## Seconds", "")
     yield (
@@ -150,10 +155,6 @@ def _summary(name: str, bar: float, errors: Sequence[float]) -> tuple[str, ...]:
     within = sum(error <= bar for error in errors)
     numbers = (f"{100 * error:.1f} %" for error in (statistics.mean(errors or [0.0]), max(errors, default=0.0)))
     return (name, f"{100 * bar:.0f} %", str(len(errors)), str(within), *numbers)
-
-
-def _outcome(choice: Choice) -> tuple[str, ...]:
-    return _name(choice.chosen), _name(choice.best), f"{100 * choice.regret:.1f} %", "**off**" * choice.is_off
 
 
 def _name(prediction: Prediction) -> str:

@@ -33,95 +33,11 @@ COUNTS = (1, 4, 8)
 MADE = {"32k": (1024, 32768, 40), "128k": (8192, 131072, 20)}  # tokens of the shortest and longest chat, and how many
 IMAGES = 8  # of each chat with images, of 512 x 512 pixels: 256 rows each
 ROWS = re.compile(r"(?<=<!-- answers -->\n).*(?=<!-- end -->)", re.DOTALL)
-_PLAIN: dict[str, Any] = {"rope_type": "default"}
-_QWEN3_VL: dict[str, Any] = {
-    "text_config": {
-        **{key: value for key, value in QWEN3_8B.items() if key != "model_type"},
-        "max_position_embeddings": 262144,
-        "rope_parameters": {**_PLAIN, "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
-    },
-    "vision_config": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "patch_size": 16,
-        "out_hidden_size": 4096,
-        "deepstack_visual_indexes": [8, 16, 24],
-        "num_position_embeddings": 2304,
-    },
-}
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_YARN = {
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
 # By the name of the model's folder in the recipes: a configuration class of transformers, and what differs from it.
-FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "Llama-3.1-8B-Instruct": (
-        "LlamaConfig",
-        {
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 14336,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072,
-            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **_LLAMA3},
-        },
-    ),
-    "gemma-3-12b-it": (
-        "Gemma3Config",
-        {
-            "text_config": {
-                "hidden_size": 3840,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 256,
-                "intermediate_size": 15360,
-                "vocab_size": 262208,
-                "sliding_window": 1024,
-                "query_pre_attn_scalar": 256,
-                "max_position_embeddings": 131072,
-                "rope_parameters": {
-                    "sliding_attention": {**_PLAIN, "rope_theta": 1e4},
-                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                },
-            },
-            "vision_config": {
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_hidden_layers": 27,
-                "num_attention_heads": 16,
-                "image_size": 896,
-                "patch_size": 14,
-            },
-        },
-    ),
-    "gpt-oss-20b-bf16": (
-        "GptOssConfig",
-        {
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "vocab_size": 201088,
-            "sliding_window": 128,
-            "max_position_embeddings": 131072,
-            "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, **_YARN},
-        },
-    ),
-    "Qwen3-VL-8B-Instruct": ("Qwen3VLConfig", _QWEN3_VL),
-}
+FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("families.json").read_text())
+_QWEN3_VL = FAMILIES["Qwen3-VL-8B-Instruct"][1]
+_QWEN3_VL["text_config"] = {**QWEN3_8B, **_QWEN3_VL["text_config"]}
+del _QWEN3_VL["text_config"]["model_type"]
 
 
 def main() -> int:

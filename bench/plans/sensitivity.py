@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from longspan.plan.cost.cost import Cost, StateCost
+from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.links import LEVELS, Level, Link, Wire
 from longspan.plan.plan import Plan
 
@@ -81,26 +81,19 @@ def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, 
         if cost.network and cost.network.half_speed_rows:
             network = replace(cost.network, half_speed_rows=cost.network.half_speed_rows * factor)
             yield "rows at which kernels reach half their speed", factor, replace(cost, network=network)
-        yield "latency of a message", factor, _with_latency(cost, factor)
+        network = cost.network and replace(cost.network, step_seconds=cost.network.step_seconds * factor)
+        slower = replace(cost, ring_step_seconds=cost.ring_step_seconds * factor, network=network)
+        yield "latency of a message", factor, slower
         for level in LEVELS:
             yield f"speed of links {level} hosts", factor, _with_speed(cost, level, factor)
         if cost.states:
-            yield "time of state-space layers", factor, replace(cost, states=_slower_states(cost.states, factor))
-
-
-def _slower_states(states: StateCost, factor: float) -> StateCost:
-    seconds = {name: value * factor for name, value in states.constants().items() if name.endswith("_seconds")}
-    return replace(states, **seconds)
+            seconds = {name: s * factor for name, s in cost.states.constants().items() if name.endswith("_seconds")}
+            yield "time of state-space layers", factor, replace(cost, states=replace(cost.states, **seconds))
 
 
 def slower_link(link: Link, factor: float) -> Link:
     wires = {k: Wire(w.latency * factor, w.bytes_per_second / factor) for k, w in link.wires().items()}
     return Link(**wires)
-
-
-def _with_latency(cost: Cost, factor: float) -> Cost:
-    network = cost.network and replace(cost.network, step_seconds=cost.network.step_seconds * factor)
-    return replace(cost, ring_step_seconds=cost.ring_step_seconds * factor, network=network)
 
 
 def _with_speed(cost: Cost, level: Level, factor: float) -> Cost:

@@ -394,13 +394,11 @@ def select(record: Row, **values: Any) -> list[Row]:
     return [row for row in record["gains"].values() if all(row[name] == value for name, value in values.items())]
 
 
-def fixed_text(row: Row) -> str:
-    kinds = "/".join(kind for kind in row["fixed_types"] if kind != "one slot")
-    return f"cp {row['fixed_cp']}{f' {kinds}' if kinds else ''}"
-
-
 def gain_cell(row: Row) -> str:
-    return f"{row['gain']:.2f} of {row['fixed'] / row['bound']:.2f} ({fixed_text(row)})"
+    kinds = "/".join(kind for kind in row["fixed_types"] if kind != "one slot")
+    return (
+        f"{row['gain']:.2f} of {row['fixed'] / row['bound']:.2f} (cp {row['fixed_cp']}{f' {kinds}' if kinds else ''})"
+    )
 
 
 def by_network(record: Row, names: Sequence[str], rows: Sequence[tuple[Sequence[str], Row]]) -> list[str]:
@@ -469,51 +467,24 @@ def markdown(record: Row) -> str:
 
 
 def published_lines(record: Row) -> Iterator[str]:
-    yield from ["## The published setting of dynamic context parallelism", ""]
-    yield PUBLISHED_NOTE
-    head = (
-        "GB/s",
-        "weights",
-        "seed",
-        "longest",
-        "dynamic s",
-        "over the bound",
-        "messages",
-        "waits",
-        "ring, 16",
-        "best type, 16",
-    )
-    yield ""
-    yield from table(head, [_published_cells(row) for row in record["published"].values()])
-
-
-def _published_cells(row: Row) -> tuple[str, ...]:
-    shares = (f"{row['messages']:.0%}", f"{row['waits']:.0%}")
-    over_bound, *ratios = (f"{row[name]:.2f}" for name in ("over_bound", "over_ring_16", "over_fixed_16"))
-    return (
-        f"{row['gbps']:g}",
-        row["weights"],
-        f"{row['seed']}",
-        f"{row['longest']:,}",
-        f"{row['dynamic']:.2f}",
-        over_bound,
-        *shares,
-        *ratios,
-    )
+    yield from ["## The published setting of dynamic context parallelism", "", PUBLISHED_NOTE, ""]
+    head = ("GB/s", "weights", "seed", "longest", "dynamic s", "over the bound", "messages", "waits", "ring, 16")
+    rows = [
+        [
+            *(f"{row['gbps']:g}", row["weights"], f"{row['seed']}", f"{row['longest']:,}", f"{row['dynamic']:.2f}"),
+            *(f"{row['over_bound']:.2f}", f"{row['messages']:.0%}", f"{row['waits']:.0%}"),
+            *(f"{row[name]:.2f}" for name in ("over_ring_16", "over_fixed_16")),
+        ]
+        for row in record["published"].values()
+    ]
+    yield from table([*head, "best type, 16"], rows)
 
 
 def emulated_lines(record: Row) -> Iterator[str]:
-    yield from ["## Which real network an emulated case stands for", ""]
-    yield EMULATED_NOTE
-    yield ""
+    yield from ["## Which real network an emulated case stands for", "", EMULATED_NOTE, ""]
     rows = [row for rows in record["emulated"].values() for row in rows]
-    networks = list(rows[0]["stands_for"])
-    head = (
-        "rows at 2.65 GB/s",
-        "FLOPs a crossing byte",
-        "share of time that waits, `a2a`",
-        *(f"rows at {n} GB/s" for n in networks),
-    )
+    real = [f"rows at {n} GB/s" for n in rows[0]["stands_for"]]
+    head = ["rows at 2.65 GB/s", "FLOPs a crossing byte", "share of time that waits, `a2a`", *real]
     yield from table(head, [_emulated_cells(row) for row in rows])
 
 
@@ -523,9 +494,7 @@ def _emulated_cells(row: Row) -> list[str]:
 
 
 def sensitivity_lines(record: Row) -> Iterator[str]:
-    yield from ["## Does a wrong constant change the plan?", ""]
-    yield SENSITIVITY_NOTE
-    yield ""
+    yield from ["## Does a wrong constant change the plan?", "", SENSITIVITY_NOTE, ""]
     rows = [row for part in record["sensitivity"].values() for row in part]
     kept = sum(row["chosen"] == "dynamic" for row in rows)
     yield (

@@ -29,7 +29,7 @@ def end_with_workers(process: subprocess.Popen[bytes], word: str) -> None:
             if word.encode() in [entry for name in names for entry in name.read_bytes().split(b"\0")]:
                 killed |= _kill_tree(pid)
     deadline = time.monotonic() + PATIENCE
-    while any(map(_runs, killed)) and time.monotonic() < deadline:
+    while any(_status(pid)[0] not in ("", "Z", "X") for pid in killed) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -37,7 +37,7 @@ def _kill_tree(first: int) -> set[int]:
     """Kill a process and all that descend from it; returns their numbers. A stopped process starts no others."""
     stopped = {first}
     os.kill(first, signal.SIGSTOP)
-    while children := {pid for pid in _all_processes() if _parent_of(pid) in stopped} - stopped:
+    while children := {pid for pid in _all_processes() if int(_status(pid)[1]) in stopped} - stopped:
         for pid in children:
             with suppress(OSError):  # it has ended meanwhile
                 os.kill(pid, signal.SIGSTOP)
@@ -50,15 +50,6 @@ def _kill_tree(first: int) -> set[int]:
 
 def _all_processes() -> Iterator[int]:
     return (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
-
-
-def _parent_of(pid: int) -> int:
-    return int(_status(pid)[1])
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process is there, and is no remainder that its parent has not asked for."""
-    return _status(pid)[0] not in ("", "Z", "X")
 
 
 def _status(pid: int) -> tuple[str, str]:

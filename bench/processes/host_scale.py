@@ -251,16 +251,13 @@ def _text(record: dict[str, Any]) -> str:
     ]
     for name in next(iter(rows.values())):
         cells = [_number(row[name]) for row in rows.values()]
-        cells += [""] * 2 if name not in record["fits"] else _fit_cells(record["fits"][name])
+        fit = record["fits"].get(name)
+        cells += [""] * 2 if fit is None else [fit["form"], _number(fit["there"])]
         if before:
             fit = before["fits"].get(name)
             cells += [_number(before["rows"][then][name]), "" if fit is None else _number(fit["there"])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _fit_cells(fit: dict[str, Any]) -> list[str]:
-    return [fit["form"], _number(fit["there"])]
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def run_command(nodes: Nodes, words: Sequence[str], network: NodeNetwork | None)
         return 128 + passing.numbers[0]
     assert first is not None
     status = emulated.processes[first].returncode
-    _say(f"node {first} {_end(status)}; output of {files}")
+    end = f"left with exit status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+    _say(f"node {first} {end}; output of {files}")
     return status if status > 0 else 128 - status
 
 
@@ -184,10 +185,6 @@ def _wait(nodes: EmulatedNodes, passing: _PassedSignals) -> int | None:
             break
         time.sleep(0.1)
     return first if first is not None else next(iter(nodes.failed()), None)
-
-
-def _end(status: int) -> str:
-    return f"left with exit status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
 
 
 def _say(text: str) -> None:

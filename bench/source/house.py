@@ -6,7 +6,6 @@ and functions are printed and not limited, since what is saved in them comes bac
 python bench/source/house.py                    how much there is, as `make size`
 python bench/source/house.py --entered          beside it how many functions four calls go through
 python bench/source/house.py --check --entered  names and measures that are not allowed, as in `make check`
-python bench/source/house.py --draw 20261124    30 functions at random, to read and judge
 """
 
 import argparse
@@ -15,7 +14,6 @@ import io
 import json
 import math
 import os
-import random
 import re
 import subprocess
 import sys
@@ -96,11 +94,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--entered", action="store_true", help="count the functions that calls go through (a minute)")
     flags.add_argument("--check", action="store_true", help="print what is not allowed, and exit 1 if there is any")
-    flags.add_argument("--draw", type=int, metavar="SEED", help="print 30 functions of more than 4 lines, at random")
     options = flags.parse_args()
-    if options.draw is not None:
-        print(*draw_functions(options.draw), sep="\n")
-        return
     counts = source_counts() | token_counts() | {"circles": count_circles()} | surroundings()
     entered = functions_entered() if options.entered else {}
     if options.check:
@@ -120,17 +114,6 @@ def trees() -> dict[Path, ast.Module]:
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def draw_functions(seed: int) -> list[str]:
-    """Path, line and name of 30 functions and methods of more than 4 lines."""
-    every = [
-        (str(path.relative_to(ROOT)), node.lineno, node.name)
-        for path, tree in trees().items()
-        for node in functions(tree)
-        if (node.end_lineno or 0) - node.lineno + 1 > 4
-    ]
-    return [f"{path}:{line} {name}" for path, line, name in random.Random(seed).sample(sorted(every), 30)]
 
 
 def name_faults() -> Iterator[str]:

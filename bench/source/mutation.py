@@ -5,13 +5,11 @@
     python bench/source/mutation.py --again bench/records/mutants.json --out after.json  # those that lived, today
     python bench/source/mutation.py --caught bench/records/mutants.json --out after.json  # those that were killed
 
-A mutant is one change of one expression or statement. Docstrings, annotations, f-strings, `raise`, `assert`, `del` and
-imports are left alone, and so are files that only a GPU runs. Its name says file, function, operator and ordinal in
-that function. The working tree (or a commit, `--base`) is copied to a temporary folder and changed there. The tests of
-a mutant come from its room: files named after the module, files that name it, files that name what it defines (the
-shortest first), and the usual ones; the quick tests of a file first, as long as they take `--seconds` together. Tests
-marked as slow, tests that change source texts themselves and what a file has after three times `--seconds` are not
-among them. A run that takes far longer than without the mutant counts as killed.
+A mutant is one change of one expression or statement; texts, annotations, `raise`, `assert`, `del`, imports and files
+that only a GPU runs are left alone. Its name says file, function, operator and ordinal in that function. The working
+tree (or a commit, `--base`) is copied to a temporary folder and changed there. The tests of a mutant come from its
+room: files named after the module, that name it or what it defines, and the usual ones, the quick tests first, as long
+as they take `--seconds` together. A run that takes far longer than without the mutant counts as killed.
 `unshare --pid --fork --mount-proc` before the command keeps a mutant's signals from other processes of the machine.
 """
 

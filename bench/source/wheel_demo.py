@@ -40,16 +40,7 @@ def demo(wheel: Path, folder: Path, words: tuple[str, ...]) -> int:
         raise SystemExit(f"longspan comes from {place}, not from the environment in {folder}")
     run(longspan, "examples", "all", "examples", "--overwrite")
     demo_run = folder / "runs" / "demo"
-    keys = [
-        "--train.steps",
-        str(STEPS),
-        "--evaluation.every",
-        "0",
-        "--run.dir",
-        str(demo_run),
-        "--checkpoint.resume",
-        "never",
-    ]
+    keys = [f"--train.steps={STEPS}", "--evaluation.every=0", f"--run.dir={demo_run}", "--checkpoint.resume=never"]
     print(run(longspan, "train", "examples/first.toml", "--world", "4", "--device", "cpu", *keys), end="")
     summary = json.loads((demo_run / "summary.json").read_text())
     report = (demo_run / "report.html").read_text()

@@ -6,14 +6,11 @@
     python bench/training/convergence.py --preset qwen3-moe-tiny --world 2 --steps 300 \
         --recipes adamw:float32:0.001,adamw:bfloat16:0.001 --out bench/records/convergence-experts.json
 
-A recipe is an optimizer, a dtype and a learning rate; each of its three runs is `longspan train examples/first.toml
---world 4` with another `context.planner`. bfloat16 is that of the arithmetic, over parameters in float32; losses of
-such runs differ by its rounding, which is no failure. With --device cuda ranks are on GPUs. Documents of a step follow
-from the seed alone, which the script checks by their tokens and targets. The difference of a step is that of its
-highest and its lowest loss over the planners. Recipes that `--out` holds already are kept, so that a record can grow.
-
-AdamW at 6e-3 magnifies any difference, however small, about tenfold every four steps; that recipe may exceed `--bound`.
-The command fails where another one does.
+A recipe is an optimizer, a dtype (bfloat16: of the arithmetic) and a learning rate; each of its three runs is
+`longspan train examples/first.toml --world 4` with another `context.planner`, over the same documents, which is
+checked. The difference of a step is that of its highest and its lowest loss. Recipes that `--out` holds already are
+kept. The command fails where a difference exceeds `--bound`, but for bfloat16, whose rounding differs, and for AdamW at
+6e-3, which magnifies any difference about tenfold every four steps.
 """
 
 import argparse
@@ -80,19 +77,11 @@ def curve(planner: str, recipe: Recipe, flags: argparse.Namespace, folder: Path)
         "train.steps": flags.steps,
         "optimizer.warmup_steps": flags.steps // 4,
         "run.dir": folder / f"{recipe.name.replace(':', '-')}-{planner}",
+        "world": flags.world,
+        "device": flags.device,
     }
     words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-    command = [
-        sys.executable,
-        "-m",
-        "longspan",
-        "train",
-        str(ROOT / "examples/first.toml"),
-        "--world",
-        str(flags.world),
-        "--device",
-        flags.device,
-    ]
+    command = [sys.executable, "-m", "longspan", "train", str(ROOT / "examples/first.toml")]
     subprocess.run([*command, *words], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = (Path(values["run.dir"]) / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "loss" in row]
@@ -207,7 +196,9 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, help="run nothing: draw this record to --plot")
     flags = parser.parse_args()
     if flags.draw:
-        _draw(flags.draw, flags.plot)
+        if not flags.plot or not flags.draw.is_file():
+            sys.exit(f"--draw {flags.draw} --plot {flags.plot}: give a record that is there, and an .svg file for it")
+        flags.plot.write_text(plot(json.loads(flags.draw.read_text())))
         return
     recipes = {recipe.name: recipe for recipe in map(Recipe.parse, flags.recipes.split(","))}
     comparisons = json.loads(flags.out.read_text())["recipes"] if flags.out and flags.out.is_file() else {}
@@ -219,12 +210,6 @@ def main() -> None:
     over = [name for name in bounded if comparisons[name]["largest_difference"] > flags.bound]
     if over:
         sys.exit(f"losses of a step differ by more than {flags.bound:g}: {', '.join(over)}")
-
-
-def _draw(file: Path, to: Path | None) -> None:
-    if not to or not file.is_file():
-        sys.exit(f"--draw {file} --plot {to}: give a record that is there, and an .svg file to draw it to")
-    to.write_text(plot(json.loads(file.read_text())))
 
 
 def _run(recipe: Recipe, flags: argparse.Namespace, folder: Path) -> dict[str, Any]:

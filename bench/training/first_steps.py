@@ -3,11 +3,9 @@
 python bench/training/first_steps.py --ranks 2 --longest 256 --tail 256 --steps 6 --out record.json  # on CPUs, tiny
 python bench/training/first_steps.py --ranks 4 --out bench/records/first-steps.json -- --model.preset qwen3-8b
 
-Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens; with `--tails drawn` each step's
-tail is another one. What follows `--` are flags of `longspan train`. Runs are ended after `--steps` steps, without a
-checkpoint; seconds to the first line and to step 1 count from the command. Steady is the median of the second half of
-a run's steps; the worst ratio is that of steps from the second.
-Among --runs, `bench` is `longspan bench step` on the documents of the first step, with the same flags.
+Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens, another in each with `--tails
+drawn`. What follows `--` are flags of `longspan train`. Runs are ended after `--steps` steps. Among --runs, `bench` is
+`longspan bench step` on the documents of the first step, with the same flags.
 """
 
 import argparse
@@ -50,13 +48,13 @@ def main() -> None:
     parser.add_argument("--tails", choices=("same", "drawn"), default="same")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--runs", default="cold,warm,bench", help="runs, one after another over one cache of kernels")
-    parser.add_argument("--cache", type=Path, help="the cache of kernels; without it, an empty one for these runs")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds of a run")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("flags", nargs="*", help="flags of longspan train")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is under way ends too
-    steps = lengths_of_steps(options)
+    tails = (_tail(options, SEED + (step if options.tails == "drawn" else 0)) for step in range(options.steps))
+    steps = [[options.longest, *tail] for tail in tails]
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     about = {name: getattr(options, name) for name in ("ranks", "longest", "tail", "tail_longest", "tails", "flags")}
     record = open_record("first steps", None, backend, Path(__file__).parent) | about
@@ -70,11 +68,6 @@ def main() -> None:
             print(f"{name}: {json.dumps(row)}", flush=True)
             record["rows"].append(row)
             write_record(record, options.out, as_markdown(record))
-
-
-def lengths_of_steps(options: argparse.Namespace) -> list[list[int]]:
-    tails = [_tail(options, SEED + (step if options.tails == "drawn" else 0)) for step in range(options.steps)]
-    return [[options.longest, *tail] for tail in tails]
 
 
 def _tail(options: argparse.Namespace, seed: int) -> list[int]:
@@ -159,7 +152,7 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
     started = time.time()
     lines = run.with_suffix(".txt")
     with lines.open("w") as out:
-        cache = os.environ | {"XDG_CACHE_HOME": str(options.cache or run.parent / "cache")}  # of kernels
+        cache = os.environ | {"XDG_CACHE_HOME": str(run.parent / "cache")}  # of kernels
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=cache)
         try:
             rows, line, first, last = _watched(process, run / "metrics.jsonl", lines, options, started)
@@ -199,17 +192,13 @@ def _watched(
     while len(rows) < options.steps and time.time() - started < options.timeout:
         ended = process.poll() is not None
         lines = file.read_text().splitlines() if file.is_file() else []
-        rows = [row for row in map(json.loads, filter(_whole, lines)) if "loss" in row]
+        rows = [row for row in map(json.loads, (line for line in lines if line.endswith("}"))) if "loss" in row]
         first_line = first_line or (time.time() if printed.stat().st_size else 0.0)
         first = first or (time.time() if rows else 0.0)
         if ended:
             break
         time.sleep(0.05)
     return rows[: options.steps], first_line, first, time.time()
-
-
-def _whole(line: str) -> bool:
-    return line.endswith("}")
 
 
 def as_markdown(record: dict[str, Any]) -> str:

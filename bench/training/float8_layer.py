@@ -2,15 +2,15 @@
 
     python bench/training/float8_layer.py --out bench/records/float8-layer-H200.json   # about a minute
 
-The layer is Qwen3-8B's, as it runs or as two compiled halves (`train.compile`), forward and backward, over two
-documents of --rows in all: the time of --layers layers above that of one, over their difference, so that embedding and
-loss drop out. Weights are bfloat16, whole on the GPU. Of each linear there are forward, both gradients and what float8
-adds: rows of the input and of the gradient, rows and columns of the weight. With torchao installed its recipe
-`rowwise_with_gw_hp`, compiled, does the same linears. Products count 6 FLOPs a weight and row; tensor cores add as
-`longspan.model.float8.products.FAST_SUMS` says, or the other way.
+The layer is Qwen3-8B's, as it runs or as two compiled halves (`train.compile`), over two documents of --rows in all:
+the time of --layers layers above that of one, over their difference, so that embedding and loss drop out. Of each
+linear there are forward, both gradients and what float8 adds. With torchao installed its recipe `rowwise_with_gw_hp`,
+compiled, does the same linears. Products count 6 FLOPs a weight and row; tensor cores add as `FAST_SUMS` of
+`longspan.model.float8.products` says, or the other way.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,16 +54,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
     record = open_record("float8 layer", None, "nccl", Path(__file__).parent)
-    record["layers"] = [row for rows in flags.rows for row in time_layers(rows, flags)]
+    record["layers"] = []
+    for rows, kind in itertools.product(flags.rows, flags.kinds):
+        one, deep = (time_model(count, KINDS[kind], rows, flags) for count in (1, flags.layers))
+        record["layers"].append({"rows": rows, "kind": kind, "ms": (deep - one) / (flags.layers - 1)})
     record["products"] = [row for rows in flags.rows for name in LINEARS for row in time_linear(name, rows, flags)]
-    text = f"{layers_table(record['layers'])}\n\n{products_table(record['products'])}"
+    plain = {row["rows"]: row["ms"] for row in record["layers"] if row["kind"] == "bfloat16"}
+    cells = [
+        [f"{r['rows']:,}", r["kind"], f"{r['ms']:.2f}", f"{plain[r['rows']] / r['ms']:.2f}"] for r in record["layers"]
+    ]
+    layers = markdown_table(["rows", "a layer, forward and backward", "ms", "bfloat16's over this"], cells)
+    text = f"{layers}\n\n{products_table(record['products'])}"
     write_page(record, flags.out, "A layer in float8 by rows", text)
-
-
-def time_layers(rows: int, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for kind in flags.kinds:
-        milliseconds = [time_model(count, KINDS[kind], rows, flags) for count in (1, flags.layers)]
-        yield {"rows": rows, "kind": kind, "ms": (milliseconds[1] - milliseconds[0]) / (flags.layers - 1)}
 
 
 def time_model(layers: int, how: dict[str, Any], rows: int, flags: argparse.Namespace) -> float:
@@ -146,15 +148,11 @@ def time_calls(run: Callable[[], object], repeats: int) -> float:
     return median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
 
 
-def layers_table(rows: list[dict[str, Any]]) -> str:
-    plain = {row["rows"]: row["ms"] for row in rows if row["kind"] == "bfloat16"}
-    cells = [[f"{r['rows']:,}", r["kind"], f"{r['ms']:.2f}", f"{plain[r['rows']] / r['ms']:.2f}"] for r in rows]
-    return markdown_table(["rows", "a layer, forward and backward", "ms", "bfloat16's over this"], cells)
-
-
 def products_table(rows: list[dict[str, Any]]) -> str:
     cells = [
-        [f"{r['rows']:,}", r["linear"], r["kind"], _milliseconds(r), _tflops(r["flops"], r.get("ms", 0.0))]
+        [f"{r['rows']:,}", r["linear"], r["kind"], *(f"{r['ms']:.3f}", _tflops(r["flops"], r["ms"]))]
+        if "ms" in r
+        else [f"{r['rows']:,}", r["linear"], r["kind"], r["missing"], ""]
         for r in rows
     ]
     for count in dict.fromkeys(row["rows"] for row in rows):
@@ -164,10 +162,6 @@ def products_table(rows: list[dict[str, Any]]) -> str:
                 flops, total = (sum(row["times"] * row[name] for row in of_kind) for name in ("flops", "ms"))
                 cells.append([f"{count:,}", "all of a layer", kind, f"{total:.2f}", _tflops(flops, total)])
     return markdown_table(["rows", "linear", "", "ms", "TFLOP/s"], cells)
-
-
-def _milliseconds(row: dict[str, Any]) -> str:
-    return f"{row['ms']:.3f}" if "ms" in row else row["missing"]
 
 
 def _tflops(flops: float, milliseconds: float) -> str:

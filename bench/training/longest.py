@@ -4,12 +4,10 @@
     torchrun --nproc_per_node 2 bench/training/longest.py --rows 1048576 --out longest-2xH200.json        # two
     python bench/training/longest.py --preset qwen3-tiny --rows 256 --bytes 2000000000                    # on a CPU
 
-One document of `--rows` tokens over all ranks, two steps at learning rate 0 (with bfloat16 rounded by chance); the
-second one's seconds and peak are written next to what was planned, and the bytes of a row that each layer but the last
-leaves on the device for backward. `--small 16` runs a document of 1/16 of the length first, with what the long one
-keeps: these bytes must be the same. `--history` prints what was alive at the peak of the second step on a GPU, by the
-line of longspan that asked for it. Further arguments are keys of a run, such as --train.mlp_tile_tokens 16384
---train.mlp_tile_tokens 16384 --train.activation_checkpointing selective.
+One document of `--rows` tokens over all ranks, two steps at learning rate 0; the second one's seconds and peak are
+written next to what was planned, and the bytes of a row that each layer but the last leaves on the device for backward,
+which `--small 16` also has of 1/16 of the length. `--history` prints what was alive at the peak on a GPU, by line of
+longspan. Further arguments are keys of a run, such as --train.activation_checkpointing selective.
 """
 
 import argparse
@@ -141,15 +139,6 @@ def list_alive_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[tuple[str, in
     return lines.most_common(40)
 
 
-def planned_text(planned: Mapping[str, Any] | None) -> str:
-    if planned is None:
-        return "no plan"
-    return (
-        f"planned {planned['device']['total'] / 2**30:.2f} GiB with the context; {planned['mlp_tile_tokens']} rows a "
-        f"tile, {planned['segment_layers']} layers a segment"
-    )
-
-
 def read_value(word: str) -> Any:
     try:
         return json.loads(word)
@@ -199,9 +188,15 @@ def main() -> None:
             gc.collect()
             record["steps"].append(row)
             if world.rank == 0:
+                planned = "no plan"  # where layers keep everything
+                if row["planned"] is not None:
+                    total = row["planned"]["device"]["total"] / 2**30
+                    planned = (
+                        f"planned {total:.2f} GiB with the context; {row['planned']['mlp_tile_tokens']} rows a tile, "
+                    )
+                    planned += f"{row['planned']['segment_layers']} layers a segment"
                 print(
-                    f"{rows:,} rows: {row['seconds']:.2f} s, peak {row['peak'] / 2**30:.2f} GiB, "
-                    f"{planned_text(row['planned'])}",
+                    f"{rows:,} rows: {row['seconds']:.2f} s, peak {row['peak'] / 2**30:.2f} GiB, {planned}",
                     f"bytes of a row that layers leave for backward: {row['bytes_a_row']}",
                     *(f"{size / 2**30:8.3f} GiB  {lines}" for lines, size in row.get("alive_at_peak", ())),
                     sep="\n",

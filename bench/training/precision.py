@@ -3,15 +3,11 @@
     python bench/training/precision.py --out bench/records/precision.json --plot docs/precision.svg   # about 20 minutes
     python bench/training/precision.py --draw bench/records/precision.json --plot docs/precision.svg  # runs nothing
 
-The start is a preset that `longspan train` has trained for a while in float32. From there every precision trains on the
-same documents at a low learning rate, which is that of fine-tuning: updates are small beside weights. Each seed is
-another order of documents. Runs build on the functions of `longspan train`, in one process, on a GPU if there is one.
-
-A curve is how far the loss of a step's documents has fallen since the start, whose loss on the same documents is
-computed for it: other documents have other losses. It is smoothed over `--window` steps. Its distance from float32's,
-at the worst step, is told in shares of float32's fall at the end. The command fails unless mixed precision and float8
-stay within 2 % for every seed, and pure bfloat16 does not. Float8 (`train.float8`, in mixed precision) runs where the
-device can multiply in it.
+From a preset that `longspan train` has trained in float32 every precision trains on the same documents at the low rate
+of fine-tuning, in one process, on a GPU if there is one; each seed is another order of documents. A curve is how far
+the loss of a step's documents is below the start's on the same documents, over `--window` steps. Its distance from
+float32's at the worst step is in shares of float32's fall at the end. The command fails unless mixed precision and
+float8 (where the device has it) stay within 2 % for every seed, and pure bfloat16 does not.
 """
 
 import argparse
@@ -66,13 +62,8 @@ ONE_SLOT = {
 
 def start(flags: argparse.Namespace, folder: Path) -> Path:
     run = folder / "start"
-    values = ONE_SLOT | {
-        "run.dir": run,
-        "train.steps": flags.start_steps,
-        "optimizer.lr": 3e-3,
-        "optimizer.warmup_steps": 20,
-    }
-    values |= {"model.compute_dtype": "float32", "train.tokens_per_step": flags.tokens}
+    values = ONE_SLOT | {"run.dir": run, "train.steps": flags.start_steps, "train.tokens_per_step": flags.tokens}
+    values |= {"optimizer.lr": 3e-3, "optimizer.warmup_steps": 20, "model.compute_dtype": "float32"}
     words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     subprocess.run([sys.executable, "-m", "longspan", "train", *words], check=True, stdout=sys.stderr)
     return run

@@ -8,10 +8,9 @@ Ways: `train` is `longspan train`, `loop` calls run_step and an AdamW; `Trainer`
 pass; `SFTTrainer` TRL's, with its metrics; `own loss` a Trainer whose loss is another function of log-probabilities:
 one forward pass more; `TRL cp` the stock SFTTrainer under the context parallelism of accelerate (FSDP2, SDPA), which
 refuses packed rows: a document a row and micro-batch. Parameters are float32, on GPUs all ways compute in bfloat16.
-Seconds are the median of steps from end to end, as the host sees them; all ways log every step, and none has workers of
-a data loader. Host ms are of one step more, under torch.profiler: its seconds less
-those in operators and in waits for a device or for other ranks, so what Python takes. Peak bytes are those of the GPU,
-and without one of the process. On GPUs run one way a command: each adds its row to the record.
+Seconds are the median of steps from end to end, as the host sees them. Host ms are of one step more, under
+torch.profiler: its seconds less those in operators and in waits, so what Python takes. Peak bytes are those of the GPU,
+without one of the process. On GPUs run one way a command: each adds its row to the record.
 """
 
 import argparse
@@ -162,10 +161,10 @@ class StepClock(TrainerCallback):
         self._began = 0.0
         self._profile: Any = None
 
-    def begin(self) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._began = seconds_now()
 
-    def end_step(self) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         ended = seconds_now() if self._profile is not None else perf_counter()
         self.seconds.append(ended - self._began)
         if self._profile is not None:
@@ -178,12 +177,6 @@ class StepClock(TrainerCallback):
             self._profile.__enter__()
             ended = perf_counter()
         self._began = ended
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begin()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.end_step()
 
 
 def _busy_seconds(profiled: Any) -> float:
@@ -241,10 +234,10 @@ class _TimedDisplay(ProgressDisplay):
 
     def begin_step(self, step: int) -> None:
         if step == 1:
-            self._clock.begin()
+            self._clock.on_train_begin()
 
     def show_step(self, row: Any) -> None:
-        self._clock.end_step()
+        self._clock.on_step_end()
         self._measured += 1
         if self._measured == self._last:
             raise _EndOfRunError
@@ -263,14 +256,14 @@ def run_loop(options: argparse.Namespace) -> StepClock:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         documents = [Document(ids) for ids in make_documents(options)]
         choice = PlannerConfig.fixed(options.cp, cp_comm_type="auto", max_tokens_per_slot=_rows(options))
-        clock.begin()
+        clock.on_train_begin()
         for step in range(count_steps(options)):
             plan = choice.plan([len(d) for d in documents], world.home)
             run_step(model, plan, documents, world, step=step)
             clip_grad_norm(model, 1.0, world)
             optimizer.step()
             optimizer.zero_grad()
-            clock.end_step()
+            clock.on_step_end()
     return clock
 
 

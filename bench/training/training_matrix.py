@@ -85,7 +85,8 @@ def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> Non
         part["seconds"] += time.perf_counter() - began
         for combination, errors in zip(piece, piece_errors, strict=True):
             _note(part, combination, errors, wanted[combination.key].own_error)
-        _keep(record, out)
+        if out is not None:
+            write_record(record, out, _text(record))
         print(f"{ranks} processes: {part['combinations']} of {len(there)}, {part['seconds']:.0f} s", flush=True)
 
 
@@ -111,11 +112,6 @@ def _own_lines(own: dict[str, dict[str, float]]) -> list[str]:
     return ["| stock model in float32 | loss | gradients | weights |", "| --- " * 4 + "|", *rows]
 
 
-def _keep(record: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        write_record(record, out, _text(record))
-
-
 def _text(record: dict[str, Any]) -> str:
     parts = record["ranks"]
     total = sum(f["combinations"] for f in parts.values())
@@ -139,7 +135,8 @@ def _text(record: dict[str, Any]) -> str:
         "| --- " * 9 + "|",
     ]
     lines += [_line(ranks, dtype, result) for ranks, result in parts.items() for dtype in DTYPES]
-    lines += [_limits(dtype) for dtype in DTYPES]
+    limits = {dtype: " | ".join(f"{limit:.0e}" for limit in LIMITS[dtype]) for dtype in DTYPES}
+    lines += [f"| limit | | | | {dtype} | {limit} | |" for dtype, limit in limits.items()]
     lines += [
         "",
         "Limits are of the difference to the stock model in the same dtype. Gradients in float32 may also be off by "
@@ -161,10 +158,6 @@ def _line(ranks: str, dtype: str, result: dict[str, Any]) -> str:
     counts = map(str, (result["refused"], over))
     errors = (f"{result['worst'][dtype][name]:.2g}" for name in PARTS)
     return f"| {' | '.join([ranks, run_of_all, *counts, dtype, *errors, format(result['seconds'], '.0f')])} |"
-
-
-def _limits(dtype: str) -> str:
-    return f"| limit | | | | {dtype} | {' | '.join(f'{limit:.0e}' for limit in LIMITS[dtype])} | |"
 
 
 if __name__ == "__main__":

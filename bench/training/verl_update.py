@@ -2,11 +2,9 @@
 
     torchrun --nproc_per_node 2 bench/training/verl_update.py --folder /tmp/qwen3-4b --out verl-update-2xH200.json
 
-Needs what docs/verl.md installs. Through verl's TrainingWorker, without Ray: `--samples` rollouts of lognormal lengths,
-the longest of `--longest` tokens, are one mini-batch of PPO's loss. Each of `--ways` (a planner with its rows of a GPU:
-dynamic:16384, fixed-2:16384 for degree 2, ...) updates the weights twice, the second time for the figures; then
-parameters and states go to the host and come back. `--folder` gets random weights of `--preset` if it is not there.
-On CPUs, with VERL_ENGINE_DEVICE=cpu:
+Through verl's TrainingWorker (docs/verl.md), without Ray: `--samples` rollouts of lognormal lengths are one mini-batch
+of PPO's loss. Each of `--ways` (planner:rows of a GPU) updates twice, the second time for the figures; then parameters
+and states go to the host and come back. On CPUs, with VERL_ENGINE_DEVICE=cpu:
 `--preset qwen3-tiny --vocabulary 2048 --samples 6 --longest 200 --ways dynamic:128,fixed-2:128`.
 """
 

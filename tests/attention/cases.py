@@ -55,7 +55,6 @@ LEVELS: dict[str, Callable[[int], int]] = {  # of a2a+p2p: how many members exch
 
 
 def micro_batch(*groups: tuple[Any, ...], levels: str = "two inside", **options: Any) -> MicroBatch:
-    """Of slots, lengths and, where a group has its own, types."""
     ids = itertools.count()
     made = list[Group]()
     for slots, lengths, *kind in groups:
@@ -66,7 +65,6 @@ def micro_batch(*groups: tuple[Any, ...], levels: str = "two inside", **options:
 
 
 def layouts(slots: int, **options: Any) -> dict[str, MicroBatch]:
-    """Micro-batches for a home of so many slots: every document split over all of them, and others."""
     everyone = tuple(range(slots))
     nodes, most = (everyone[: -(-slots // 2)], everyone[slots // 2 :]), everyone[-(3 * slots // 4) :]
     chain = [*itertools.pairwise(everyone), *(zip(*nodes, strict=True) if slots > 1 else ())]
@@ -119,7 +117,6 @@ class Question:
     seed: int = 0
 
     def spans_of(self, lengths: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
-        """The spans of each document."""
         size = self.spans or max(lengths)
         starts = {d: range(1, n - size + 1, size + 1) for d, n in enumerate(lengths)}
         return {d: [(start, start + size) for start in of_document] for d, of_document in starts.items()}
@@ -365,7 +362,6 @@ def errors_over_limits(cases: Sequence[Case], slots: int, world: World) -> list[
 
 
 def _errors_alone(question: Question, batch: MicroBatch, slots: int, world: World) -> list[float]:
-    """Twice the errors of all documents on this slot."""
     ids = tuple(range(len(batch.lengths)))
     case, alone = (question, Way()), MicroBatch((Group((world.slot,), ids, batch.lengths),))
     sums = squares_of(case, slots, bound(case, world, alone))

@@ -15,7 +15,6 @@ TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def needs(ranks):
-    """Skip where the backend has fewer devices than ranks."""
     if backend() == "nccl" and most_ranks() < ranks:
         pytest.skip(f"{ranks} ranks need {ranks} GPUs, this machine has {torch.cuda.device_count()}")
 

@@ -102,7 +102,6 @@ def mixed(call, q, k, v, on):
 
 
 def same(one, other):
-    """Bit for bit, where both are there."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True) if b is not None)
 
 

@@ -1,6 +1,7 @@
 """What a call keeps and holds: counted, at degrees 2, 4 and 8, for as many rows a member."""
 
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import product
 from unittest.mock import patch
@@ -30,13 +31,7 @@ from tests.launch.rank_pool import most_ranks
 ROWS, HEADS, SIZE = 64, 8, 16  # rows of a member; heads, as many key/value heads
 DTYPE = torch.float32 if backend() == "gloo" else torch.bfloat16  # which a kernel takes that holds no scores
 BLOCK = ROWS * HEADS * SIZE * DTYPE.itemsize  # bytes of a member's rows of q, or of k
-WAYS = {
-    "p2p": {},
-    "window": {"cp_comm_type": "p2p", "window": 9},
-    "a2a": {},
-    "a2a+p2p": {},
-    "all_gather": {},
-}
+WAYS = {"p2p": {}, "window": {"cp_comm_type": "p2p", "window": 9}, "a2a": {}, "a2a+p2p": {}, "all_gather": {}}
 
 
 class Allocated(TorchDispatchMode):
@@ -83,7 +78,6 @@ class Recording(RingBlocks):
 
 
 def at_degree(rank, slots):
-    """What is measured at this degree, and what two members and four show."""
     with World(Layout(ranks=slots), backend=backend()) as world:
         shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
         others = {2: (peaks_of_groups, are_gone, backward_peaks), 4: (keep,)}.get(slots, ())
@@ -299,24 +293,24 @@ def test_slices_that_are_sent_one_by_one_take_less_memory(results) -> None:
         assert peaks[True, True] < peaks[True, False] - 0.7 and peaks[False, True] <= peaks[False, False], peaks
 
 
-def kept_bytes(recording: OutputRecording) -> int:
-    storages = dict[int, int]()
-    for stored in tree_leaves(recording._calls, is_leaf=lambda x: hasattr(x, "fetch")):
-        if hasattr(stored, "fetch"):
-            storage = stored.fetch().untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+def make_park(storages: dict[int, int]) -> Callable[[Tensor], Callable[[], Tensor]]:
+    def park(x: Tensor) -> Callable[[], Tensor]:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x.detach
+
+    return park
 
 
 def keep(shard: SequenceShard) -> dict[tuple[str, bool, bool], float]:
     """By type, whether what is exchanged is kept, and in slices: bytes of a row that stay for a layer's backward."""
     kept, usual = dict[tuple[str, bool, bool], float](), all_to_all.SLICE_BYTES
     for kind, keep_exchanged, sliced in product(TYPES, (False, True), (False, True)):
-        recording = OutputRecording(keep_exchanged=keep_exchanged)
+        storages = dict[int, int]()
+        recording = OutputRecording(make_park(storages), keep_exchanged=keep_exchanged)
         with patch.object(all_to_all, "SLICE_BYTES", 0 if sliced else usual), recording.record_outputs():
             levels = {"hierarchical_context_parallel_sizes": (2, 2)} if "+" in kind else {}
             out = attend(*of_qwen(shard), shard, cp_comm_type=kind, **levels)
-        kept[kind, keep_exchanged, sliced] = kept_bytes(recording) / ROWS + HIDDEN * out.element_size()
+        kept[kind, keep_exchanged, sliced] = sum(storages.values()) / ROWS + HIDDEN * out.element_size()
     return kept
 
 

@@ -110,9 +110,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "clamp_(min=NO_KEY)": "clone()",
         "dv += of_values": "pass",
     },
-    "kernels.cpu_flash": {
-        "total[rows] += x[0].transpose(0, 1)": "total[rows] = x[0].transpose(0, 1)",
-    },
+    "kernels.cpu_flash": {"total[rows] += x[0].transpose(0, 1)": "total[rows] = x[0].transpose(0, 1)"},
 }
 MUTATIONS = [(f"attention.{m}", old, new) for m, changes in OF_MODULES.items() for old, new in changes.items()]
 

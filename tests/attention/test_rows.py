@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention import rows as rows_module
-from longspan.attention.rows import (
-    add_addends,
-    copy_rows,
-    join_columns,
-    merge_rows_,
-)
+from longspan.attention.rows import add_addends, copy_rows, join_columns, merge_rows_
 from longspan.comm import Addend, split_columns
 from longspan.testing import backend
 

@@ -59,7 +59,6 @@ def columns(segments):
 
 
 def wanted(q, k, mask):
-    """Which rows see which, one by one."""
     (q_doc, q_pos), (k_doc, k_pos) = columns(q), columns(k)
     ago = q_pos[:, None] - k_pos
     visible = (q_doc[:, None] == k_doc) & ((ago >= 0) | (not mask.causal))

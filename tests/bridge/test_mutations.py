@@ -74,10 +74,7 @@ def errs(rank: int, case: Case, world: World) -> bool:
 
 @pytest.mark.parametrize(
     ("names", "mutations"),
-    [
-        pytest.param(NAMES[:1], DAILY, id="daily"),
-        pytest.param(NAMES, MUTATIONS, id="all", marks=pytest.mark.whole),
-    ],
+    [pytest.param(NAMES[:1], DAILY, id="daily"), pytest.param(NAMES, MUTATIONS, id="all", marks=pytest.mark.whole)],
 )
 def test_every_change_is_noticed(names: Sequence[str], mutations: Sequence[Change]) -> None:
     of_ranks = run_ranks(noticed, 6, names, mutations, timeout=240)

@@ -165,14 +165,12 @@ def opened(world: World, seed: int = 0) -> tuple[nn.Module, Optimizer]:
 
 
 def update(model: nn.Module, optimizer: Optimizer) -> None:
-    """One optimizer step on gradients that depend on the weights alone."""
     for parameter in model.parameters():
         parameter.grad = torch.sin(3 * parameter.detach())
     optimizer.step()
 
 
 def contents(model: nn.Module, optimizer: Optimizer, of: Callable[[Tensor], Tensor] = local_tensor) -> list[Tensor]:
-    """A copy of all weights and moments of this rank, in order."""
     parameters = list(model.parameters())
     moments = [v for p in parameters for _, v in sorted(optimizer.state[p].items()) if isinstance(v, Tensor)]
     return [of(t).to("cpu", copy=True) for t in [p.detach() for p in parameters] + moments]
@@ -240,7 +238,6 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def keeps_hyperparameters(rank: int, root: Path, model: nn.Module, world: World, patch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of one weight decay, loaded into an optimizer of another."""
     for optimizer in ("adamw", "sgd"):
         before = build_optimizer(model, optimizer, 1e-2, 0.1)
         update(model, before)
@@ -470,7 +467,6 @@ def test_what_a_checkpoint_holds_and_what_is_said_of_others(tmp_path: Path) -> N
 
 
 def killed_rank(rank: int, root: Path, lost: int, inside: str) -> None:
-    """A rank is killed while torch writes a checkpoint, or gathers a model."""
     with World(Layout(3), backend=backend(), timeout=20) as world:
         model, optim = opened(world)
         save_checkpoint(root, model, optim, world, step=1, state={})

@@ -78,7 +78,6 @@ CHAINS = {
 
 
 def _documents(config: RunConfig, ranks: int, change: Change | None = None) -> list[tuple[int, ...]]:
-    """Train, and return the documents of each step, which must be the same on every rank."""
     seen = run_ranks(_train, ranks, config, ranks, change, timeout=240)
     assert all(each == seen[0] for each in seen)
     return seen[0]
@@ -106,7 +105,6 @@ def _train(rank: int, config: RunConfig, ranks: int, change: Change | None = Non
 
 
 def _checkpoint(config: RunConfig, step: int) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by its name, whole, read without ranks: weights, moments and their steps."""
     metadata = read_metadata(path := checkpoint_path(Path(config.run.dir) / "checkpoints", step))
     entries: Any = metadata.state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
@@ -116,7 +114,6 @@ def _checkpoint(config: RunConfig, step: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run of a model on one rank that never stopped, with a checkpoint of every step, and its steps' documents."""
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MODELS[request.param]()).save_pretrained(folder / "model")

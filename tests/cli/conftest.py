@@ -7,5 +7,4 @@ from longspan.cli import processes
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without GPUs, unless a test says otherwise."""
     monkeypatch.setattr(processes, "usable_gpus", lambda: 0)

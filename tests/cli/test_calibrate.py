@@ -153,7 +153,6 @@ def test_least_squares_is_optimal() -> None:
 
 
 def _calibrate_two_hosts(rank: int, flags: CalibrateFlags, ranks: int, backend: str) -> Measured:
-    """Calibrate as one of two ranks of a host, in steps that sum no gradients between the hosts."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
 
     def sum_gradients(*_: object) -> None:

@@ -48,7 +48,6 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def one_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question that is asked again, to be printed in another form, is answered by what was found."""
     known = dict[str, Any]()
 
     def find(config: RunConfig, facts: Facts, given: Any) -> Any:

@@ -99,7 +99,6 @@ def test_processes_that_cannot_be(
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What happens, in order: the server begins and ends, and the verb is imported."""
     noted = list[object]()
 
     @contextmanager

@@ -294,7 +294,6 @@ def test_a_stuck_gpu_is_reported_and_its_process_ended(capfd: pytest.CaptureFixt
 
 
 def set_timeout(world: World, seconds: float) -> None:
-    """Shorten the limit of a world that was opened with a long one."""
     world.watch.timeout = seconds
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

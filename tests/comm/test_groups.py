@@ -181,7 +181,6 @@ def disagree(world: World) -> None:
 
 
 def plan_of(*micro_batches: tuple[tuple[int, ...], ...]) -> Plan:
-    """A plan whose micro-batches have groups of these slots, one document each."""
     document = iter(range(1000))
     groups = [MicroBatch(tuple(Group(s, (next(document),), (8,)) for s in slots)) for slots in micro_batches]
     lengths = (8,) * sum(len(slots) for slots in micro_batches)

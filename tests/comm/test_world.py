@@ -101,7 +101,6 @@ def test_processes_that_are_not_the_home_misuse_and_groups_that_are_there(tmp_pa
 
 
 def reuse() -> None:
-    """An initialised default group is used, and left alone."""
     dist.init_process_group("gloo")
     with World(Layout(ranks=2), backend="gloo") as world:
         assert world.control.sum_over_slots([1.0]) == [2.0]

@@ -16,7 +16,6 @@ State = dict[str, Any]
 
 
 def local_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of this rank's part of every parameter and buffer."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: local_tensor(tensor.detach()).clone() for name, tensor in tensors.items()}
 

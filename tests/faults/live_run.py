@@ -25,7 +25,6 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """A process that has ended and that nobody has asked for does not live."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -42,7 +41,6 @@ def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
 
 @contextmanager
 def started(folder: Path, words: tuple[str, ...], **keys: Any) -> Iterator[Process]:
-    """A run of 100,000 steps that has taken three; its output is in `log`."""
     defaults = {"train__steps": 100_000, "evaluation__every": 0, "checkpoint__preempted_exit_code": 75}
     (folder / "config.toml").write_text(to_toml(small_config(folder, **(defaults | keys))))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -71,7 +69,6 @@ def last_step(folder: Path) -> int:
 
 
 def read_process(pid: int, name: str) -> str:
-    """A file of a process in /proc; "" of one that has ended meanwhile."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -128,7 +128,6 @@ def name_of(placed: Placed) -> str:
 
 
 def stock_each(cases: Sequence[Placed], exact: bool = True) -> dict[str, Ran]:
-    """Cases by the stock trainer, one after another in one process, by name."""
     with tempfile.TemporaryDirectory() as folder:
         (ran,) = run_ranks(run_cases, 1, cases, folder, 1, None, exact, timeout=SECONDS)
     return dict(zip(map(name_of, cases), ran, strict=True))
@@ -148,19 +147,16 @@ def ours_each(cases: Sequence[Placed], longspan: dict[str, Any], ranks: int, exa
 
 
 def ours(case: Case, longspan: dict[str, Any], ranks: int, exact: bool = True) -> Ran:
-    """One case by ours."""
     return ours_each([case], longspan, ranks, exact)[name_of(case)]
 
 
 def compare_each(
     cases: Sequence[Placed], longspan: dict[str, Any], *, ranks: int = 2, exact: bool = True, **bounds: Any
 ) -> None:
-    """Assert of cases that ours logs what stock does, and ends with the same weights."""
     check_each(stock_each(cases, exact), ours_each(cases, longspan, ranks, exact), **bounds)
 
 
 def check_each(expected: dict[str, Ran], found: dict[str, Ran], **bounds: Any) -> None:
-    """Assert it of what ran; a case that has bounds of its own has them by its name."""
     failed, own = dict[str, str](), {name: bounds.pop(name, {}) for name in found}
     for name, ran in found.items():
         try:

@@ -190,7 +190,6 @@ HALF: dict[str, Any] = {"bf16": True, "optim": "sgd", "gradient_accumulation_ste
 
 
 def two_ranks(rank: int, root: Path) -> dict[str, Any]:
-    """What runs of two ranks leave, the last of which is interrupted."""
     ran = {"run": straight_and_resumed(rank, root / "run", {"dropout": DROPOUT}, {})}
     with without_trials():
         return ran | {

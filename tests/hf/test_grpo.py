@@ -78,7 +78,6 @@ def grpo(
     parts: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """A trainer that ran; `parts` are arguments of its own, `settings` those of its configuration."""
     args = config(**run.arguments(rows=rows, steps=steps), **GENERATIONS | settings)
     keywords: dict[str, Any] = {
         "model": saved_model(path) if path else model_of(num_hidden_layers=1),
@@ -246,7 +245,6 @@ def with_vllm(run: Run, mode: str, steps: int = 2, **settings: Any) -> Any:
 
 
 def check_received(expected: Ran, found: Ran) -> None:
-    """A vLLM got from ours what it got from stock."""
     received = found.kept["weights"]
     assert received.keys() == expected.kept["weights"].keys()
     for name, weight in expected.kept["weights"].items():

@@ -58,7 +58,6 @@ def wait_for_the_first(rank: int) -> float:
 
 
 def other_rows(rank: int) -> str:
-    """The error of rows of equal lengths that are not the same on the ranks."""
     one = trainer(arguments(seed=1 + rank, data_seed=1))
     one.train_dataset = Texts(8)
     ids = one.train_dataset[0]["input_ids"]
@@ -73,7 +72,6 @@ def other_rows(rank: int) -> str:
 
 
 def life(rank: int, folder: str) -> dict[str, Any]:
-    """What is seen before, between and after trainers."""
     os.chdir(folder)
     seen: dict[str, Any] = {"waited": wait_for_the_first(rank)}
     torch.set_default_dtype(torch.float64)

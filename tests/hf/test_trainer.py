@@ -64,7 +64,6 @@ def make(run: Run, kind: type[Any] = Trainer, *, rows: int = ROWS, more: Any = N
 
 
 def train(run: Run) -> Any:
-    """An evaluation by itself, and a training with all of its figures."""
     trainer = make(run, eval_steps=3)
     run.kept["evaluated"] = trainer.evaluate()
     run.kept["dense"] = _dense_loss(trainer.model) if run.longspan is None else None
@@ -133,7 +132,6 @@ def halved_loss(run: Run) -> Any:
 
 
 def with_measures(run: Run, trainer: Any) -> Any:
-    """Train, and keep what a plan of memory chose for layers."""
     trainer.train()
     plan = getattr(trainer, "memory_plan", None)
     run.kept["measures"] = None if plan is None else plan.measures
@@ -163,7 +161,6 @@ class Stopper(TrainerCallback):
 
 
 def stopped(run: Run) -> Any:
-    """A callback stops it; counted are the steps that run with a backward pass, and those that only run forward."""
     calls = run.kept["calls"] = {"backward": 0, "forward": 0}
     step, values = steps.run_step, steps.token_log_probs
     with pytest.MonkeyPatch.context() as patch:
@@ -234,7 +231,6 @@ def walk(
 
 
 def _squares(model: Any) -> Any:
-    """The sum of squares of all weights, with a gradient."""
     return sum((p.full_tensor() if isinstance(p, DTensor) else p).pow(2).sum() for p in model.parameters())
 
 
@@ -297,8 +293,6 @@ def two_passes(run: Run) -> Any:
 
 
 def early_optimizer(run: Run) -> Any:
-    """An optimizer made before `train()`, for a schedule of one's own, and a training that goes on with both."""
-
     def schedule(trainer: Any) -> None:
         trainer.create_optimizer()
         trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 / (1 + step))

@@ -19,7 +19,6 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
 
 def lora() -> LoraConfig:
-    """Adapters that are not zero at first."""
     return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 
 
@@ -36,7 +35,6 @@ def train(
     peft_config: Any = None,
     **changes: Any,
 ) -> Any:
-    """A trainer that ran; its `reference` is a model, or True for one of other weights."""
     of_reference = model_of(seed=1, dtype=dtype) if reference is True else reference
     trainer = run.trainer(
         kind,

@@ -85,7 +85,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def pad(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """Rows as a batch: their labels are their tokens where they have none of their own."""
     longest = max(len(row["input_ids"]) for row in rows)
 
     def padded(values: list[int], fill: int) -> list[int]:

@@ -8,6 +8,8 @@ themselves, and gradients of parameters, which all rows add to, in pieces. `elem
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +68,6 @@ def compared_rows(rows: int, width: int) -> Tensor:
 
 
 def rows_of(elements: int, width: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers (rows, width), a little more than so many elements."""
     return torch.empty(elements // width + 64, width, dtype=dtype, device=device).normal_()
 
 
@@ -124,7 +125,8 @@ def _tiled_mlp(device: str, elements: int) -> Operator:
         def run(rows: Tensor) -> Tensor:
             return F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
 
-        return run_in_tiles(run, (x,), (gate, up, down), count_tiles(len(x), max(4, elements // WIDTH // 32)))
+        module: Any = SimpleNamespace(parameters=lambda: (gate, up, down), modules=tuple)
+        return run_in_tiles(run, (x,), module, count_tiles(len(x), max(4, elements // WIDTH // 32)))
 
     return compute, weights
 
@@ -278,11 +280,7 @@ def first_rows_of_runs(device: str, elements: int) -> Errors:
         width, (source + width) % (2 * width), source[width:], source[:width] * 0, source[1 : width + 1]
     )
     first = FirstRows(
-        places + start,
-        before,
-        torch.tensor([start], device=device),
-        torch.tensor([width], device=device),
-        places[None],
+        places + start, before, torch.tensor([start], device=device), torch.tensor([width], device=device), places[None]
     )
     write_rows = TORCH_CONVOLUTION.write_first_outputs if device == "cpu" else write_first_outputs
     write_rows(y, x, arrived, convolution, first)

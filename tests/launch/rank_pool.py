@@ -108,7 +108,6 @@ class RankPool:
     def run(
         self, fn: Callable[..., Any], n: int, args: Sequence[Any] = (), *, timeout: float, grace: float = 10.0
     ) -> list[Any]:
-        """`fn(rank, *args)` on the first n ranks; returns and raises as `run_local` does."""
         payload, ranks = pickle_call(fn, args), self._running()
         try:
             ranks.start_call(payload, n)

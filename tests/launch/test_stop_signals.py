@@ -181,7 +181,6 @@ def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) 
 
 
 def fork_server_of(pid: int) -> int:
-    """The fork server that a launcher has started; 0 for none."""
     return next(
         (child for child in children_of(pid) if "multiprocessing.forkserver" in read_process(child, "cmdline")), 0
     )
@@ -202,7 +201,6 @@ def press_as_timeout_does(process: "subprocess.Popen[str]", number: int) -> None
 
 
 def of_session(pid: int) -> list[str]:
-    """The processes of a session that live."""
     fields = [
         path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()
     ]
@@ -210,7 +208,6 @@ def of_session(pid: int) -> list[str]:
 
 
 def interrupted(words: list[str], when: Callable[[int], object], press: Any, number: int) -> tuple[int, str, str]:
-    """Status, output and errors of a command that gets a signal at a moment."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from longspan.errors import LayoutError
-from longspan.layout import (
-    Coordinates,
-    Exchange,
-    Layout,
-    Packing,
-    Partition,
-    check_lengths,
-)
+from longspan.layout import Coordinates, Exchange, Layout, Packing, Partition, check_lengths
 from tests.layout.strategies import examples, lengths
 
 

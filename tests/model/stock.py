@@ -80,7 +80,6 @@ def tiny(
     attention: str = "sdpa",
     vocabulary: int = VOCABULARY,
 ) -> PreTrainedModel:
-    """A tiny model whose weights depend on the seed and its vocabulary alone."""
     config = config_of(family)
     config.vocab_size = vocabulary
     return random_model(config, dtype, seed, attn_implementation=attention)
@@ -118,7 +117,6 @@ def _norms_in_float64(model: PreTrainedModel) -> None:
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Documents of random token ids."""
     generator = np.random.default_rng(seed)
     return [generator.integers(0, VOCABULARY, size=length) for length in lengths]
 
@@ -169,7 +167,6 @@ def stock_answer(
 
 
 def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a stock model in training mode."""
     exact = answer(model.train(), documents)
     return exact.loss, exact.gradients
 
@@ -186,7 +183,6 @@ def without_trials() -> Iterator[None]:
 
 
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
-    """A prepared model that is not tried, neither now nor before its steps."""
     with without_trials(), patch("longspan.model.prepared.record_calls_and_draws", _record_once):
         prepared = prepare(model, world, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
@@ -230,7 +226,6 @@ def error(result: Tensor, exact: Tensor) -> float:
 
 
 def own_error(single: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """The largest error that one process alone makes in float32, of gradients that are known in float64."""
     return max(error(single[name].double(), exact[name]) for name in exact)
 
 

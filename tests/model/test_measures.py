@@ -71,7 +71,6 @@ def _step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[str, 
 
 
 def _errors(rank: int, home: Layout, names: Sequence[str], most: int, options: dict[str, Any]) -> dict[str, float]:
-    """The largest relative error of each case, list of measures and plan."""
     errors, plan = dict[str, float](), _plan(home)
     with World(home, backend=backend()) as world, compute_in_float64():
         for name in names:

@@ -48,10 +48,7 @@ def _local(world: World, cp: int = 1) -> tuple[SequenceShard, dict[str, Any]]:
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "no shard": (
-        {"shard": None},
-        r"got no shard; call .*shard = bind\(micro_batch, world\); .*hf\.with_longspan",
-    ),
+    "no shard": ({"shard": None}, r"got no shard; call .*shard = bind\(micro_batch, world\); .*hf\.with_longspan"),
     "a wrong shard": ({"shard": 3}, "got shard=int"),
     "labels": ({"labels": torch.zeros(1, 13, dtype=torch.long)}, "labels would be shifted .* use longspan.run_step"),
     "a mask": ({"attention_mask": torch.ones(1, 1, 13, 13)}, "leave attention_mask out"),
@@ -196,7 +193,6 @@ def test_saved_folders_load_in_stock_transformers(tmp_path: Path) -> None:
 
 
 def _others(rank: int, folder: Path) -> tuple[list[str], list[str]]:
-    """What is said where models are not prepared or saved, and where others save or wrap prepared ones."""
     refusals, of_others = list[str](), list[str]()
 
     def note(messages: list[str], call: Callable[[], Any]) -> None:

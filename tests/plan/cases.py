@@ -19,7 +19,6 @@ HYBRID |= {"layer_types": [*["linear_attention"] * 3, "full_attention"]}
 
 
 def flops_cost(config: Any, tflops: float, attention_tflops: float | None = None, depths: int = 0) -> Cost:
-    """The cost of a model by its FLOPs at these rates alone, on ideal links."""
     shape = ModelShape.of(config, depths=depths)
     rates: dict[str, Any] = {"tflops": tflops, "attention_tflops": attention_tflops or tflops, "bytes_per_value": 2}
     states = StateCost.from_shape(shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=10e-6)

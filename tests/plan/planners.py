@@ -12,12 +12,10 @@ from longspan.plan import Plan, plan_fixed
 
 
 def plan_step(step: int, cap: int | None = None) -> Plan:
-    """A plan that is another one for every step."""
     return plan_fixed([100 + step, 50, 7 * step + 1], Layout(4), 2, max_tokens_per_slot=cap)
 
 
 def noted(folder: Path, step: int, seconds: float = 0.0) -> Plan:
-    """The same, leaving a line in `folder` for every step that is planned, after so many seconds."""
     time.sleep(seconds)
     with (folder / "steps").open("a") as file:
         file.write(f"{step}\n")

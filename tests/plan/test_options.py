@@ -45,7 +45,6 @@ HOME = Layout(4)
 
 
 def made(planner: Callable[..., Plan], lengths: Any = (900, 300, 20), home: Layout = HOME, **options: Any) -> Plan:
-    """By any planner; a fixed degree is 2 unless it is given."""
     return planner(lengths, home, **(options if planner is plan_dynamic else {"cp": 2} | options))
 
 

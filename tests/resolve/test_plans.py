@@ -64,10 +64,7 @@ def test_plans_made_ahead_are_those_made_inline() -> None:
         (PlannerConfig.training(fixed), 0),
         (own, 2),
     ):
-        with (
-            plan_steps(choice, order(), HOME, ahead=2) as ahead,
-            plan_steps(choice, order(), HOME, ahead=0) as inline,
-        ):
+        with plan_steps(choice, order(), HOME, ahead=2) as ahead, plan_steps(choice, order(), HOME, ahead=0) as inline:
             assert ahead.ahead == count
             for step in (4, 5, 63, 64, 4):
                 assert (plan := ahead.plan(step)) == inline.plan(step)
@@ -305,10 +302,7 @@ def test_a_planner_decides_groups_and_the_options_the_rest() -> None:
     ("name", "message"),
     [
         ("dynamc", r"context\.planner is 'dynamc'; did you mean 'dynamic'\?, or a function of your own with"),
-        (
-            "no_such_module.plan",
-            r"context\.planner is 'no_such_module\.plan', and no_such_module cannot be imported",
-        ),
+        ("no_such_module.plan", r"context\.planner is 'no_such_module\.plan', and no_such_module cannot be imported"),
         (f"{OWN}nowhere", r"own_things\.nowhere' is no function; name one of lengths, home and options that"),
         (f"{OWN}number", r"own_things\.number' is no function"),
         (f"{OWN}nothing", r"own_things\.nothing' returned NoneType; it must return a longspan\.Plan"),

@@ -49,7 +49,6 @@ def said_of_each(rank: int, configs: Sequence[RunConfig]) -> list[tuple[str, Tra
 
 
 def run(*configs: RunConfig) -> list[tuple[str, TrainResult]]:
-    """Runs one after another, in one start of two ranks."""
     return run_ranks(said_of_each, 2, configs, timeout=90)[0]
 
 

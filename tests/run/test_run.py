@@ -73,7 +73,6 @@ Ended = tuple[TrainResult, dict[str, Any], list[dict[str, object]]]  # a run's r
 
 
 def run_each(rank: int, configs: Sequence[RunConfig]) -> list[Ended]:
-    """Runs one after another in one start of two ranks; how each ended, on the first rank."""
     ended = list[Ended]()
     for config in configs:
         result = train_rank(rank, config, 2)
@@ -102,10 +101,7 @@ def test_a_hierarchical_run_says_which_ranks_form_a_level(tmp_path: Path) -> Non
     losses = run_ranks(run_by_each_type, 4, configs)[0]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     groups = [json.loads((tmp_path / kind / "run.json").read_text())["attention_groups"] for kind in ("p2p", "a2a+p2p")]
-    assert groups == [
-        ["p2p of 4 [0, 1, 2, 3]"],
-        ["a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]"],
-    ]
+    assert groups == [["p2p of 4 [0, 1, 2, 3]"], ["a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]"]]
 
 
 def rows_of(config: RunConfig) -> list[dict[str, object]]:

@@ -168,7 +168,6 @@ def on_hosts(rank: int, config: RunConfig, ranks: int, local: int) -> str:
 
 
 def resolve(rank: int, config: RunConfig, ranks: int, local: int) -> tuple[Any, str]:
-    """The node size of a world, and the error of a configuration that has another number."""
     os.environ["LOCAL_WORLD_SIZE"] = str(min(local, ranks - rank // local * local))
     with World(home_of(config.parallel, ranks), backend=backend()) as world:
         size = set_node_size(config, world).context.node_size

@@ -16,13 +16,7 @@ from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.run import warm_up as warm_up_module
 from longspan.run.metrics import read_metrics
-from longspan.run.warm_up import (
-    group_kind,
-    plan_warm_up,
-    repeat_on_all_slots,
-    run_warm_up,
-    smallest_group_of_each_kind,
-)
+from longspan.run.warm_up import group_kind, plan_warm_up, repeat_on_all_slots, run_warm_up, smallest_group_of_each_kind
 from longspan.testing import run_ranks
 from longspan.train.optim.optimizer import allocate_adam_states
 from tests.run.runs.test_lora_run import write_base

@@ -108,7 +108,6 @@ LOOPBACKS = {"0100007F", f"{0:024X}01000000", f"{0:016X}FFFF00000100007F"}  # 12
 
 
 def sockets_of(pid: int) -> set[str]:
-    """The inodes of the sockets that a process has open."""
     inodes = set[str]()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -121,7 +120,6 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """The addresses, as the kernel writes them, on which these processes listen over TCP."""
     inodes = set[str]().union(*map(sockets_of, pids))
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {row[1].partition(":")[0] for row in rows if row[3] == LISTENS and row[9] in inodes}

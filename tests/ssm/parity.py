@@ -47,7 +47,6 @@ def inputs(kind: str, rows: int, heads: int, size: int, width: int, seed: int = 
 
 
 def by_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """o (S, H, V), one row after another."""
     outs, row = [], 0
     for length in lengths:
         state = v.new_zeros((k.shape[1], k.shape[2], v.shape[2]))

@@ -79,7 +79,6 @@ def test_every_pass_is_that_of_torch_in_float64(name: str) -> None:
 
 
 def measure(rank: int, slots: int, name: str) -> list[float]:
-    """Errors of the output and of every gradient, all rows of this rank."""
     given = [x for x in inputs(name, sum(LENGTHS)) if x is not None]
     dout = torch.randn(given[2].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(CUDA)
     worst = [0.0] * (len(given) + 1)

@@ -157,9 +157,7 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved() -> None:
 # ---- what is dropped is noticed
 
 OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
-    "chains": {
-        "is_first = np.diff(document, prepend=-1) != 0": "is_first = np.arange(len(order)) == 0",
-    },
+    "chains": {"is_first = np.diff(document, prepend=-1) != 0": "is_first = np.arange(len(order)) == 0"},
     "state_pass": {
         "map_states(gathered.transitions(runs_before[:count]), state[:count], states)": "states",
         "_put_local_runs(entering, state, local_number_of_run[runs[:count]])": "pass",
@@ -176,9 +174,7 @@ OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
         "np.minimum(lengths[readers], self._width)": "np.minimum(lengths[readers], 1)",
         "kernel.arrived_gradients(": "0 * kernel.arrived_gradients(",
     },
-    "kernels.convolutions": {
-        "rows = torch.cat([x, arrived, ": "rows = torch.cat([x, 0 * arrived, ",
-    },
+    "kernels.convolutions": {"rows = torch.cat([x, arrived, ": "rows = torch.cat([x, 0 * arrived, "},
 }
 MUTANTS = {old: (module, old, new) for module, changes in OF_MODULES.items() for old, new in changes.items()}
 

@@ -41,7 +41,6 @@ SMALL = {
 
 
 def write_texts(folder: Path, count: int = 12) -> Path:
-    """A folder of small source files of different lengths, the same each time."""
     draw = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):
@@ -51,7 +50,6 @@ def write_texts(folder: Path, count: int = 12) -> Path:
 
 
 def write_model(root: Path) -> None:
-    """A folder of texts, and a model with a tokenizer of these texts."""
     texts = [file.read_text() for file in sorted(write_texts(root / "texts").iterdir())]
     load_model(preset="qwen3-tiny", vocab_size=300, seed=3).save_pretrained(root / "model")
     train_tokenizer(texts, 300).save_pretrained(root / "model")
@@ -65,7 +63,6 @@ def small_config(folder: Path, **changes: object) -> RunConfig:
 
 
 def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
-    """A run whose model is not tried; commands try theirs."""
     home = check_config(config, ranks)
     with (
         without_trials(),
@@ -79,11 +76,9 @@ _TIMES = {"seconds", "tokens_per_second", "memory_bytes", "tflops", "save_shown_
 
 
 def without_times(row: Mapping[str, object]) -> dict[str, object]:
-    """A row of metrics without what differs between two equal runs."""
     return {k: v for k, v in row.items() if k not in _TIMES}
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """The value of a "section.key"."""
     section, _, key = name.partition(".")
     return key_value(getattr(config, section), key)

@@ -47,7 +47,7 @@ def pace(tp: int = 0, vocabulary: int = slot_pace.LEAST_LOGITS // 4) -> SlotPace
         time.sleep(0.02)
         return hidden.sum() + len(deeper)
 
-    world: Any = SimpleNamespace(coordinates=SimpleNamespace(tp=tp))
+    world: Any = SimpleNamespace(coordinates=SimpleNamespace(tp=tp), device=torch.device("cpu"))
     model: Any = None
     term = SlotPaceTerm(world)
     passes = term.extend_passes(Passes(model=model, plan=model, world=world, backward=True, loss_fn=measure))

@@ -76,7 +76,6 @@ def start_rank() -> None:
 
 
 def write_model(folder: Path, kind: str = "qwen3", *, head: bool = False, **changes: Any) -> str:
-    """Write a tiny float64 model on the first rank; entered by all."""
     start_rank()
     if dist.get_rank() == 0:
         torch.manual_seed(0)
@@ -106,7 +105,6 @@ def make_worker(
     checkpoint: list[str] | None = None,
     **engine: Any,
 ) -> Any:
-    """A worker of verl whose engine is longspan's, initialized."""
     start_rank()
     settings = {
         "use_dynamic_bsz": True, "max_token_len_per_gpu": CAP, "infer_max_token_len_per_gpu": CAP,
@@ -209,7 +207,6 @@ def dense_output(model: Any, batch: Any, *, critic: bool = False) -> dict[str, T
 def dense_update(
     model: Any, batch: Any, loss_fn: Any, optimizer: Any = None, *, critic: bool = False
 ) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss, norm of the gradient and outputs of one dense model; with an optimizer it is updated."""
     output = dense_output(model, batch, critic=critic)
     tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
     model.zero_grad()

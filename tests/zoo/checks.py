@@ -128,7 +128,6 @@ def step(
     max_tokens_per_slot: int | None = None,
     **changes: Any,
 ) -> Check:
-    """This rank's worst relative error of a step's loss, gradient norm and gradients."""
     config, documents = tiny_configuration(name, **changes), draw_documents(lengths, mask)
 
     def error(world: World) -> float:
@@ -175,7 +174,6 @@ def clipped_norm(world: World) -> float:
 
 
 def log_probs(cp: int) -> Check:
-    """The worst error of the log-probabilities of tokens, and of their sums over documents."""
     config, documents = tiny_configuration(), draw_documents()
 
     def error(world: World) -> float:

@@ -77,14 +77,14 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "labels rolled inside a rank's part": KnownError(
             checks.log_probs(2),
             "train.read_rows",
-            "row, tokens[ahead], labels[ahead], {",
-            "row, tokens[ahead], np.roll(tokens[ahead], -1)[: len(labels[ahead])], {",
+            "targets = labels[ahead]",
+            "targets = np.roll(ids, -1)[: len(labels[ahead])]",
         ),
         "a document's last token predicts the next document": KnownError(
             checks.step(lengths=(2, 5, 2, 2, 9)),
             "train.read_rows",
-            "row, tokens[ahead], labels[ahead], {",
-            "row, tokens[ahead], np.append(labels[ahead], tokens[0])[: stop - start], {",
+            "targets = labels[ahead]",
+            "targets = np.append(labels[ahead], tokens[0])[: stop - start]",
         ),
         "packed samples see each other": KnownError(
             checks.evaluation(packed=True),
@@ -150,8 +150,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "losses of routers without a gradient": KnownError(
             checks.router_losses,
             "model.experts.moe",
-            "weights = layer.sums.record_routing(",
-            "layer.sums.record_routing(",
+            "weights = layer.router.record_routing(",
+            "layer.router.record_routing(",
         ),
         "losses of routers shrink with the ranks": KnownError(
             checks.router_losses,

@@ -111,10 +111,19 @@ class _GradientSums:
     def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
         """Those of the slice before are collected first, so that one message at a time takes memory. k and v are (S,
         heads, size).
+
+        dk and dv lie side by side: (S, columns) in the accumulation dtype, rows member after member. Every call of the
+        kernel gave one addend; its index (S,) says for each row which of the addend's rows it is (−1: none).
         """
         self._collect_slice()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
-        packed = self._sum_by_member(addends, k, v)
+        key_indices = self._members.key_indices_by_launch
+        widths = [x.shape[1:].numel() for x in (k, v)]
+        packed = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
+        for i, into in enumerate(packed.split(widths, 1)):
+            sum_rows(
+                into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)]
+            )
         del addends
         rows = self._members.counts[self._members.member]
         degree = self._members.degree
@@ -125,21 +134,6 @@ class _GradientSums:
         self._collect_slice()
         dk, dv = (concat_heads(parts) for parts in zip(*self._finished_slices, strict=True))
         return dk, dv
-
-    def _sum_by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
-        """Sum dk and dv, side by side: (S, columns) in the accumulation dtype, rows member after member.
-
-        Every call of the kernel gave one addend; its index (S,) says for each row which of the addend's rows it is (−1:
-        none).
-        """
-        key_indices = self._members.key_indices_by_launch
-        widths = [x.shape[1:].numel() for x in (k, v)]
-        total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
-        for i, into in enumerate(total.split(widths, 1)):
-            sum_rows(
-                into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)]
-            )
-        return total
 
     def _collect_slice(self) -> None:
         if self._started is None:

@@ -158,11 +158,16 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
         return ring_forward(q, k, v, members, call)
     call = _with_indices_of_all_rows(call, members)
     split = head_split(q.shape[1], k.shape[1], members.inner)
-    swap = HeadSwap(members, split, _choose_slice_count(members, split, q))
+    # Alike on all members, by the one with the most rows. Under a narrow window rows are fetched in one exchange:
+    # slices would have no other blocks to take turns on.
+    query_numbers = max(members.part.counts) * q.shape[1] * q.shape[2]
+    slices = count_exchange_slices(split, query_numbers, q.element_size(), most=SLICES, slice_bytes=SLICE_BYTES)
+    swap = HeadSwap(members, split, 1 if members.has_narrow_window else slices)
     work = _Forward(q, k, v, swap, call)
     _advance_rings_in_turn([work.ring_turns(run) for run in swap.kv_runs])
     out = q.new_empty((*q.shape[:2], v.shape[2]))
-    work.write_output(out)
+    for slice_index in range(swap.slices):
+        swap.write_rows(work.leaving.pop(0), (out,), slice_index)
     return out, work.saved
 
 
@@ -191,8 +196,8 @@ def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
 class _Forward:
     """Forward of one call, a slice of heads at a time: receives a slice, computes it and sends its output back.
 
-    `saved` is what backward needs of each slice. `_arriving` are the slices on their way here, `_leaving` the outputs
-    on their way back.
+    `saved` is what backward needs of each slice. `_arriving` are the slices on their way here, `leaving` the outputs on
+    their way back.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, swap: HeadSwap, call: AttendCall) -> None:
@@ -201,7 +206,7 @@ class _Forward:
         self._call = call
         self._sent = swap.tensors_to_send(q, k, v)
         self._arriving = [swap.send_heads(tensors, i, _FORWARD) for i, tensors in enumerate(self._sent)]
-        self._leaving = list[Handle]()
+        self.leaving = list[Handle]()
 
     def ring_turns(self, run: range) -> Iterator[None]:
         """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
@@ -225,16 +230,11 @@ class _Forward:
                 if turn + 1 == members.turns:
                     out, lse = total.result_with_sinks(slice_call.sinks)
                     out = out.to(q.dtype)
-                    self._leaving.append(self._swap.send_rows((out,), f"{_FORWARD}, back"))
+                    self.leaving.append(self._swap.send_rows((out,), f"{_FORWARD}, back"))
                     self.saved.append(Saved(q, own_k, own_v, out, lse))
                     own_k = own_v = q.new_empty(0)  # the other slices of the run save no keys and values
             if turn + 1 < members.turns:
                 yield
-
-    def write_output(self, out: Tensor) -> None:
-        """Write what comes back to out (T, N, Hv), slice after slice."""
-        for slice_index in range(self._swap.slices):
-            self._swap.write_rows(self._leaving.pop(0), (out,), slice_index)
 
     def _receive_slice(self, slice_index: int) -> tuple[Tensor, ...]:
         return self._swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
@@ -410,14 +410,3 @@ class _Backward:
         self._leaving.append(
             (slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients"))
         )
-
-
-def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
-    """Choose in how many slices heads are exchanged, by the member with the most rows, so that all choose the same.
-
-    Under a narrow window rows are fetched in one exchange: slices would have no other blocks to take turns on.
-    """
-    if members.has_narrow_window:
-        return 1
-    query_numbers = max(members.part.counts) * q.shape[1] * q.shape[2]
-    return count_exchange_slices(split, query_numbers, q.element_size(), most=SLICES, slice_bytes=SLICE_BYTES)

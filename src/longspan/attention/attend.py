@@ -33,7 +33,7 @@ from longspan.attention.call import (
 )
 from longspan.attention.kernels import choose_kernel
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.rows import accumulation_dtype, cast_rows, take_rows
+from longspan.attention.rows import accumulation_dtype, cast_rows, contiguous_heads, take_rows
 from longspan.attention.saved_outputs import active_recording
 from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
@@ -318,12 +318,11 @@ def pack_call(
     )
     choices = comm_choices(shard, arguments, call)
     kernel = choose_kernel(call, arguments.kernel)
-    parts = (
-        _pack_part(
-            shard_part, choices[shard_part.index] if shard_part.index >= 0 else CommChoice("p2p"), call, shard
-        )
-        for shard_part in shard.parts
-    )
+    parts = list[CallPart]()
+    for part in shard.parts:
+        choice = choices[part.index] if part.index >= 0 else CommChoice("p2p")
+        members = find_members(part, shard, mask, choice.inner)
+        parts.append(CallPart(slice(part.start, part.stop), choice.cp_comm_type, members))
     is_short = kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS
     replays = dict[Any, Replay]() if is_short and _stays_inside_hosts(shard) else None
     return replace(call, kernel=kernel, parts=tuple(parts), replays=replays)
@@ -333,11 +332,6 @@ def _stays_inside_hosts(shard: SequenceShard) -> bool:
     """Graphs whose exchanges go between hosts were never tried."""
     size = world_of(shard.world_key).node_size
     return all(len({slot // size for slot in part.group.slots}) == 1 for part in shard.parts if part.index >= 0)
-
-
-def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
-    members = find_members(part, shard, call.mask, choice.inner)
-    return CallPart(slice(part.start, part.stop), choice.cp_comm_type, members)
 
 
 def find_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int = 1) -> Members:
@@ -464,7 +458,7 @@ def attend(
     q = q if call.sign == 1 else q * call.sign
     # a node of autograd would only cost the host
     if not torch.is_grad_enabled() and active_recording.get() is None:
-        q, k, v = _contiguous_heads(q, k, v)
+        q, k, v = map(contiguous_heads, (q, k, v))
         return _attend_parts(q, k, v, _call_with_tensors(call, sinks, indices))[0]
     return _Attend.apply(q, k, v, sinks, indices, call)  # pyright: ignore[reportReturnType]
 
@@ -496,9 +490,10 @@ def _cached_call(
     try:
         call = cache.calls.get(key)
     except TypeError:  # an argument that is not hashable, which no check accepts
-        return pack_call(q, k, v, sinks, shard, arguments, indices)
+        call = None
     if call is None:
-        call = cache.calls[key] = pack_call(q, k, v, sinks, shard, arguments, indices)
+        call = pack_call(q, k, v, sinks, shard, arguments, indices)
+        cache.calls[key] = call
     return call
 
 
@@ -512,7 +507,7 @@ class _Attend(torch.autograd.Function):
         None in `saved` stands for the output of a part, whose rows `out` has: `out` is saved once then. `slices` has
         for each part in how many slices of heads it ran.
         """
-        q, k, v = _contiguous_heads(q, k, v)
+        q, k, v = map(contiguous_heads, (q, k, v))
         recording = active_recording.get()
         with_tensors = _call_with_tensors(call, sinks, indices)
         if recording is None:
@@ -591,11 +586,6 @@ def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: 
         return call.replays[key](partial(run, call), tensors)
     with_sinks = [*tensors, call.sinks]
     return call.replays[key](lambda *given: run(replace(call, sinks=given[-1]), *given[:-1]), with_sinks)
-
-
-def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
-    """Kernels want the numbers of a head to be contiguous."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _call_with_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:

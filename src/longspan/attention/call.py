@@ -161,10 +161,13 @@ class Members:
         The rows are listed member after member.
         """
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
-        places = (
-            _inverse_index(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None)
-        )
-        return [to_device(x, self.device) for x in places]
+        indices = list[Tensor]()
+        for launch in self.launches(None):
+            rows = launch.tiling.k_rows()
+            places = np.full(len(by_member), -1, dtype=np.int64)
+            places[rows] = np.arange(len(places[rows]))
+            indices.append(to_device(places[by_member], self.device))
+        return indices
 
     def launches(self, owner: int | None) -> tuple[Launch, ...]:
         """Return the launches of this member's rows against the block of `owner`, or against all rows (None)."""
@@ -291,13 +294,6 @@ def backward_head_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]
     """
     count = count_head_groups(rows * q.shape[1] * q.shape[2] * 4, kv_heads)  # 4 bytes a number
     return cut_heads(q.shape[1], kv_heads, -(-kv_heads // count))
-
-
-def _inverse_index(rows: slice | Integers, count: int) -> Integers:
-    """Where each of `count` rows is in `rows`; −1 for one that is not."""
-    places = np.full(count, -1, dtype=np.int64)
-    places[rows] = np.arange(len(places[rows]))
-    return places
 
 
 _BITS = 31  # of the hash that are compared with the rate
@@ -440,10 +436,14 @@ class AttendCall:
     @property
     def features(self) -> frozenset[str]:
         """Which of "window", "softcap", "dropout", "indices" and "latents" the call has; some kernels lack them."""
-        window = self.mask.window or self.spans or None  # later keys of a span are masked as by a window
-        values = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
-        values |= {"indices": self.indexed or None, "latents": self.latents or None}
-        return frozenset(name for name, value in values.items() if value is not None)
+        values = {
+            "window": self.mask.window or self.spans,  # later keys of a span are masked as by a window
+            "softcap": self.softcap,
+            "dropout": self.dropout,
+            "indices": self.indexed,
+            "latents": self.latents,
+        }
+        return frozenset(name for name, value in values.items() if value)
 
     def for_heads(self, start: int, stop: int) -> "AttendCall":
         """Return the same call for query heads start to stop of the tensors at hand: sinks and dropout go by head."""

@@ -105,10 +105,13 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
 
 def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
     """The own block waits for no one: computing it hides the first and the last message."""
-    if members.has_narrow_window:
-        return _window_backward(dout, saved, members, call)
     queries = make_queries(dout, saved, call)
-    if members.degree == 1:
+    if members.has_narrow_window:
+        k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
+        block = saved._replace(k=k, v=v)
+        addends = block_gradients(queries.dq, dout, block, members.window_rows.launches, call)
+        dk, dv = _send_gradients_back(members, sum_addends(addends, k, v))
+    elif members.degree == 1:
         addends = block_gradients(queries.dq, dout, saved, members.launches(0), call)
         dk, dv = sum_addends(addends, saved.k, saved.v)
     else:
@@ -184,14 +187,6 @@ def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) ->
     return gradients
 
 
-def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
-    dq = RowSum(tuple(saved.q.shape), saved.q)
-    k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
-    addends = block_gradients(dq, dout, saved._replace(k=k, v=v), members.window_rows.launches, call)
-    dk, dv = _send_gradients_back(members, sum_addends(addends, k, v), "attention window rows backward, gradients")
-    return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved, call.sinks))
-
-
 def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
     """Return the rows of all members' `tensors` (T, …) that this member's rows see, its own among them, in order."""
     window_rows = members.window_rows
@@ -204,9 +199,10 @@ def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) ->
     return split_columns(seen, [x.shape[1:] for x in tensors])
 
 
-def _send_gradients_back(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
+def _send_gradients_back(members: Members, gradients: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Send gradients of the rows seen here to the members that hold them; return the sums for this member's rows."""
     window_rows = members.window_rows
+    label = "attention window rows backward, gradients"
     dtype = accumulation_dtype(gradients[0].dtype)
     counts = [len(rows) for rows in window_rows.rows_to_send]  # of the gradients that come back
     others_gradients = join_columns(gradients, window_rows.received_places, dtype)

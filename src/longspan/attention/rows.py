@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,35 +32,17 @@ def kernel_module() -> Any:
 
 
 def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """Columns are contiguous."""
+    """Columns are contiguous. Where a launch has fewer than _COPIES, the others repeat its first, and COUNT leaves them
+    out.
+    """
     rows, members, _ = moves[0][1].shape
-    by_member = [
-        _Move(source, source.stride(0), source.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
-        for source, into in moves
-    ]
-    _launch_copies(by_member, index, rows, members)
-
-
-class _Move(NamedTuple):
-    """A copy of (rows, members, width), as the kernel takes it."""
-
-    source: Tensor
-    source_row_stride: int
-    source_member_stride: int
-    into: Tensor
-    into_row_stride: int
-    into_member_stride: int
-    width: int
-
-
-def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, members: int) -> None:
-    """Where a launch has fewer than _COPIES, the others repeat its first, and COUNT leaves them out."""
-    if not rows or not members:
-        return
-    for first in range(0, len(moves), _COPIES):
-        launched = moves[first : first + _COPIES]
+    for first in range(0, len(moves) if rows and members else 0, _COPIES):
+        launched = [
+            (x, x.stride(0), x.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
+            for x, into in moves[first : first + _COPIES]
+        ]
         a, b, c = (*launched, *[launched[0]] * (_COPIES - len(launched)))
-        widths = {"A": _padded_width(a.width), "B": _padded_width(b.width), "C": _padded_width(c.width)}
+        widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1]), "C": _padded_width(c[-1])}
         constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
         distinct = 1 + len(a) * len(launched)  # the index, and the moves before those that repeat the first
         _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, distinct)
@@ -229,15 +211,8 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _copy_pairs(moves: Sequence[Move]) -> None:
-    if can_run_row_kernels(moves[0][1]):
-        pairs = [(_contiguous_rows(source), into) for source, into in moves]
-        whole_rows = [
-            _Move(x, x.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for x, into in pairs
-        ]
-        _launch_copies(whole_rows, None, len(moves[0][1]), 1)
-        return
-    for source, into in moves:
-        into.copy_(source)
+    """Copy whole rows (rows, …); those of `into` are contiguous."""
+    copy_rows([(_contiguous_rows(x).flatten(1).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in moves])
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
@@ -303,6 +278,11 @@ def head_slice_by_member(x: Tensor, members: int, slices: int, slice_index: int)
     return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + slice_index * width)
 
 
+def contiguous_heads(x: Tensor) -> Tensor:
+    """Kernels want the numbers of a head, or the last columns of a matrix, to be contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def concat_heads(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
@@ -335,7 +315,7 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
     """
     dtype = accumulation_dtype(dout.dtype)
     if dtype == torch.float32 and can_run_row_kernels(dout):
-        return fused_deltas(*(x if x.stride(2) == 1 else x.contiguous() for x in (dout, out)))
+        return fused_deltas(contiguous_heads(dout), contiguous_heads(out))
     at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
     sums = [
         (a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)

@@ -8,7 +8,8 @@ the local rows: queries, keys and values are recomputed, and where heads are exc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,19 +19,6 @@ Result = TypeVar("Result")
 
 
 Park = Callable[[Tensor], Callable[[], Tensor]]  # moves a tensor to another place: x = park(x)()
-
-
-class _InputView(NamedTuple):
-    """A tensor that is a view of one of the call's inputs, which are recomputed: nothing of it is kept."""
-
-    input_index: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # elements after the input's own
-
-
-class _Parked(NamedTuple):
-    fetch: Callable[[], Tensor]
 
 
 class Recording:
@@ -52,17 +40,13 @@ class Recording:
         """Return two contexts for `context_fn` of torch's checkpoint: of the forward pass, and of its recomputation."""
         return self.record_outputs(), Reentrant(self.replay_outputs)
 
-    @contextmanager
-    def record_outputs(self) -> Iterator[None]:
-        """Open a context that records the results of the attention calls inside."""
-        with _activate_recording(self, None):
-            yield
+    def record_outputs(self) -> AbstractContextManager[None]:
+        """Return a context that records the results of the attention calls inside."""
+        return _activate_recording(self, None)
 
-    @contextmanager
-    def replay_outputs(self) -> Iterator[None]:
-        """Open a context in which attention calls return the recorded results."""
-        with _activate_recording(self, 0):
-            yield
+    def replay_outputs(self) -> AbstractContextManager[None]:
+        """Return a context in which attention calls return the recorded results."""
+        return _activate_recording(self, 0)
 
     def record_or_replay(
         self, compute: Callable[[], Result], inputs: Sequence[Tensor], indices: Tensor | None = None
@@ -85,22 +69,20 @@ class Recording:
             same = (checksums == checksums_before).all()
             torch._assert_async(same, "a recomputed layer chose other keys than its forward pass did")
         self._next += 1
-        return tree_map(
-            lambda x: _restore_output(x, inputs), call, is_leaf=lambda x: isinstance(x, _InputView | _Parked)
-        )
+        return tree_map(lambda x: x(inputs) if callable(x) else x, call)
 
     def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
-        """A tensor is parked, or, in the memory of an input, noted as a view of that. Empty tensors are parked: they
-        have no memory by which an input is recognised.
+        """For a tensor a function that makes it again from the inputs at hand: it is parked, or, in the memory of an
+        input, a view of that. Empty tensors are parked: they have no memory by which an input is recognised.
         """
         if not isinstance(x, Tensor):
             return x
         for i, source in enumerate(inputs):
             if x.untyped_storage()._cdata == source.untyped_storage()._cdata and x.numel():
-                return _InputView(
-                    i, tuple(x.size()), x.stride(), int(x.storage_offset()) - int(source.storage_offset())
-                )
-        return _Parked(self._park(x.detach()))
+                offset = int(x.storage_offset()) - int(source.storage_offset())
+                return partial(_view_of_input, i, tuple(x.size()), x.stride(), offset)
+        fetch = self._park(x.detach())
+        return lambda _: fetch()
 
 
 active_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
@@ -137,8 +119,9 @@ def _row_checksums(indices: Tensor) -> Tensor:
     return (indices * weights).sum(1)
 
 
-def _restore_output(x: Any, inputs: Sequence[Tensor]) -> Any:
-    if isinstance(x, _InputView):
-        source = inputs[x.input_index]
-        return source.as_strided(x.size, x.stride, source.storage_offset() + x.offset)
-    return x.fetch() if isinstance(x, _Parked) else x
+def _view_of_input(
+    index: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int, inputs: Sequence[Tensor]
+) -> Tensor:
+    """`offset` is counted in elements after the input's own."""
+    source = inputs[index]
+    return source.as_strided(size, stride, source.storage_offset() + offset)

@@ -370,15 +370,17 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
     _, first_tiles = np.unique(launch, return_index=True)
-    return tuple(_make_tiling(tiles.select(launch == launch[i])) for i in np.sort(first_tiles))
-
-
-def _make_tiling(tiles: TileArrays) -> Tiling:
-    """A limit that hides no key from a row of any of the tiles is left out."""
-    bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
-    left, right = _find_hiding_limits(tiles)
-    limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
-    return Tiling(bounds, *limits)
+    tilings = list[Tiling]()
+    for i in np.sort(first_tiles):
+        of_launch = tiles.select(launch == launch[i])
+        bounds = np.stack(of_launch[1:5], axis=1)
+        hides_left, hides_right = _find_hiding_limits(
+            of_launch
+        )  # a limit that hides no key of any tile is left out
+        left = int(of_launch.left[0]) if hides_left.any() else None
+        right = int(of_launch.right[0]) if hides_right.any() else None
+        tilings.append(Tiling(bounds, left, right))
+    return tuple(tilings)
 
 
 def _find_hiding_limits(tiles: TileArrays) -> tuple[Flags, Flags]:

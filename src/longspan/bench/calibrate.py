@@ -7,11 +7,12 @@ five lines of non-negative least squares of relative errors.
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -88,13 +89,14 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: b
     sample decides are those of `base`, and their names stand in `assumed_parts`; if the device is not `known`, the rate
     of experts is scaled by how much faster its products are.
     """
-    parts = {sample.part: [s for s in samples if s.part == sample.part] for sample in samples}
+    parts = defaultdict[Part, list[CalibrationSample]](list)
+    for sample in samples:
+        parts[sample.part].append(sample)
     figures: dict[str, Any] = {}
     fitted: dict[str, float] = {}
 
-    def fit_line(part: Part, *names: str, rows: Sequence[CalibrationSample] | None = None) -> dict[str, float]:
-        """The seconds of one of each of these counts; notes what the samples of the part should take."""
-        rows = parts.get(part, []) if rows is None else rows
+    def fit_line(rows: Sequence[CalibrationSample], *names: str) -> dict[str, float]:
+        """The seconds of one of each of these counts; notes what the samples should take."""
         counts = [[sample.counts.get(name, 0.0) for name in names] for sample in rows]
         columns = np.array(counts).reshape(-1, len(names))
         seconds = np.array([sample.seconds for sample in rows])
@@ -102,36 +104,34 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, known: b
         fitted.update(zip((sample.name for sample in rows), (columns @ solution).tolist(), strict=True))
         return {name: value for name, value in zip(names, solution, strict=True) if value}
 
-    attention = fit_line("attention", "flops", "flops a row", "calls")
+    attention = fit_line(parts["attention"], "flops", "flops a row", "calls")
     if flop := attention.get("flops"):
         figures |= {
             "attention_flops_per_second": 1 / flop,
             "half_speed_rows": attention.get("flops a row", 0.0) / flop,
         }
-    if byte := fit_line("memory", "bytes", "calls").get("bytes"):
+    if byte := fit_line(parts["memory"], "bytes", "calls").get("bytes"):
         figures["memory_bytes_per_second"] = 1 / byte
     machine = replace(base, **figures)
-    others = list[
-        tuple[CalibrationSample, float]
-    ]()  # what of a step is attention and passes over memory, half of it at most
-    for s in parts.get("step", []):
+    others = dict[str, float]()  # what of a step is attention and passes over memory, half of it at most
+    for s in parts["step"]:
         attended = s.counts["attention flops"] + machine.half_speed_rows * s.counts["attention flops a row"]
         other = attended / machine.attention_flops_per_second
         other += s.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second
-        others.append((s, min(other, s.seconds / 2)))
-    products = [replace(s, seconds=s.seconds - other) for s, other in others]
-    steps = fit_line("step", "flops", "micro-batches", "steps", rows=products)
-    fitted |= {s.name: fitted[s.name] + other for s, other in others}
+        others[s.name] = min(other, s.seconds / 2)
+    products = [replace(s, seconds=s.seconds - others[s.name]) for s in parts["step"]]
+    steps = fit_line(products, "flops", "micro-batches", "steps")
+    fitted |= {name: fitted[name] + other for name, other in others.items()}
     if flop := steps.get("flops"):
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": steps.get("micro-batches", 0.0)}
-    if host := fit_line("host", "layers", "groups", "documents", "steps"):
+    if host := fit_line(parts["host"], "layers", "groups", "documents", "steps"):
         figures |= {f"{name}_seconds": host.get(f"{name}s", 0.0) for name in ("layer", "group", "document")}
     for level in LEVELS:
         wires: dict[str, Wire] = {}
         for kind in KINDS:
-            rows = [s for s in parts.get("link", []) if (s.level, s.kind) == (level, kind)]
+            rows = [s for s in parts["link"] if (s.level, s.kind) == (level, kind)]
             if rows:
-                message = fit_line("link", "bytes", "messages", rows=rows)
+                message = fit_line(rows, "bytes", "messages")
                 longest = max(s.counts["bytes"] for s in rows)
                 latency = message.get("messages", 0.0)
                 # Where the latency hides all bytes, the longest message takes a tenth more.
@@ -402,45 +402,32 @@ class _Bench:
         for degree in {len(host) if slots % size == 0 else 1, slots}:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
         find = world.channels.find_channel
+        calls = dict[
+            tuple[Level, str], Callable[[int], Callable[[], object]]
+        ]()  # which make a call of so many bytes
         if size > 1:
             peers = find(host)
-            yield from self._trials_of_sizes(
-                "inside", "exchange", lambda n: self._make_exchange_call(peers, n // (size - 1), {*host})
-            )
-            yield from self._trials_of_sizes(
-                "inside", "gather", lambda n: self._make_gather_call(peers, n // (size - 1))
-            )
-            yield from self._trials_of_sizes("inside", "point", lambda n: self._make_shift_call(peers, n))
+            calls["inside", "exchange"] = lambda n: self._make_exchange_call(peers, n // (size - 1), {*host})
+            calls["inside", "gather"] = lambda n: self._make_gather_call(peers, n // (size - 1))
+            calls["inside", "point"] = lambda n: self._make_shift_call(peers, n)
         if len(hosts) > 1:
             everyone = find(range(slots))
             others = {*range(slots)} - {*host}
             in_place = [h[place] for h in hosts if len(h) > place]
             ring = find(in_place) if len(in_place) > 1 else None
             far = slots - smallest
-            yield from self._trials_of_sizes(
-                "across", "exchange", lambda n: self._make_exchange_call(everyone, n // far, others)
+            calls["across", "exchange"] = lambda n: self._make_exchange_call(everyone, n // far, others)
+            calls["across", "gather"] = lambda n: self._make_gather_call(everyone, n * smallest // (slots - 1))
+            calls["across", "point"] = lambda n: self._make_shift_call(ring, n)
+        for ((level, kind), make), n in product(calls.items(), MESSAGE_BYTES[self.device]):
+            sample = CalibrationSample(
+                part="link",
+                name=f"{kind} {level}: {n:,} bytes",
+                counts={"messages": 1, "bytes": float(n)},
+                level=level,
+                kind=kind,
             )
-            yield from self._trials_of_sizes(
-                "across", "gather", lambda n: self._make_gather_call(everyone, n * smallest // (slots - 1))
-            )
-            yield from self._trials_of_sizes("across", "point", lambda n: self._make_shift_call(ring, n))
-
-    def _trials_of_sizes(
-        self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]
-    ) -> Iterator[Trial]:
-        for size in MESSAGE_BYTES[self.device]:
-            turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
-            yield Trial(
-                CalibrationSample(
-                    part="link",
-                    name=f"{kind} {level}: {size:,} bytes",
-                    counts={"messages": 1, "bytes": float(size)},
-                    level=level,
-                    kind=kind,
-                ),
-                make(size),
-                turns,
-            )
+            yield Trial(sample, make(n), next((count for limit, count in TURNS.items() if n <= limit), 1))
 
     def _make_exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
         """Return a call that sends `block` bytes to each partner but this slot; other members send none."""

@@ -366,10 +366,8 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
 def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
     title = f"{difference.name or HELD_OUT}: loss of {other.weights.title} beside {first.weights.title}"
     lower = f"{difference.lower:,} of {plural(difference.documents, 'document')}"
-    rows = [("all", difference.first, difference.other, difference.documents)]
-    rows += [(f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference.by_length]
     table = text_table(
         ("tokens", first.weights.title, other.weights.title, "difference", "documents"),
-        [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{documents:,}") for name, a, b, documents in rows],
+        [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{count:,}") for name, a, b, count in difference.rows()],
     )
     return f"{title}; {lower} have a lower value under {other.weights.title}\n{table}"

@@ -89,7 +89,7 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
             name = "--data" if flag == "--data.path" else flag_text(flag)  # as in verbs without that section
             text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
             lines += _flag_lines(f"{name} {_value_text(types[flag])}", text, width)
-    if whole and "--train.steps" in types and kind.__name__ == "TrainFlags":
+    if whole and kind is TrainFlags:
         lines += ["", "renamed since version 0.3 (longspan upgrade CONFIG.toml rewrites a file):", *flag_lines()]
     if shown and not whole:
         lines += ["", f"{prog} --help-all shows all {len(types)} flags."]
@@ -97,12 +97,10 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
 
 
 def _flag_lines(name: str, text: str, width: int) -> Iterator[str]:
-    first, *further = wrap(text, width - _NAMES)
     if len(name) > _NAMES - 4:
         yield f"  {name}"
         name = ""
-    yield f"  {name:<{_NAMES - 2}}{first}"
-    yield from (f"{'':<{_NAMES}}{line}" for line in further)
+    yield from wrap(text, width, initial_indent=f"  {name:<{_NAMES - 2}}", subsequent_indent=" " * _NAMES)
 
 
 def _value_text(kind: Any) -> str:
@@ -118,7 +116,7 @@ def _value_text(kind: Any) -> str:
 
 def _default_text(kind: Any, flag: str, text: str) -> str:
     name, _, key = flag[2:].partition(".")
-    (field,) = (field for field in fields(kind) if field.name == name)
+    field = next(field for field in fields(kind) if field.name == name)
     value = field.default if field.default_factory is MISSING else field.default_factory()
     value = key_value(value, key) if key else value
     of_run = bool(key) and "config" not in word_fields(kind)  # without a file, keys have the values of a run
@@ -372,7 +370,11 @@ def _file_sections(flag_names: Collection[str], words: Sequence[str]) -> Mapping
     file = read_file(words[0])
     if "--train.steps" in flag_names and "--train.epochs" not in flag_names:
         file = replace(file, train=replace(file.train, epochs=0.0, epochs_of=""))
-    return {field.name: getattr(file, field.name) for field in fields(RunConfig)}
+    return _run_sections(file)
+
+
+def _run_sections(config: RunConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(RunConfig)}
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
@@ -385,6 +387,5 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
                 "below a line [[data.sources]], or put the files into one folder"
             )
     flags = parse_flags(TrainFlags, argv, "longspan train", partial(_file_sections, names))
-    config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})
-    config = set_local_folders(config, weights=not (flags.dry_run or flags.show))
+    config = set_local_folders(RunConfig(**_run_sections(flags)), weights=not (flags.dry_run or flags.show))
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

@@ -62,17 +62,16 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     if not changes:
         return text, []
     document = tomlkit.parse(text)
-    moved: dict[str, list[tuple[Any, Any]]] = {}
+    moved: dict[str, Any] = {}
     for section in [name for name, table in document.items() if isinstance(table, Table)]:
         _rename_keys(document, section, moved)
     sets = document.pop(OLD_SETS, None)
     for section, items in moved.items():
-        table = document.get(section)
-        if table is None:
+        if section not in document:
             document.add(tomlkit.nl())
-            document.add(section, table := tomlkit.table())
-        for key, item in items:
-            table.add(item) if key is None else table.append(key, item)
+            document.add(section, tomlkit.table())
+        for key, item in items.value.body:
+            document[section].append(key, item)
     new_text = tomlkit.dumps(document).rstrip("\n") + "\n"
     if sets is not None:
         new_text += "\n" + "\n".join(f"[[{SETS}]]\n{tomlkit.dumps(table).strip()}\n" for table in sets)
@@ -95,8 +94,10 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
         yield f"[[{OLD_SETS}]] is [[{SETS}]]"
 
 
-def _rename_keys(document: Any, section: str, moved: dict[str, list[tuple[Any, Any]]]) -> None:
-    """Make a section anew; what belongs to other sections, with the comments right above it, is put into `moved`."""
+def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
+    """Make a section anew; what belongs to other sections, with the comments right above it, is put into those of
+    `moved`.
+    """
     import tomlkit
     from tomlkit.items import Comment
 
@@ -106,19 +107,17 @@ def _rename_keys(document: Any, section: str, moved: dict[str, list[tuple[Any, A
         if isinstance(item, Comment):
             comments.append(item)
             continue
-        old = f"{section}.{key.key}" if key is not None else ""
-        new_section, _, name = RENAMED.get(old, old).partition(".")
-        place: Any = table
-        if key is not None and new_section != section:
-            place = moved.setdefault(new_section, [])
-        entries: list[tuple[Any, Any]] = [(None, comment) for comment in comments]
+        new_section = section
+        name = None
+        if key is not None:
+            old = f"{section}.{key.key}"
+            new_section, _, name = RENAMED.get(old, old).partition(".")
+            item = _with_new_value(f"{new_section}.{name}", item)
+        place = table if new_section == section else moved.setdefault(new_section, tomlkit.table())
+        for comment in comments:
+            place.add(comment)
         comments = []
-        entries.append((key and name, _with_new_value(f"{new_section}.{name}", item) if key else item))
-        for entry in entries:
-            if place is not table:
-                place.append(entry)
-            else:
-                table.add(entry[1]) if entry[0] is None else table.append(*entry)
+        place.append(name, item)
     for comment in comments:
         table.add(comment)
     if any(key is not None for key, _ in table.value.body):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
-from longspan.config.plan_section import ContextConfig, EvalConfig, inherit_keys
+from longspan.config.plan_section import EvalConfig, inherit_keys
 from longspan.config.sections import RANDOM, EncoderSection, ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError, plural
 from longspan.hub import find_local_path
@@ -78,13 +78,25 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
-    config = _set_defaults(config, {"context.planner": _planner_of_given_degrees(config.context)})
+    context = config.context
+    if context.context_parallel_size not in (NOT_GIVEN, 0):
+        config = _set_defaults(config, {"context.planner": "fixed"})
+    if (context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size) != (1, 0):
+        config = _set_defaults(config, {"context.planner": "dynamic"})
     if config.evaluation.has_dynamic_degrees and config.evaluation.context_parallel_size == NOT_GIVEN:
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     config = _set_length(config)
     config = replace(config, evaluation=inherit_keys(config.evaluation, config.context, config.context))
-    return config.with_sets(_complete_evaluation_set(entry, config) for entry in config.evaluation.sets)
+    parent = held_out_set(config)
+    sets = list[EvalConfig]()
+    for entry in config.evaluation.sets:
+        keys = [
+            key for key in ("max_document_tokens", "every", "metrics") if getattr(entry, key) in (NOT_GIVEN, ())
+        ]
+        entry = replace(entry, **{key: getattr(parent, key) for key in keys})
+        sets.append(inherit_keys(entry, config.evaluation, config.context))
+    return config.with_sets(sets)
 
 
 def _set_length(config: RunConfig) -> RunConfig:
@@ -96,14 +108,6 @@ def _set_length(config: RunConfig) -> RunConfig:
         return config
     config = _set_defaults(config, {"train.steps": STEPS})
     return config if is_demo(config.model) else set_steps(config, config.train.steps)
-
-
-def _planner_of_given_degrees(context: ContextConfig) -> str:
-    """Fixed where one degree is given, dynamic where a smallest or largest one is, "" for none."""
-    if context.context_parallel_size not in (NOT_GIVEN, 0):
-        return "fixed"
-    limits = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
-    return "dynamic" if limits != (1, 0) else ""
 
 
 def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
@@ -201,13 +205,6 @@ def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
         if key_value(values, key) in (NOT_GIVEN, ""):
             config = replace(config, **{section: with_key_values(values, {key: value})})
     return config
-
-
-def _complete_evaluation_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
-    entry = inherit_keys(entry, config.evaluation, config.context)
-    parent = held_out_set(config)
-    keys = ("max_document_tokens", "every", "metrics")
-    return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
 def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> None:

@@ -92,19 +92,16 @@ def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
 
 def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
     values = config.tables()
-    arrays = {name: _pop_tables(values, name) for name in TABLES}
-    tables = [(f"[{name}]", values[name]) for name in section_kinds()]
-    return tables + [(f"[[{name}]]", table) for name, array in arrays.items() for table in array]
+    arrays = list[tuple[str, dict[str, Any]]]()
+    for name in TABLES:
+        section, _, key = name.partition(".")
+        arrays += [(f"[[{name}]]", table) for table in values[section].pop(key)]
+    return [(f"[{name}]", values[name]) for name in section_kinds()] + arrays
 
 
 def _toml_text(value: Any) -> str:
     # JSON of strings, numbers, true and false, and lists of them is TOML too, except DEL, which JSON leaves bare.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _pop_tables(values: dict[str, Any], name: str) -> Sequence[dict[str, Any]]:
-    section, _, key = name.partition(".")
-    return values[section].pop(key)
 
 
 def _set_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:

@@ -110,12 +110,9 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
         marks = getattr(marked[field.name], "__metadata__", ())
         bound = next((mark for mark in marks if isinstance(mark, AtLeast)), None)
         needs = tuple(mark for mark in marks if isinstance(mark, Needs))
-        keys.append(Key(_key_name(field.name), kinds[field.name], bound, field.default, needs))
+        name = field.name.removesuffix("_")  # optimizer.class is a word of Python: class_
+        keys.append(Key(name, kinds[field.name], bound, field.default, needs))
     return tuple(sorted(keys, key=lambda key: FIRST.index(key.name) if key.name in FIRST else len(FIRST)))
-
-
-def _key_name(attribute: str) -> str:
-    return attribute.removesuffix("_")  # optimizer.class is a word of Python: class_
 
 
 def _attribute(key: str) -> str:
@@ -150,13 +147,11 @@ def with_key_values(section: AnySection, values: Mapping[str, Any]) -> AnySectio
 
 def key_values(section: Any) -> dict[str, Any]:
     """Return the values of all keys of a section or table, as files name the keys; tables as dictionaries."""
-    return {key.name: _plain_value(key_value(section, key.name)) for key in section_keys(type(section))}
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(key_values(item) if is_dataclass(item) else item for item in value)
-    return value
+    values = {key.name: key_value(section, key.name) for key in section_keys(type(section))}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            values[name] = tuple(key_values(item) if is_dataclass(item) else item for item in value)
+    return values
 
 
 @cache
@@ -179,7 +174,7 @@ def class_texts(kind: type) -> dict[str, str]:
     for key, text in zip(section.body, section.body[1:], strict=False):
         match key, text:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):
-                texts[_key_name(name)] = " ".join(words.split())
+                texts[name.removesuffix("_")] = " ".join(words.split())
             case _:
                 pass
     return texts

@@ -3,8 +3,10 @@
 Documents are built in `builder.py`, once for all runs with the same files and settings.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -64,8 +66,9 @@ class _CorpusOfRun:
         self._cache = _open_cache(settings.data, run_dir, log)
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         # one file of sums for all sources together
-        all_paths = " ".join(path for _, path in settings.source_paths())
-        sums = FileSums(self._cache.sums_file(all_paths), old_sources or ())
+        all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
+        name = hashlib.sha256(str(all_paths).encode()).hexdigest()[:32]
+        sums = FileSums(self._cache.folder / "files" / f"{name}.jsonl", old_sources or ())
         self._sources = sums.sums_of_files(self._files, log)
         sums.save_sums(self._sources)
 
@@ -167,7 +170,7 @@ class _CorpusOfRun:
             around=_surrounding_tokens(tokenizer),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._folder / FILE, record.to_json())
+        write_atomically(self._folder / FILE, json.dumps(asdict(record), indent=1))
         return Corpus(self._folder)
 
 

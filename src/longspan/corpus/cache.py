@@ -1,7 +1,6 @@
 """The cache of tokenized documents, in a folder that runs share: what one run builds, others open."""
 
 import fcntl
-import hashlib
 import os
 import shutil
 import time
@@ -35,11 +34,6 @@ class Cache:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "not writable for this user", str(folder))  # 13: EACCES
-
-    def sums_file(self, path: str) -> Path:
-        """Return the file with the SHA-256 sums of the files at a path."""
-        name = hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:32]
-        return self.folder / "files" / f"{name}.jsonl"
 
     def open_or_build_documents(
         self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine

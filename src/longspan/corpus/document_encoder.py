@@ -109,12 +109,16 @@ class DocumentEncoder:
             rows = list[Row]()
             places = list[tuple[int, int]]()
             for piece in group:
-                for position, row in batch.read_rows(piece):
-                    if isinstance(row, BadRow):
-                        batch.add_bad_row(row)
-                    else:
-                        rows.append(row)
-                        places.append((piece.file, position))
+                try:
+                    for position, row in chunk_rows(piece.chunk):
+                        batch.notes.rows += 1
+                        if isinstance(row, BadRow):
+                            batch.add_bad_row(row)
+                        else:
+                            rows.append(row)
+                            places.append((piece.file, position))
+                except UnicodeDecodeError:
+                    batch.notes.skipped.append(piece.chunk.name)
             batch.add_documents(self.encodings[source], rows, places)
         return batch.collect_documents()
 
@@ -128,15 +132,7 @@ class _BatchDocuments:
         self._codes = list[npt.NDArray[Any] | None]()
         self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, hash
         self._images, self._numbers = list[PlacedImage](), list[float]()
-        self._notes = Notes()
-
-    def read_rows(self, piece: FileChunk) -> Iterator[tuple[int, Row | BadRow]]:
-        try:
-            for position, row in chunk_rows(piece.chunk):
-                self._notes.rows += 1
-                yield position, row
-        except UnicodeDecodeError:
-            self._notes.skipped.append(piece.chunk.name)
+        self.notes = Notes()
 
     def add_documents(
         self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]
@@ -145,15 +141,15 @@ class _BatchDocuments:
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
         samples = encoding.encode(rows)
         for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
-            self._notes.unread.update(encoding.list_unread(rows[number].values))
+            self.notes.unread.update(encoding.list_unread(rows[number].values))
         for sample in samples:
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)
                 continue
             counts = sample.unseen._asdict()
-            self._notes.unseen.update(counts.pop("others"))
-            self._notes.left_out.update(counts)
-            self._notes.ends |= encoding.learnt_end(sample)
+            self.notes.unseen.update(counts.pop("others"))
+            self.notes.left_out.update(counts)
+            self.notes.ends |= encoding.learnt_end(sample)
             self._add_sample(sample, places[sample.row], rows[sample.row].where)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
@@ -176,15 +172,15 @@ class _BatchDocuments:
             self.add_bad_row(BadRow(where, reason))
             return
         ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
-        self._notes.largest = max(
-            self._notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0]
+        self.notes.largest = max(
+            self.notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0]
         )
         file, position = place
         if sample.stops:
             pieces = [slice(start, stop) for start, stop in pairwise((0, *sample.stops))]
-            self._notes.sizes.setdefault(len(sample.numbers), where)
+            self.notes.sizes.setdefault(len(sample.numbers), where)
         else:
-            pieces = cut_into_documents(len(ids), codes, most_tokens, self._notes.left_out, uncut)
+            pieces = cut_into_documents(len(ids), codes, most_tokens, self.notes.left_out, uncut)
         # of token ids, and of what is known of images without reading their pixels
         images = [(image.grid, image.bytes) for image in sample.images]
         digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
@@ -207,13 +203,13 @@ class _BatchDocuments:
 
     def add_bad_row(self, row: BadRow) -> None:
         if row.masked:
-            self._notes.left_out["masked_rows"] += 1
+            self.notes.left_out["masked_rows"] += 1
             return
         if not self._encoder.skip_bad:
             raise DataError(f"{row.where}: {row.reason}")
-        self._notes.left_out["bad_rows"] += 1
-        if len(self._notes.bad) < SHOWN:
-            self._notes.bad.append(f"{row.where}: {row.reason}")
+        self.notes.left_out["bad_rows"] += 1
+        if len(self.notes.bad) < SHOWN:
+            self.notes.bad.append(f"{row.where}: {row.reason}")
 
     def collect_documents(self) -> Encoded:
         """Codes have one byte each unless labels name other tokens; if all are OWN_TOKEN there are none."""
@@ -226,7 +222,7 @@ class _BatchDocuments:
         table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         lengths, targets, files, positions, hashes = (column.copy() for column in table.T)
         return Encoded(
-            ids, codes, lengths, targets, files, positions, hashes, self._notes, self._images, self._numbers
+            ids, codes, lengths, targets, files, positions, hashes, self.notes, self._images, self._numbers
         )
 
 
@@ -254,7 +250,14 @@ def cut_into_documents(
     and none longer than `longest`, stays in one part.
     """
     step = longest or max(length, 1)
-    pieces = [piece for piece in _cut_outside_spans(length, step, uncut) if piece.stop - piece.start >= SHORTEST]
+    pieces = list[slice]()
+    start = 0
+    while start < length:
+        stop = min(start + step, length)
+        stop = next((a for a, b in uncut if start < a < stop < b), stop)  # it would end inside a span
+        if stop - start >= SHORTEST:
+            pieces.append(slice(start, stop))
+        start = stop
     # masked parts are counted by themselves
     lost_tokens = length - sum(piece.stop - piece.start for piece in pieces)
     if codes is not None:
@@ -267,18 +270,6 @@ def cut_into_documents(
         counts.update(short_texts=1)
     counts.update(lost_tokens=lost_tokens)
     return pieces
-
-
-def _cut_outside_spans(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
-    """A part that would end inside a span ends before it."""
-    parts = list[slice]()
-    start = 0
-    while start < length:
-        stop = min(start + step, length)
-        stop = next((a for a, b in uncut if start < a < stop < b), stop)
-        parts.append(slice(start, stop))
-        start = stop
-    return parts
 
 
 IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more only where one batch is larger

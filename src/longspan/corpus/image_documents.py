@@ -7,7 +7,7 @@ corpus.select([3, 7]).items                     # every rank knows the places; r
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -36,26 +36,26 @@ from longspan.model.vision.image_tokens import (
     check_image_arguments_of_config,
     image_tokens,
 )
-from longspan.plan.items import ItemTable, MediaItem
+from longspan.plan.items.encoding_plan import ItemTable, MediaItem
 
 THREADS = 4
 _MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped
 
 
+@dataclass(eq=False)
 class ImageReader:
     """Reads images of a corpus: `reader(number)` returns an encoder's input, `read_ahead(numbers)` begins to read some.
 
     Raises DataError, naming file and row, for an image that is gone, broken, or changed since the corpus was built.
     """
 
-    def __init__(self, table: ImageTable, processor: Processor, corpus: Corpus) -> None:
-        self._table = table
-        self._processor = processor
-        self._corpus = corpus
-        self._ahead = OrderedDict[int, Future[ImageInput]]()  # by the images' numbers
-        self._lock = Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self.images_read = 0
+    table: ImageTable
+    processor: Processor
+    corpus: Corpus
+    images_read: int = 0
+    _ahead: OrderedDict[int, Future[ImageInput]] = field(default_factory=OrderedDict)  # by the images' numbers
+    _lock: Any = field(default_factory=Lock)
+    _pool: ThreadPoolExecutor | None = None
 
     def __call__(self, number: int) -> ImageInput:
         with self._lock:
@@ -73,14 +73,14 @@ class ImageReader:
                 self._ahead.popitem(last=False)[1].cancel()
 
     def _read_input(self, number: int) -> ImageInput:
-        placed = self._table[number]
+        placed = self.table[number]
         pictures = self._load_pictures(placed, self._find_bytes(placed))
         grid = placed.image.grid
         try:
             if placed.image.frame < 0:
-                image = self._processor.process_image(pictures[0], placed.image.among)
+                image = self.processor.process_image(pictures[0], placed.image.among)
             else:  # a group of frames, whose grid depends on all frames of the video
-                image = ImageInput(self._processor.videos.group_patches(pictures, grid), grid)
+                image = ImageInput(self.processor.videos.group_patches(pictures, grid), grid)
         except DataError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
         self.images_read += 1
@@ -108,10 +108,10 @@ class ImageReader:
         """In files, or in the image's row, which is read again."""
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
-        source = self._corpus.sources[self._corpus.file_of(placed.document)]
+        source = self.corpus.sources[self.corpus.file_of(placed.document)]
         row = row_file(source.name, Path(source.path)).read_row_at(placed.position)
         try:
-            columns = self._corpus.manifest.columns
+            columns = self.corpus.manifest.columns
             media = RowMedia() if isinstance(row, BadRow) else row_and_media(rename_columns(row, columns))[1]
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
@@ -122,7 +122,7 @@ class ImageReader:
             files = list(media.images[number : number + 1])
         else:
             frames = [file for video in media.videos[number : number + 1] for file in video.frames]
-            files = frames[frame : frame + self._processor.videos.frames_per_group]
+            files = frames[frame : frame + self.processor.videos.frames_per_group]
         if not files:
             raise DataError(
                 f"{self._image_name(placed)}: its row is another one than when the corpus was made; restore the file"
@@ -130,7 +130,7 @@ class ImageReader:
         return files
 
     def _image_name(self, placed: PlacedImage) -> str:
-        name = self._corpus.sources[self._corpus.file_of(placed.document)].name
+        name = self.corpus.sources[self.corpus.file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position
         media = "image" if placed.image.frame < 0 else "video"

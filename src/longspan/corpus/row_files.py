@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import accumulate, islice
@@ -278,14 +279,17 @@ _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader m
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
 
 
+@dataclass(eq=False)
 class RowFile(ABC):
     """A file of rows, read in order or one by one; rows of more than `most_bytes` (0: any) are bad ones."""
 
-    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
-        self.name: str = name
-        self.path: Path = path
-        self._folder = str(path.absolute().parent)
-        self._most_bytes = most_bytes
+    name: str
+    path: Path
+    most_bytes: int
+
+    @cached_property
+    def folder(self) -> str:
+        return str(self.path.absolute().parent)
 
     @abstractmethod
     def read_chunks(self) -> Iterator[RowChunk]:
@@ -303,8 +307,8 @@ class RowFile(ABC):
             # of the system; those of readers have no number
             if isinstance(error, OSError) and error.errno is not None:
                 raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error.strerror}") from error
-            compressed = self.name.endswith((GZIP, ZSTD))
-            reason = "cannot be decompressed, perhaps it was cut off" if compressed else "cannot be read"
+            is_compressed = self.name.endswith((GZIP, ZSTD))
+            reason = "cannot be decompressed, perhaps it was cut off" if is_compressed else "cannot be read"
             raise DataError(f"{self.name} of the corpus ({self.path}) {reason}: {error}") from error
 
 
@@ -313,14 +317,16 @@ def _arrow_errors() -> tuple[type[Exception], ...]:
     return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 
 
+@dataclass(eq=False)
 class LineFile(RowFile):
     """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
 
-    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
-        super().__init__(name, path, most_bytes)
-        self._compressed = name.endswith((GZIP, ZSTD))
-        self._stream: BinaryIO | None = None  # lines as `read_row_at` reads them
-        self._close: Callable[[], object] = lambda: None  # closes the file of the stream
+    _stream: BinaryIO | None = None  # lines as `read_row_at` reads them
+    _close: Callable[[], object] = field(default=lambda: None)  # closes the file of the stream
+
+    @property
+    def _compressed(self) -> bool:
+        return self.name.endswith((GZIP, ZSTD))
 
     def read_chunks(self) -> Iterator[RowChunk]:
         """Yield the file's lines in order, in chunks of CHUNK_BYTES and the rest of the line in which these end.
@@ -329,8 +335,8 @@ class LineFile(RowFile):
         `data`. A last line longer than the limit is read over, and `data` has only its first bytes, to be shown;
         meanwhile chunks without rows show progress.
         """
-        folder = self._folder
-        limit = self._most_bytes + 1 if self._most_bytes else -1  # 1: a line end
+        folder = self.folder
+        limit = self.most_bytes + 1 if self.most_bytes else -1  # 1: a line end
         with self.path.open("rb") as raw, self._name_file_in_errors(), self._open_lines(raw) as lines:
             first = 0
             position = 0
@@ -340,7 +346,7 @@ class LineFile(RowFile):
                 number = first + data.count(b"\n")  # of the last line
                 line_piece = b""
                 too_long = 0
-                if self._most_bytes and len(data) - start > self._most_bytes:  # its end was not reached
+                if self.most_bytes and len(data) - start > self.most_bytes:  # its end was not reached
                     too_long = len(data) - start
                     while (line_piece := lines.readline(_PIECE)) and not line_piece.endswith(b"\n"):
                         too_long += len(line_piece)
@@ -349,7 +355,7 @@ class LineFile(RowFile):
                     too_long += max(0, len(line_piece) - 1)
                     data = data[: start + SHOWN_BYTES]
                 yield RowChunk(
-                    "lines", self.name, first, position, data, raw.tell(), folder, self._most_bytes, too_long
+                    "lines", self.name, first, position, data, raw.tell(), folder, self.most_bytes, too_long
                 )
                 position += start + too_long + 1 if too_long else len(data)
                 first = number + bool(too_long)  # a line that is read over has no line end in `data`
@@ -369,7 +375,7 @@ class LineFile(RowFile):
             ):
                 pass
             line = self._stream.readline()
-        return parse_line(line, f"{self.name}, byte {position}", self._folder)
+        return parse_line(line, f"{self.name}, byte {position}", self.folder)
 
     def _open_lines(self, raw: BinaryIO) -> BinaryIO:
         if self._compressed and not raw.read(1):  # readers would take an empty file for one without lines
@@ -406,14 +412,14 @@ class TextFile(RowFile):
     def read_chunks(self) -> Iterator[RowChunk]:
         with self._name_file_in_errors(), self.path.open("rb") as file:
             size = self.path.stat().st_size
-            too_long = size if self._most_bytes and size > self._most_bytes else 0
+            too_long = size if self.most_bytes and size > self.most_bytes else 0
             data = file.read(SHOWN_BYTES if too_long else -1)
-        yield RowChunk("text", self.name, 0, 0, data, size, self._folder, self._most_bytes, too_long)
+        yield RowChunk("text", self.name, 0, 0, data, size, self.folder, self.most_bytes, too_long)
 
     def read_row_at(self, position: int) -> Row | BadRow:
         with self._name_file_in_errors():
             text = self.path.read_bytes().decode("utf-8-sig")
-        return Row(self.name, {"text": text}, self._folder)
+        return Row(self.name, {"text": text}, self.folder)
 
 
 class TableFile(RowFile):
@@ -432,14 +438,14 @@ class TableFile(RowFile):
                     stream.write_batch(batch)
                 end = size * (first + len(batch)) // rows
                 data = sink.getvalue().to_pybytes()
-                yield RowChunk("table", self.name, first, first, data, end, self._folder, self._most_bytes)
+                yield RowChunk("table", self.name, first, first, data, end, self.folder, self.most_bytes)
                 first += len(batch)
 
     def read_row_at(self, position: int) -> Row:
         with self._name_file_in_errors():
             table = self._open_row(position)
             (record,) = table.to_pylist()
-            return Row(f"{self.name}, row {position + 1}", record_decoder(table.schema)(record), self._folder)
+            return Row(f"{self.name}, row {position + 1}", record_decoder(table.schema)(record), self.folder)
 
     @abstractmethod
     def _open_batches(self) -> tuple[int, Iterator[Any]]:
@@ -464,12 +470,9 @@ class TableFile(RowFile):
 class ParquetFile(TableFile):
     """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
 
-    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
-        super().__init__(name, path, most_bytes)
-        self._last_group = lru_cache(maxsize=1)(self._read_group)
-
-    def _read_group(self, number: int) -> Any:
-        return self._file.read_row_group(number)
+    @cached_property
+    def _last_group(self) -> Callable[[int], Any]:
+        return lru_cache(maxsize=1)(self._file.read_row_group)
 
     def _open_batches(self) -> tuple[int, Iterator[Any]]:
         meta = self._file.metadata

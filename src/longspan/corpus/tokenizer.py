@@ -74,12 +74,15 @@ class TextTokenizer:
 
     @cached_property
     def surrounding_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer's post-processor puts before and after a text, read off a text "a"."""
+        """The ids before and after a text: those of the tokenizer's post-processor, read off a text "a", and `end`."""
         text_ids, ids_with_special = (
             self.engine.encode("a", add_special_tokens=special).ids for special in (False, True)
         )
         start = next(i for i in range(len(ids_with_special)) if ids_with_special[i : i + len(text_ids)] == text_ids)
-        return ids_with_special[:start], ids_with_special[start + len(text_ids) :]
+        closing = ids_with_special[start + len(text_ids) :]
+        if self.end is not None and self.end not in closing:
+            closing.append(self.end)
+        return ids_with_special[:start], closing
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -89,15 +92,10 @@ class TextTokenizer:
     @property
     def closing(self) -> tuple[str, ...]:
         """The tokens that every text ends with."""
-        return self._token_texts([*self.surrounding_ids[1], *self.end_of_text])
+        return self._token_texts(self.surrounding_ids[1])
 
     def _token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
-
-    @property
-    def end_of_text(self) -> list[int]:
-        """The id that ends a text, unless the tokenizer puts it there itself."""
-        return [] if self.end is None or self.end in self.surrounding_ids[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode each text, with the tokens around it; long ones in pieces if possible, to bound memory."""
@@ -117,7 +115,6 @@ class TextTokenizer:
         """
         array = np.asarray(ids, dtype=np.int64)
         opening, closing = self.surrounding_ids
-        closing = [*closing, *self.end_of_text]
         tail = array[-_TAIL:].tolist()
         blanks = tail[len(tail) - tail[::-1].index(closing[-1]) :] if closing and closing[-1] in tail else None
         if blanks is not None and not self.engine.decode(blanks, skip_special_tokens=False).strip():

@@ -103,6 +103,17 @@ class Corpus:
         kind = kind if self.labels is None else ScoredCorpusDocument
         return kind(self, int(document), int(self.lengths[document]))
 
+    @property
+    def target_share(self) -> float:
+        """The share of tokens that are predicted."""
+        tokens = max(1, int(self.lengths.sum()))
+        return 1.0 if self.targets is None else min(1.0, float(self.targets.sum()) / tokens)
+
+    @property
+    def image_share(self) -> float:
+        """The share of tokens that are rows of images."""
+        return float(self.images.column("rows").sum()) / float(self.lengths.sum()) if self.images else 0.0
+
     def select(self, documents: Sequence[int]) -> "CorpusDocuments":
         """Return these documents, numbered from 0 as in a plan of their lengths."""
         return self.selects(self, tuple(documents))

@@ -293,9 +293,6 @@ class Record:
         except (OSError, ValueError):
             return None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
 
 def read_record(folder: Path) -> Record | None:
     try:

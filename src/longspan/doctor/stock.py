@@ -46,10 +46,10 @@ NO_LABEL = -100
 # ---- documents
 
 
-def draw_documents(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+def draw_documents(config: PreTrainedConfig, lengths: Sequence[int]) -> list[np.ndarray]:
     """Draw documents of random token ids, without those that mean something to the model: padding, images."""
     usual = np.array(ordinary_ids(config))
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     return [random.choice(usual, length) for length in lengths]
 
 
@@ -235,14 +235,18 @@ def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
     experts = read_experts(config.get_text_config()).of_layer
     copied_config = copy.deepcopy(config)
     text = copied_config.get_text_config()
-    names = [name for name in PICKED if isinstance(getattr(text, name, None), int)]  # fields: experts per row
+
+    def counts(names: Sequence[str]) -> list[str]:
+        return [name for name in names if isinstance(getattr(text, name, None), int)]
+
+    names = counts(PICKED)  # fields: experts per row
     if experts < 2 or not names:
         return config
     for name in names:
         setattr(text, name, experts)
-    groups = [getattr(text, name) for name in EXPERT_GROUPS if isinstance(getattr(text, name, None), int)]
-    if groups and isinstance(getattr(text, "topk_group", None), int):
-        text.topk_group = groups[0]  # routers that choose groups of experts first choose all of them
+    groups = counts(EXPERT_GROUPS)
+    if groups and counts(["topk_group"]):
+        text.topk_group = getattr(text, groups[0])  # routers that choose groups of experts first choose all of them
     return copied_config
 
 
@@ -384,14 +388,13 @@ def _compute_expected_answer(
     if dtype not in EXACT:
         every = config if every_expert is False else choose_every_expert(config)
         try:
-            answers = [answer_of(every, weights=dtype, compute=compute) for compute in (torch.float32, dtype)]
+            exact = answer_of(every, weights=dtype, compute=torch.float32)
+            rounded = answer_of(every, weights=dtype, compute=dtype)
         except Exception:  # of the model's own code
             if every is config or every_expert:
                 raise
-            every = config
-            answers = [answer_of(every, weights=dtype, compute=compute) for compute in (torch.float32, dtype)]
-        tolerance = ROUNDING * _worst_error(answers[1], answers[0])
-        return Expected(answers[0], tolerance, every_expert=every is not config)
+            return _compute_expected_answer(config, answer_of, dtype, False)
+        return Expected(exact, ROUNDING * _worst_error(rounded, exact), every_expert=every is not config)
     answer = answer_of(config, weights=dtype) if dtype == torch.float32 else None
     try:
         with compute_in_float64():  # scans and norms in float64 too

@@ -289,6 +289,11 @@ class Difference:
     lower: int
     by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
 
+    def rows(self) -> list[tuple[str, float, float, int]]:
+        """Both losses and the number of documents: of all, and of those of each length, which the text names."""
+        lengths = [(f"{first:,} to {last:,}", a, b, count) for first, last, a, b, count in self.by_length]
+        return [("all", self.first, self.other, self.documents), *lengths]
+
 
 def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Difference]:
     return [_difference_of_set(*pair) for pair in zip(first.sets, other.sets, strict=True)]

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ _ERROR = "error"
 _MESSAGE = "work of the first rank"
 
 
+@dataclass(eq=False)
 class FirstRank:
     """The first rank works; the others wait, join its calls, and get its result, or its error.
 
@@ -42,11 +44,10 @@ class FirstRank:
     `calls` are what all ranks run together, by name (`call_on_others`). The work must not communicate in any other way.
     """
 
-    def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
-        self._world = world
-        self._calls = calls
-        self._waiting: ExitStack | None = None  # while it is open, the other ranks wait
-        self._lock = threading.Lock()  # a rollout may call from threads of its own
+    world: World
+    calls: Mapping[str, Callable[..., Any]]
+    _waiting: ExitStack | None = None  # while it is open, the other ranks wait
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # a rollout may call from threads of its own
 
     @property
     def is_working(self) -> bool:
@@ -60,7 +61,7 @@ class FirstRank:
         """
         if self.is_working:
             return work()
-        if not is_first_rank(self._world):
+        if not is_first_rank(self.world):
             return self._answer_calls_of_first()
         self._tell_others_to_wait()
         try:
@@ -92,25 +93,25 @@ class FirstRank:
 
     def _tell_others_to_wait(self) -> None:
         self._waiting = ExitStack()
-        self._waiting.enter_context(leave_together(self._world))
+        self._waiting.enter_context(leave_together(self.world))
 
     def _send(self, message: bytes) -> None:
         waiting = self._waiting
         self._waiting = None
         assert waiting is not None
         waiting.close()
-        self._world.control.broadcast_object(message, what=_MESSAGE)
+        self.world.control.broadcast_object(message, what=_MESSAGE)
 
     def _answer_calls_of_first(self) -> Any:
         while True:
-            with leave_together(self._world):  # waits until the first rank leaves, too
+            with leave_together(self.world):  # waits until the first rank leaves, too
                 pass
-            name, value = pickle.loads(self._world.control.broadcast_object(b"", what=_MESSAGE))
+            name, value = pickle.loads(self.world.control.broadcast_object(b"", what=_MESSAGE))
             if name == _RESULT:
                 return value
             if name == _ERROR:
                 raise value
-            self._calls[name](*value)  # what `call_on_others` sent: a name and arguments
+            self.calls[name](*value)  # what `call_on_others` sent: a name and arguments
 
 
 def _make_shared_error(error: BaseException, what: str) -> LongspanError:

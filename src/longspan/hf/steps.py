@@ -103,8 +103,7 @@ class BatchesAhead:
 class HostBatches:
     """The batches of a Trainer's loader, left on the host; `make_next_batches` has some of them made ahead."""
 
-    def __init__(self) -> None:
-        self._batches: BatchesAhead | None = None
+    _batches: BatchesAhead | None = None
 
     def keep_batches_on_host(self, loader: Any) -> None:
         """Change a loader so that its batches stay on the host until `training_step` moves them, and can be made ahead.

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,17 +71,17 @@ def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
+@dataclass(eq=False)
 class LocalRank:
     """One rank's process, and its answer, or how the process died, once either has come."""
 
-    def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
-        self.index: int = index
-        self.process: ForkServerProcess = process
-        self.pipe = pipe
-        self.answer: RankAnswer | None = None
-        self.death: str | None = None
-        self.killed_by = 0  # the signal that the process died of; 0: none
-        self.waiting = True  # for its answer
+    index: int
+    process: "ForkServerProcess"
+    pipe: connection.Connection
+    answer: RankAnswer | None = None
+    death: str | None = None
+    killed_by: int = 0  # the signal that the process died of; 0: none
+    waiting: bool = True  # for its answer
 
     def receive_answer(self) -> None:
         """Take the answer from the pipe; a pipe that ends or breaks without one means that the process died."""
@@ -88,12 +89,12 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join()
-            self.killed_by: int = -min(0, self.process.exitcode or 0)  # a negative exit code is a signal's number
+            self.killed_by = -min(0, self.process.exitcode or 0)  # a negative exit code is a signal's number
             self.death = describe_death(self.process.exitcode)
         self.waiting = False
 
     def send_task(self, task: RankTask) -> None:
-        self.waiting: bool = True
+        self.waiting = True
         self.answer = None
         self.pipe.send_bytes(pickle.dumps(task))
 

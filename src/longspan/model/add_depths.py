@@ -3,7 +3,7 @@
 An adapter is added after depths: it then adapts their linears as it adapts those of other layers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -21,10 +21,11 @@ from longspan.model.mtp import MtpBlocks, MtpDepth, MtpDepths, note_layer_inputs
 from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.weights.fill import (
+    DrawnWeights,
     JoinedWeights,
     WeightSource,
-    draw_copy,
     empty_model,
+    find_deferred_weights,
     has_meta_parameters,
     persistent_buffers,
 )
@@ -48,30 +49,9 @@ def read_depth_weights(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> 
     _fill_depth_weights(model, mtp, source)
 
 
-class _DrawnWeights:
-    """A depth is drawn whole, since modules may initialise those inside; only names, shapes and buffers are kept."""
-
-    def __init__(self, model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
-        self._initialise = model._init_weights
-        self._seed = seed
-        self._depths = {f"{MTP}.layers.{i}": deepcopy(depth).to("meta") for i, depth in enumerate(mtp.layers)}
-        self._buffers = {f"{MTP}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
-
-    def __str__(self) -> str:
-        return "the drawn depths"
-
-    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
-        for path, depth in self._depths.items():
-            drawn = draw_copy(path, depth, device, seed=self._seed, initialise=self._initialise)
-            for name, tensor in drawn.named_parameters():
-                if local_part := parts.get(f"{path}.{name}"):
-                    yield f"{path}.{name}", tensor.detach()[local_part.block or ...].to(local_part.dtype)
-
-
 @torch.no_grad()
 def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
-    if (weights := vars(model).get("weights_to_come")) is not None:
+    if (weights := find_deferred_weights(model)) is not None:
         weights.source = JoinedWeights(weights.source, source)
         return
     if has_meta_parameters(mtp):  # a model of names and shapes only
@@ -105,7 +85,13 @@ def add_mtp(
     try:
         if weights is None:
             _make_buffers(model, mtp)
-            _fill_depth_weights(model, mtp, _DrawnWeights(model, mtp, seed))
+            # a depth is drawn whole, since modules may initialise those inside
+            depths_to_draw = [
+                (f"{MTP}.layers.{i}", deepcopy(depth).to("meta"), model._init_weights)
+                for i, depth in enumerate(mtp.layers)
+            ]
+            buffers = {f"{MTP}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
+            _fill_depth_weights(model, mtp, DrawnWeights(buffers, depths_to_draw, seed))
         else:
             read_depth_weights(model, mtp, Path(weights))
     except ModelError:

@@ -23,7 +23,7 @@ from longspan.errors import ModelError, plural
 from longspan.model.activations.tiles import TiledForward
 from longspan.model.features import Call, Feature
 from longspan.model.kinds import IS_COMPILED, class_forward, find_mixers
-from longspan.model.layers import architecture_name, expert_modules, layers_and_mtp_blocks
+from longspan.model.layers import architecture_name, layers_and_mtp_blocks
 from longspan.model.seams.norms import restore_class_norms
 from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 
@@ -107,26 +107,16 @@ def _compile_layer(layer: nn.Module) -> None:
         forward = vars(module).get("forward")
         if isinstance(forward, TiledForward):  # tiles: the forward of one
             forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
-        _run_outside_graphs(module)
-    has_experts = bool(expert_modules(layer))
-    if has_experts:
-        from longspan.model.experts.moe import remove_argument_hooks
-
-        remove_argument_hooks(layer)  # `_LayerRun` does what they do
-    run = torch.compile(class_forward(layer), dynamic=True, backend=BACKEND)
-    layer_run = _LayerRun(layer, run, has_experts=has_experts)
+        # torch.compile ends its graph before a call of this module and begins another one after it
+        vars(module)["forward_outside_graphs"] = module.forward
+        module.forward = MethodType(_forward_outside_graphs, module)
+    layer_run = _LayerRun(layer, torch.compile(class_forward(layer), dynamic=True, backend=BACKEND))
     setattr(layer, IS_COMPILED, True)
     # In transformers 5.23 the class's forward runs the checkpoint; in 5.17 the call does.
     in_forward = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(
         GradientCheckpointingLayer
     )
     layer.forward = partial(_run_within_checkpoint, layer_run) if in_forward else layer_run
-
-
-def _run_outside_graphs(module: nn.Module) -> None:
-    """Have torch.compile end its graph before a call of this module and begin another one after it."""
-    vars(module)["forward_outside_graphs"] = module.forward
-    module.forward = MethodType(_forward_outside_graphs, module)
 
 
 @break_graphs_around
@@ -166,19 +156,14 @@ def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
 
 
 class _LayerRun:
-    """A layer's compiled forward (`run`). If it `has_experts` it notes arguments, as the hook did that was removed."""
+    """A layer's compiled forward (`run`)."""
 
-    def __init__(self, layer: nn.Module, run: Callable[..., Any], *, has_experts: bool) -> None:
+    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
         self.layer = layer
         self.run = run
-        self.has_experts = has_experts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A single row would take a graph of its own: the class's code runs it."""
-        if self.has_experts:
-            from longspan.model.experts.moe import note_layer_arguments
-
-            note_layer_arguments(kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return class_forward(self.layer)(self.layer, *args, **kwargs)

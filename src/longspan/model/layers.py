@@ -59,8 +59,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 def base_model(model: PreTrainedModel) -> Any:
     """Return the model below the output embedding, from token ids to the last hidden states; without one the model."""
-    name = base_name(model)
-    return getattr(model, name) if name else model
+    return model.get_submodule(base_name(model))
 
 
 def reads_other_modalities(model: PreTrainedModel) -> bool:
@@ -87,8 +86,7 @@ def text_model(model: PreTrainedModel) -> Any:
 
 def decoder_model(model: PreTrainedModel) -> Any:
     """Return the model with the decoder layers: a wrapper's text model, or of other models what `base_model` gives."""
-    name = text_model_name(model)
-    return model.get_submodule(name) if name else model
+    return model.get_submodule(text_model_name(model))
 
 
 def towers_beside_text_model(model: PreTrainedModel) -> list[nn.Module]:

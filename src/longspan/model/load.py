@@ -4,7 +4,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,6 +27,7 @@ from longspan.model.weights.fill import (
     fill_now,
     fill_when_prepared,
     image_text_class_of_architectures,
+    new_model,
 )
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import (
@@ -73,47 +72,52 @@ def load_model(
     missing, incomplete, damaged or (without `quantized`) quantized, or that holds tensors that the model does not take.
     """
     kind = torch_dtype(dtype)
-    if path is not None:
-        folder = Path(path)
-        if not isinstance(config, PreTrainedConfig):
-            config = read_configuration(Path(config or folder))
-        weight_files(folder, quantized=quantized)  # what it lacks, before transformers says it in its words
-        stored = _find_stored_weights(folder)
-        score_class, image_class = _find_classes(config, images)
-        with _as_model_error(f"the model in {folder} cannot be loaded"), no_progress_bars():
-            model = empty_model(config, kind, score_class or image_class)
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-            source = checked_folder_weights(folder, model, stored)
-            fill_when_prepared(model, source)  # stock's loader would let faults pass
-            if not sharded and stored is not None:
-                fill_now(model)
-                model.eval()
-            elif not sharded:
-                automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
-                stock: Any = score_class or automatic
-                model = stock.from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
-        return _check_embedding_rows(model, path, vocab_size)
-    if config is None and preset is None:
+    if config is None and path is None and preset is None:
         raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
-    if config is None:
+    if config is None and path is None:
         config = preset_config(preset or "", vocab_size=vocab_size)
     elif not isinstance(config, PreTrainedConfig):
-        config = read_configuration(Path(config))
-    (score_class, image_class), path = _find_classes(config, images), config._name_or_path
-    with _as_model_error(f"no model can be made of the {type(config).__name__}{f' of {path}' if path else ''}"):
-        if sharded:
-            model = empty_model(config, kind, score_class or image_class)
-            fill_when_prepared(model, RandomWeights(model, seed))
-        else:
-            model = _make_random_model(config, kind, seed, score_class, image_class)
-    return _check_embedding_rows(model, path or preset or "the configuration", vocab_size)
+        config = read_configuration(Path(config or path or ""))
+    if path is not None:
+        weight_files(Path(path), quantized=quantized)  # what it lacks, before transformers says it in its words
+    architecture = find_score_class(config) or choose_image_text_class(config, images)  # None: a causal model
+    source = path or config._name_or_path
+    if path is not None:
+        with _as_model_error(f"the model in {path} cannot be loaded"), no_progress_bars():
+            model = _load_folder(Path(path), config, kind, architecture, sharded=sharded)
+    else:
+        with _as_model_error(
+            f"no model can be made of the {type(config).__name__}{f' of {source}' if source else ''}"
+        ):
+            if sharded:
+                model = empty_model(config, kind, architecture)
+                fill_when_prepared(model, RandomWeights(model, seed))
+            else:
+                model = _make_random_model(config, kind, architecture, seed)
+    vocabulary = vocabulary_size(model)
+    if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
+        raise ModelError(
+            f"the tokenizer has {vocab_size} ids, the model in {source or preset or 'the configuration'} only "
+            f"{vocabulary}; use the tokenizer that belongs to the model"
+        )
+    return model
 
 
-def _find_classes(config: PreTrainedConfig, images: bool, /) -> tuple[type[PreTrainedModel] | None, Any]:
-    """Return the class with a head that scores, and the one from images and text to text; None: a causal model."""
-    score_class = find_score_class(config)
-    return score_class, choose_image_text_class(config, images) if score_class is None else None
+def _load_folder(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, architecture: Any, *, sharded: bool
+) -> PreTrainedModel:
+    model = empty_model(config, dtype, architecture)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    stored = _find_stored_weights(folder)
+    fill_when_prepared(model, checked_folder_weights(folder, model, stored))  # stock's loader would let faults pass
+    if sharded:
+        return model
+    if stored is not None:
+        fill_now(model)
+        return model.eval()
+    stock = architecture or AutoModelForCausalLM
+    return stock.from_pretrained(folder, config=config, dtype=dtype, **FOLDER_OPTIONS)
 
 
 def find_score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -139,16 +143,6 @@ def _find_stored_weights(folder: Path) -> StoredWeights | None:
         raise ModelError(f"{folder}: {error}") from error
 
 
-def _check_embedding_rows(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
-    vocabulary = vocabulary_size(model)
-    if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
-        raise ModelError(
-            f"the tokenizer has {vocab_size} ids, the model in {path} only {vocabulary}; "
-            "use the tokenizer that belongs to the model"
-        )
-    return model
-
-
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return a dtype of parameters, by its name or as it is. Raises ModelError for any other dtype."""
     for name, kind in _DTYPES.items():
@@ -158,15 +152,11 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _make_random_model(
-    config: PreTrainedConfig, dtype: torch.dtype, seed: int, score_class: Any, image_class: Any
+    config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None, seed: int
 ) -> PreTrainedModel:
-    automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if score_class is not None:
-            model = score_class._from_config(deepcopy(config), dtype=torch.float32)
-        else:
-            model = automatic.from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+        model = new_model(config, torch.float32, architecture)
     for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype

@@ -32,7 +32,7 @@ from longspan.model.layers import MTP, SCORE_HEADS, architecture_name, decoder_l
 from longspan.model.mtp import select_mtp_weights, unwrap_trained_mtp
 from longspan.model.parts import is_tied
 from longspan.model.seams.call_rules import SAVES, refuse_call
-from longspan.model.weights.fill import WeightSource, has_meta_parameters
+from longspan.model.weights.fill import JoinedWeights, find_deferred_weights, has_meta_parameters
 from longspan.model.weights.local_tensors import LocalPart
 
 
@@ -196,9 +196,9 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
             if empty or ".lora_" not in name  # of a module that is trained whole
             else draw_adapter_values(name, parameter.shape, new.seed).to(dtype)
         )
-    if empty and (weights := vars(model).get("weights_to_come")) is not None:
+    if empty and (weights := find_deferred_weights(model)) is not None:
         shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
-        weights.source = AdapterOver(weights.source, shapes, new.seed)
+        weights.source = JoinedWeights(weights.source, DrawnAdapter(shapes, new.seed))
     return peft_model
 
 
@@ -211,29 +211,23 @@ def draw_adapter_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
-class AdapterOver:
-    """A source of weights: a base model's from `base`, and an adapter's, given by name and shape, drawn from a seed."""
+class DrawnAdapter:
+    """A source of an adapter's weights, given by name and shape, drawn from a seed."""
 
-    def __init__(self, base: WeightSource, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
-        self.base: WeightSource = base
-        self._shapes = dict(shapes)
+    def __init__(self, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
+        self._shapes = shapes
         self._seed = seed
 
-    def __str__(self) -> str:
-        return str(self.base)
-
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values) of these parts of parameters; the adapter's come first."""
         for name, shape in self._shapes.items():
             if part := parts.get(name):
                 yield name, draw_adapter_values(name, shape, self._seed)[part.block].to(part.dtype)
-        yield from self.base.read(parts, device)
 
 
 def adapter_is_drawn_by_prepare(model: nn.Module) -> bool:
     """Return whether `prepare` draws the adapter in a model: `add_lora` made it on the meta device."""
-    weights = vars(model).get("weights_to_come")
-    return weights is not None and isinstance(weights.source, AdapterOver)
+    weights = find_deferred_weights(model)
+    return weights is not None and isinstance(getattr(weights.source, "added", None), DrawnAdapter)
 
 
 def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:

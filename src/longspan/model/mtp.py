@@ -195,9 +195,6 @@ class MtpDepth(nn.Module):
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
         super().__init__()
-        self.enorm: nn.Module
-        self.hnorm: nn.Module
-        self.post_norm: nn.Module
         self.enorm, self.hnorm, self.post_norm = norms
         self.eh_proj = eh_proj
         self.mtp_block = block

@@ -19,7 +19,7 @@ from longspan.model.kinds import is_peft_module, unwrap_peft_model
 from longspan.model.layers import score_columns
 from longspan.model.options import PrepareOptions
 from longspan.model.parts import is_tied
-from longspan.model.replaced_parameters import forget_names, name_parameters
+from longspan.model.replaced_parameters import FORMER, name_parameters
 from longspan.model.seams.attention_calls import (
     IMPLEMENTATION,
     check_model_call,
@@ -174,7 +174,8 @@ def prepare_language_model(
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_model_call, with_kwargs=True, prepend=True)
     prepared.register_forward_pre_hook(try_rows_before_call, prepend=True, with_kwargs=True)
-    forget_names(prepared)
+    for parameter in prepared.parameters():  # that were not replaced
+        vars(parameter).pop(FORMER, None)
     return prepared
 
 

@@ -29,12 +29,6 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
             )
 
 
-def forget_names(model: nn.Module) -> None:
-    """Take the names from the parameters that were not replaced."""
-    for parameter in model.parameters():
-        vars(parameter).pop(FORMER, None)
-
-
 _CHECKED = WeakKeyDictionary[Optimizer, ref[nn.Module]]()  # optimizers, and the model that each updates
 
 

@@ -4,7 +4,7 @@ Training checkpoints, with optimizer state, and encoders of one's own are not sa
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain, groupby
@@ -271,26 +271,24 @@ def _save_weights(
         cast = ({name: x.to(dtype=file_dtype) for name, x in unit.items()} for unit in units)
         _save_adapter(adapter, target, world, tokenizer, cast, modules)
         return
-    as_save_error = partial(_make_save_error, target)
-    folder_and_model = result_or_first_error(
-        world, lambda: _make_folder_and_empty_model(model, target, file_dtype) if writes else None, as_save_error
-    )
-    writer = None if folder_and_model is None else WeightWriter(*folder_and_model, cast=file_dtype is not None)
+    writer: Any = _on_first_rank(world, target, lambda: _begin_files(model, target, file_dtype))
     for unit in chain(
         _weight_units(model, world), *(_gathered_units(e.module.state_dict(), writes=writes) for e in encoders)
     ):
-        result_or_first_error(
-            world, lambda unit=unit: None if writer is None else writer.write_unit(unit), as_save_error
-        )
+        _on_first_rank(world, target, partial(WeightWriter.write_unit, writer, unit))
 
     def finish_files() -> None:
-        if writer is not None and folder_and_model is not None:
-            writer.finish()
-            unfinished, empty = folder_and_model
-            write_all_but_weights(empty, unfinished, tokenizer)
-            replace_files(unfinished, target, OF_MODEL)
+        writer.finish()
+        write_all_but_weights(writer.empty, writer.folder, tokenizer)
+        replace_files(writer.folder, target, OF_MODEL)
 
-    result_or_first_error(world, finish_files, as_save_error)
+    _on_first_rank(world, target, finish_files)
+
+
+def _on_first_rank(world: World, target: Path, work: Callable[[], object]) -> object:
+    """Return what the work on the first rank gives, None elsewhere; all ranks raise its error."""
+    writes = world.rank == world.home.ranks[0]
+    return result_or_first_error(world, lambda: work() if writes else None, partial(_make_save_error, target))
 
 
 def _find_savable_encoders(model: Any) -> list[Encoder]:
@@ -336,8 +334,7 @@ def _save_adapter(
         write_adapter(unfinished, adapter, tensors, tokenizer, modules)
         replace_files(unfinished, target, OF_ADAPTER)
 
-    writes = world.rank == world.home.ranks[0]
-    result_or_first_error(world, lambda: write_files() if writes else None, partial(_make_save_error, target))
+    _on_first_rank(world, target, write_files)
 
 
 def _make_save_error(folder: Path, error: Exception) -> ModelError:
@@ -362,14 +359,12 @@ def _gathered_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[di
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
 
 
-def _make_folder_and_empty_model(
-    model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
-) -> tuple[Path, PreTrainedModel]:
+def _begin_files(model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None) -> WeightWriter:
     unfinished = make_partial_folder(target)
     empty = empty_stock_model(model, dtype)
     if getattr(model, "generation_config", None) is not None:  # a model that scores has none
         empty.generation_config = model.generation_config  # pyright: ignore[reportAttributeAccessIssue]
-    return unfinished, empty
+    return WeightWriter(unfinished, empty, cast=dtype is not None)
 
 
 def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:

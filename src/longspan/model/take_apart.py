@@ -230,7 +230,7 @@ def _prepare_and_join_encoder(
         max_rows_per_slot=settings.max_rows_per_slot,
         recompute=settings.recompute,
         cost=cost,
-        deep_layers=parts.deep_layers,
+        deep_layers=parts.encoder.deep_layers,
         in_spans=find_family(language_model.config.model_type).images_see_each_other,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -53,12 +53,8 @@ class Group:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for a JSON document, without those that most groups leave at their default."""
-        fields = {name: getattr(self, name) for name in ("slots", "documents", "lengths", "cp_comm_type")}
-        if self.hierarchical_context_parallel_sizes is not None:
-            fields["hierarchical_context_parallel_sizes"] = self.hierarchical_context_parallel_sizes
-        if self.partition != "zigzag":
-            fields["partition"] = self.partition
-        return fields if self.pad_to is None else fields | {"pad_to": self.pad_to}
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return {f.name: value for f, value in values if value != f.default or f.name == "cp_comm_type"}
 
     @cached_property
     def shares(self) -> Partition:

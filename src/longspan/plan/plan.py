@@ -413,19 +413,19 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
 
     The type of a group of one slot, which shares nothing, is "".
     """
-    counts = dict[tuple[int, str], tuple[int, int]]()
+    counts = Counter[tuple[int, str]]()
+    tokens = Counter[tuple[int, str]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
         kind = (
             comm_type_text(group.cp_comm_type, [group.hierarchical_context_parallel_sizes])
             if group.degree > 1
             else ""
         )
-        key = group.degree, kind
-        count, tokens = counts.get(key, (0, 0))
-        counts[key] = count + 1, tokens + group.tokens
+        counts[group.degree, kind] += 1
+        tokens[group.degree, kind] += group.tokens
     return [
-        {"degree": degree, "cp_comm_type": kind, "count": count, "tokens": tokens}
-        for (degree, kind), (count, tokens) in sorted(counts.items())
+        {"degree": key[0], "cp_comm_type": key[1], "count": counts[key], "tokens": tokens[key]}
+        for key in sorted(counts)
     ]
 
 

@@ -11,10 +11,9 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from longspan.errors import LongspanError, PlanError
 from longspan.launch.stop_signals import SIGNALS
@@ -175,14 +174,18 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
     for number in SIGNALS:  # meant for the parent, which may want plans until it has stopped
         signal.signal(number, signal.SIG_IGN)
     main, payload = connection.recv()
+    planner: Any = None
+    failure: BaseException | None = None
     try:
         import_main(main)
         planner = pickle.loads(payload)
     except BaseException as error:  # then each `AsyncPlanner.plan` raises it
-        planner = partial(_raise_planner_error, error)
+        failure = error
     with suppress(OSError):  # the owner is gone
         while (step := next_request(connection, parent)) is not None:
             try:
+                if failure is not None:
+                    raise failure
                 answer = pickle.dumps(check_planner_result(planner(step), step))
             except BaseException as error:
                 told = error
@@ -193,7 +196,3 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
                 told.add_note(f"while planning step {step}\n{''.join(traceback.format_exception(error))}")
                 answer = pickle.dumps(told)
             connection.send_bytes(answer)
-
-
-def _raise_planner_error(error: BaseException, step: int) -> NoReturn:
-    raise error

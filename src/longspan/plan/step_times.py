@@ -44,15 +44,16 @@ class GroupTable:
         pad = np.repeat(_int_array([group.pad_to or 0 for _, group in groups]), counts)
         lengths = np.fromiter(chain.from_iterable(group.lengths for _, group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
+        first = np.cumsum(counts) - counts  # document of each group
         ways: dict[Way, int] = {}
         way = _int_array([ways.setdefault(_type_size_and_partition(group), len(ways)) for _, group in groups])
         return cls(
             micro_batch=_int_array([m for m, _ in groups]),
             degree=degree,
             documents=counts,
-            tokens=_segment_sums(rows, counts),
-            squares=_segment_sums(rows * rows, counts),
-            unpadded=_segment_sums(lengths * lengths, counts),
+            tokens=np.add.reduceat(rows, first),
+            squares=np.add.reduceat(rows * rows, first),
+            unpadded=np.add.reduceat(lengths * lengths, first),
             skipped=np.array([_count_skipped_rows(group) for _, group in groups], dtype=np.float64),
             group=np.repeat(np.arange(len(groups)), degree),
             slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
@@ -242,12 +243,6 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
             break
         label = next_label
     return label.reshape(count, slots) % slots
-
-
-def _segment_sums(values: Integers, counts: Integers) -> Integers:
-    total = np.concatenate(([0], np.cumsum(values)))
-    stop = np.cumsum(counts)
-    return total[stop] - total[stop - counts]
 
 
 def _int_array(values: Sequence[int]) -> Integers:

@@ -28,6 +28,10 @@ class Bar(NamedTuple):
     start: float
     stop: float
 
+    @property
+    def area(self) -> float:
+        return (self.stop - self.start) * self.slots
+
 
 class Summary(NamedTuple):
     """Documents too small to draw, on neighbouring slots that are busy with them until `stop` on average."""
@@ -64,7 +68,7 @@ class PlanBars:
     @cached_property
     def color_by_document(self) -> dict[int, int]:
         """The index in FILLS of each document's colour; documents without one of the largest bars take turns."""
-        largest_bars = sorted(self.bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
+        largest_bars = sorted(self.bars, key=lambda bar: -bar.area)[:MOST_COLORED]
         return {i: i % HUES for i in range(len(self.plan.lengths))} | _document_colors(largest_bars)
 
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
@@ -94,7 +98,7 @@ def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
     for index, micro_batch in enumerate(plan.micro_batches):
         begin = timeline.start[index] + cost.micro_batch_seconds
         bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
-    if plan.mode == "free" or not plan.micro_batches:
+    if plan.mode == "free":
         return PlanBars(plan, (Panel(0.0, 0.0, timeline.step_seconds),), tuple(bars))
     starts = timeline.start.min(axis=1).tolist()
     ends = timeline.end.max(axis=1).tolist()
@@ -119,7 +123,7 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
             used = set(color_of_bar[is_near].tolist()) - {-1}
             hues = {color % HUES for color in used}
             colors[bar.document] = min(range(len(FILLS)), key=lambda c: (c in used, c % HUES in hues, areas[c], c))
-            areas[colors[bar.document]] += (bar.stop - bar.start) * bar.slots
+            areas[colors[bar.document]] += bar.area
         color_of_bar[index] = colors[bar.document]
     return colors
 
@@ -128,9 +132,7 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
     """The seconds that each group takes of each of its slots, per micro-batch, without the launches."""
     table = GroupTable.from_micro_batches(plan.micro_batches)
     seconds = table.group_seconds(cost, plan.node_size)
-    return (
-        np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
-    )
+    return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1])
 
 
 def _stack_groups(

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.errors import plural
+from longspan.evaluation.request import Difference
 from longspan.evaluation.result import HELD_OUT, SAME
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.page import COLORS, Part, chart, curve, page, page_head, section, table
@@ -163,24 +164,21 @@ def eval_page(record: Mapping[str, Any]) -> str:
             rows.append((row, cells))
     sections = [section("Evaluations", evaluation_table(rows))]
     differences = record.get("compare", {}).get("differences", ())
-    sections += [_difference_section(difference, names) for difference in differences]
+    sections += [_difference_section(Difference(**difference), names) for difference in differences]
     if charts := [*bucket_charts(by_position, by_length)]:
         sections.append(section("Where the loss is", {"charts": charts}))
     title = page_head(names[0], " · ".join(time_and_command()), layout, *changes)
     return page(f"{names[0]} · longspan", {"head": title, "sections": sections})
 
 
-def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> Part:
-    error = difference["standard_error"]
+def _difference_section(difference: Difference, names: Sequence[str]) -> Part:
+    error = difference.standard_error
     words = (
         f"loss of {names[1]} minus that of {names[0]}: "
-        f"{difference['difference']:+.6f}{'' if error is None else f' ± {error:.6f} (standard error over documents)'}; "
-        f"{difference['lower']:,} of {plural(difference['documents'], 'document')} have a lower value."
+        f"{difference.difference:+.6f}{'' if error is None else f' ± {error:.6f} (standard error over documents)'}; "
+        f"{difference.lower:,} of {plural(difference.documents, 'document')} have a lower value."
     )
-    rows = [("all", difference["first"], difference["other"], difference["documents"])]
-    rows += [
-        (f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]
-    ]
+    rows = difference.rows()
     cells = ([name, f"{a:,.6f}", f"{b:,.6f}", f"{b - a:+.6f}", f"{count:,}"] for name, a, b, count in rows)
     rows_by_length = table(["tokens of the document", *names, "difference", "documents"], cells)
-    return section(f"Difference, {difference['name'] or HELD_OUT}", {"note": words}, rows_by_length)
+    return section(f"Difference, {difference.name or HELD_OUT}", {"note": words}, rows_by_length)

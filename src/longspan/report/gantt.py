@@ -8,13 +8,15 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from html import escape
 
 from longspan.errors import plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, Plan
+from longspan.plan.micro_batch import comm_type_text
 from longspan.plan.plan import group_counts
 from longspan.report.bars import Bar, PlanBars, Summary, group_times, plan_bars
-from longspan.report.page import PATTERNS, Part, escaped_text, read_report_file, svg_element, svg_text
+from longspan.report.page import PATTERNS, Part, read_report_file, svg_element, svg_text
 
 WIDTH = 1120  # of the picture on a page
 NARROW = 400  # on a page of a telephone
@@ -88,27 +90,19 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     picture = gantt_svg(plan)
     size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
-    entries = (
-        svg_element(
-            "rect",
-            class_=kind,
-            x=54 + 540 * (i % 2),
-            y=round(_HEAD + height) + 4 + 18 * (i // 2),
-            width=22,
-            height=12,
-        )
-        + svg_text(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
-        for i, (kind, words) in enumerate(picture_legend(picture))
-    )
+    entries = list[str]()
+    for i, (kind, words) in enumerate(picture_legend(picture)):
+        x = 54 + 540 * (i % 2)
+        y = round(_HEAD + height) + 4 + 18 * (i // 2)
+        entries.append(svg_element("rect", class_=kind, x=x, y=y, width=22, height=12))
+        entries.append(svg_text(words, x + 28, y + 10, "start"))
     picture = picture.replace("<svg", f'<svg width="{WIDTH}" height="{height:g}"', 1)
     return svg_element(
         "svg",
         svg_element("style", read_report_file("page.css")),
         PATTERNS,
         svg_element("rect", fill="var(--card)", **size),
-        svg_element(
-            "text", escaped_text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"
-        ),
+        svg_element("text", escape(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
         *(svg_text(line, 12, 42 + 16 * i, "start") for i, line in enumerate(plan_fact_lines(plan))),
         svg_element("g", picture, transform=f"translate(0 {_HEAD})"),
         *entries,
@@ -166,7 +160,7 @@ class _Canvas:
 
     def panels(self) -> Iterator[str]:
         room = sum((panel.stop - panel.work) * self.plan.slots for panel in self.picture.panels)
-        is_idle = sum((bar.stop - bar.start) * bar.slots for bar in self.picture.bars) < 0.999 * room
+        is_idle = sum(bar.area for bar in self.picture.bars) < 0.999 * room
         for panel in self.picture.panels:
             box = {"x": self.x(panel.start), "y": _TOP, "height": self.bottom - _TOP}
             if is_idle:
@@ -253,9 +247,8 @@ def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[t
     words = dict[int, list[tuple[str, str]]]()
     for batch, micro_batch in enumerate(plan.micro_batches):
         for group, seconds in zip(micro_batch.groups, times[batch].tolist(), strict=True):
-            comm = group.cp_comm_type
             count = len(group.documents)
-            types = comm if isinstance(comm, str) else "/".join(dict.fromkeys(comm))
+            types = comm_type_text(group.cp_comm_type)
             padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
             name = f"group{f' of {count} documents' if count > 1 else ''}{padded}: rows on a slot"
             of_group = [("micro-batch", str(batch))]

@@ -45,7 +45,7 @@ def page(title: str, value: Mapping[str, Any], *, live: bool = False) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{content_policy(live=live)}">'
-        f"<title>{escaped_text(title)}</title><style>\n{read_report_file('page.css')}</style></head>\n<body>{PATTERNS}<main></main>"
+        f"<title>{escape(title)}</title><style>\n{read_report_file('page.css')}</style></head>\n<body>{PATTERNS}<main></main>"
         "<noscript>A script in this page draws it; let the browser run scripts.</noscript>"
         '<div id="tip" role="status" aria-live="polite" hidden></div>'
         f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>'
@@ -76,13 +76,9 @@ def svg_element(element: str, *content: str, **attributes: object) -> str:
     return f"<{element}{''.join(written)}>{''.join(content)}</{element}>"
 
 
-def escaped_text(value: object) -> str:
-    return escape(str(value))
-
-
 def svg_text(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
     """Return words in a drawing at (x, y), which is where they start, end or have their middle, as `anchor` says."""
-    return svg_element("text", escaped_text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
+    return svg_element("text", escape(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
 def read_report_file(name: str) -> str:

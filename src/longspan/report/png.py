@@ -61,19 +61,19 @@ def write_png(plan: Plan, path: str | Path) -> Path:
         across, along = (width, height) if upright else (height, width)
         name = next((name for name in names if along >= LETTER_WIDTH * len(name) + 4), "")
         if name and across >= LABEL_HEIGHT:
-            ground = {
-                "facecolor": FILLS[picture.color_by_document[b.document]],
-                "edgecolor": "none",
-                "pad": 0.5,
-            }  # hides lines
-            look = {
-                "fontsize": 8,
-                "color": "#222222",
-                "zorder": 4,
-                "bbox": ground,
-                "rotation": 90 if upright else 0,
-            }
-            axes.text((b.start + b.stop) / 2, b.slot + b.slots / 2, name, ha="center", va="center", **look)
+            fill = FILLS[picture.color_by_document[b.document]]
+            axes.text(
+                (b.start + b.stop) / 2,
+                b.slot + b.slots / 2,
+                name,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="#222222",
+                zorder=4,
+                bbox={"facecolor": fill, "edgecolor": "none", "pad": 0.5},  # hides lines
+                rotation=90 if upright else 0,
+            )
     entries = (
         (FILLS[0], LEGEND[0][1]),
         (MANY, LEGEND[1][1]),
@@ -101,8 +101,9 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
         middle = (panel.start + panel.stop) / 2
         if middle - last_middle >= room:
             name = f"micro-batch {index}" if panel.stop - panel.start >= 4 * room else f"{index}"
-            style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "#555555"}
-            axes.annotate(name, (middle, 0), (0, 4), **style)
+            axes.annotate(
+                name, (middle, 0), (0, 4), textcoords="offset points", ha="center", fontsize=8, color="#555555"
+            )
             last_middle = middle
     if plan.slots <= 24:
         axes.set_yticks([slot + 0.5 for slot in range(plan.slots)], [str(slot) for slot in range(plan.slots)])

@@ -97,13 +97,20 @@ class EvalRow:
             raise ConfigError(f"an evaluation of metrics.jsonl is left out: {reason}")
         step, cp, tokens, documents = map(int, counts)
         values = {key: number_to_draw(row[key]) for key in row if key.startswith("eval_") and key not in _NO_METRIC}
-        metrics = {key.removeprefix("eval_"): value for key, value in values.items() if not math.isnan(value)}
-        memory = int(np.nan_to_num(number_to_draw(row.get("eval_activation_bytes", 0))))
-        names = (str(row["planner"]), str(row.get("eval_name", "")))
-        buckets = (row["by_position"], row["by_length"])
-        places = map(_read_buckets, buckets)
-        scored = "eval_perplexity" not in row
-        return cls(step, cp, loss, tokens, documents, *names, memory, scored, tuple(metrics.items()), *places)
+        return cls(
+            step,
+            cp,
+            loss,
+            tokens,
+            documents,
+            planner=str(row["planner"]),
+            name=str(row.get("eval_name", "")),
+            activation_bytes=int(np.nan_to_num(number_to_draw(row.get("eval_activation_bytes", 0)))),
+            scored="eval_perplexity" not in row,
+            metrics=tuple((key.removeprefix("eval_"), x) for key, x in values.items() if not math.isnan(x)),
+            by_position=_read_buckets(row["by_position"]),
+            by_length=_read_buckets(row["by_length"]),
+        )
 
     @property
     def degree(self) -> str:
@@ -258,9 +265,10 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
         value = json_safe_values(parse_json(words))
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        notes.append(f"{path.name} could not be read")
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    notes.append(f"{path.name} could not be read")
+    return {}
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:

@@ -242,7 +242,7 @@ def fit_way(way: Way, timed: Sequence[Plan], full: Sequence[Plan] = ()) -> Fit:
     budget = way.facts.budget
     if budget is None:
         return Fit(way, tuple(timed), None, way.step_seconds(timed, None))
-    plans = [*timed, *full]
+    plans = [*timed, *(plan for plan in full if plan not in timed)]
     try:
         memory = way.choose_memory(plans, budget)
     except PlanError as error:

@@ -45,12 +45,16 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     Without `training` learning rate, loggers and plans of steps are not checked. Raises ConfigError or
     LayoutError.
     """
+    checkpoint = config.checkpoint
     check_model_keys(config, training=training)
     check_data(config)
     check_eval_sets(config)
     if training:
         check_loggers(config.run.loggers)
-        check_saves(config)
+        if checkpoint.keep_best:
+            BestFigure.from_text(checkpoint.keep_best).check_sets({entry.name for entry in config.evaluations})
+        if checkpoint.dir:
+            require_local_root(checkpoint.dir)
     check_keys_needed_by_keys(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
@@ -62,14 +66,6 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_optimizer(config)
     check_plans(config, home, training=training)
     return home
-
-
-def check_saves(config: RunConfig) -> None:
-    checkpoint = config.checkpoint
-    if checkpoint.keep_best:
-        BestFigure.from_text(checkpoint.keep_best).check_sets({entry.name for entry in config.evaluations})
-    if checkpoint.dir:
-        require_local_root(checkpoint.dir)
 
 
 def check_keys_needed_by_keys(config: RunConfig) -> None:

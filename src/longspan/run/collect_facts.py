@@ -27,7 +27,12 @@ def collect_facts(run: TrainingRun) -> RunFacts:
     """Return the facts of a run; entered by all ranks."""
     world = run.world
     home = run.world.home
-    sessions = _sessions_so_far(run)
+    earlier = tuple[tuple[int, int], ...]()
+    with suppress(OSError, ValueError):
+        facts = RunFacts.from_json(read_json(run.dir / "run.json"))
+        earlier = facts.sessions if facts is not None else ()
+    # One that began at this session's step, or later, is left out: its steps are repeated.
+    sessions = (*(session for session in earlier if session[0] < run.done), (run.done, len(home.ranks)))
     sizes = _count_parameters(run)
     date, command = time_and_command()
     return RunFacts(
@@ -133,15 +138,6 @@ def _count_text(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:,}"
-
-
-def _sessions_so_far(run: TrainingRun) -> tuple[tuple[int, int], ...]:
-    """An earlier session that began at this session's step, or later, is left out: its steps are repeated."""
-    earlier = tuple[tuple[int, int], ...]()
-    with suppress(OSError, ValueError):
-        facts = RunFacts.from_json(read_json(run.dir / "run.json"))
-        earlier = facts.sessions if facts is not None else ()
-    return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
 
 
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:

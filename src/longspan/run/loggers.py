@@ -130,26 +130,21 @@ def scalars_by_display_name(row: Mapping[str, Any]) -> dict[str, float]:
 class RunLoggers:
     """Hands rows to loggers; after its first exception, which is logged, a logger receives nothing more."""
 
-    def __init__(self, loggers: Mapping[str, Logger], log_line: Callable[[str], None]) -> None:
-        self._loggers = dict(loggers)
-        self._log_line = log_line
-
-    @classmethod
-    def open(
-        cls, classes: Mapping[str, LoggerClass], start: RunStart, log_line: Callable[[str], None]
-    ) -> "RunLoggers":
+    def __init__(
+        self, classes: Mapping[str, LoggerClass], start: RunStart, log_line: Callable[[str], None]
+    ) -> None:
         """Create the loggers in order. Raises ConfigError if one cannot start; loggers before it are closed."""
-        loggers = cls({}, log_line)
+        self._loggers = dict[str, Logger]()
+        self._log_line = log_line
         for name, make in classes.items():
             try:
-                loggers._loggers[name] = make(start)
+                self._loggers[name] = make(start)
             except Exception as error:
-                loggers.close()
+                self.close()
                 reason = f"{type(error).__name__}: {error}".rstrip(".")
                 raise ConfigError(
                     f"the logger {name} of run.loggers cannot start: {reason}; or leave it out"
                 ) from error
-        return loggers
 
     def __enter__(self) -> "RunLoggers":
         return self

@@ -79,7 +79,7 @@ class Steps:
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
             result = run.take_step(plan, documents, step, partial(reader.prepare_step, step + 1))
         seconds = time.perf_counter() - started
-        if profiles is None or not profiles.has_step(step + 1):
+        if profiles is None or step + 1 not in profiles.steps:
             self._slow_slots.note_ratio(result.slot_ratio)
         row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
         row |= {
@@ -205,7 +205,7 @@ class _Loop:
                 if run.done:
                     saves.keep_if_best(self.evaluations.take_new_rows())
             while saves.done < settings.steps and not stopped:
-                self.display.begin_step(saves.done + 1)
+                self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
                 row, plan = steps.take_step(saves.done)
                 saves.done += 1
                 row |= saves.take_save_columns()

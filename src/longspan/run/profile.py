@@ -6,7 +6,9 @@ table.txt, torch's table of what took most time, which the report shows.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,48 +22,44 @@ TABLE_FILE = "table.txt"
 LONGEST = 16  # kernels or operators that the table has
 
 
+@dataclass
 class StepProfiles:
     """Profiles steps of a run, given by their numbers, counted from 1; every rank has the same."""
 
-    def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
-        self._steps = frozenset(steps)
-        self._folder = folder
-        self._world = world
-        self._log = log
-        self._step = 0
-        self._profile = None  # what was profiled, until it is written
-
-    def has_step(self, step: int) -> bool:
-        return step in self._steps
+    steps: Sequence[int]
+    folder: Path
+    world: World
+    log: LogLine
+    _step: int = 0
+    _profile: Any = None  # what was profiled, until it is written
 
     @contextmanager
     def profile_step(self, step: int) -> Iterator[None]:
         """Profile what runs inside if this step is one to profile; `write_files` then writes what was recorded."""
-        if not self.has_step(step):
+        if step not in self.steps:
             yield
             return
         from torch.profiler import ProfilerActivity, profile
 
-        gpu = [ProfilerActivity.CUDA] if self._world.device.type == "cuda" else []
+        gpu = [ProfilerActivity.CUDA] if self.world.device.type == "cuda" else []
         with profile(activities=[ProfilerActivity.CPU, *gpu]) as self._profile:
             yield
-            wait_for_gpu(self._world)
+            wait_for_gpu(self.world)
         self._step = step
 
     def write_files(self) -> None:
         """Write what was recorded of the last step, and log its table; nothing if that step was not profiled."""
         if self._step:
-            text = run_on_every_rank(self._world, self._write_rank_files, RunFolderError)
+            text = run_on_every_rank(self.world, self._write_rank_files, RunFolderError)
             self._step = 0
             self._profile = None
             if text:
-                self._log(text)
+                self.log(text)
 
     def _write_rank_files(self) -> str:
-        folder = self._folder / f"step-{self._step:06d}"
-        world = self._world
+        folder = self.folder / f"step-{self._step:06d}"
+        world = self.world
         profile = self._profile
-        assert profile is not None
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"rank-{world.rank}.json.gz"))
         if not is_first_rank(world):

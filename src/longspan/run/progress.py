@@ -53,14 +53,11 @@ class ProgressDisplay:
                 print(text, file=self._stream, flush=True)
                 self._written = time.monotonic()
 
-    def begin_step(self, step: int) -> None:
-        self._note_work_begins(f"step {step}/{self._steps}")
-
     def show_step(self, row: Mapping[str, Any]) -> None:
         """Write a line for the first, the last and every `log_every` step, and where one is due."""
         step = row["step"]
         text = self._step_text(row)
-        self._note_work_begins(f"after {text}")  # it may be saved or evaluated
+        self.begin_work(f"after {text}")  # it may be saved or evaluated
         if self._timed_since is None:  # the first step compiles, and only starts the clock
             self._timed_since = time.monotonic() - self._eval_seconds, step
         else:
@@ -70,7 +67,7 @@ class ProgressDisplay:
             self.log("  ".join(filter(None, (text, *_step_figures(row), self._remaining_time(step)))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
-        self._note_work_begins("after an evaluation")
+        self.begin_work("after an evaluation")
         name = row.get("eval_name")
         tokens = row["eval_tokens"]
         seconds = row["seconds"]
@@ -84,11 +81,10 @@ class ProgressDisplay:
 
     def show_eval_progress(self, subject: str, done: int, count: int) -> None:
         """Note how many micro-batches of an evaluation, such as "of books at cp 2", are done, and how many it has."""
-        self._note_work_begins(
-            f"evaluation {subject}, {done:,} of {plural(count, 'micro-batch', 'es')}", again=done > 0
-        )
+        self.begin_work(f"evaluation {subject}, {done:,} of {plural(count, 'micro-batch', 'es')}", again=done > 0)
 
-    def _note_work_begins(self, work: str, *, again: bool = False) -> None:
+    def begin_work(self, work: str, *, again: bool = False) -> None:
+        """Note what takes time from now on, or (`again`) goes on."""
         self._work = work
         self._begun = self._begun if again else time.monotonic()
 

@@ -118,4 +118,4 @@ def _open_loggers(
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluations_in_rows(rows):
         classes = {}
     start = RunStart(run.dir, run.config.tables(), dict(facts.lines), run.done, rows)
-    return RunLoggers.open(classes, start, log)
+    return RunLoggers(classes, start, log)

@@ -26,7 +26,7 @@ from longspan.corpus.build import (
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.run_order import documents_line, make_step_order, most_step_tokens
+from longspan.data.run_order import documents_line, make_step_order
 from longspan.data.step_order import StepOrder, documents_of_units, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
@@ -153,13 +153,16 @@ def open_evaluation_sets(
     counts = run_on_first_rank(
         world, lambda: [corpus.count_contained(s.documents, held_out.ids) for s in sets], DataError
     )
-    sets = [replace(s, trained_on=count) for s, count in zip(sets, counts, strict=True)]
     directory = Path(config.run.dir)
     byte_counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
-    metrics_by_set = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]
     return tuple(
-        replace(s, metrics={**s.metrics, **metrics}, token_bytes=byte_counts)
-        for s, metrics in zip(sets, metrics_by_set, strict=True)
+        replace(
+            s,
+            metrics=load_metrics(s.config.metrics, s.config.metrics_key),
+            token_bytes=byte_counts,
+            trained_on=count,
+        )
+        for s, count in zip(sets, counts, strict=True)
     )
 
 
@@ -183,13 +186,6 @@ class RunData:
     def images(self) -> int:
         set_images = [len(getattr(s.documents, "items", ())) for s in self.sets]  # texts alone have no items
         return len(self.corpus.images or ()) + sum(set_images)
-
-    def image_rows(self, config: RunConfig) -> float:
-        """Return the mean number of rows of images in a step, of all slots together; 0.0 without images."""
-        if self.corpus.images is None or not len(self.corpus.images):
-            return 0.0
-        share = float(self.corpus.images.column("rows").sum()) / float(self.corpus.lengths.sum())
-        return share * most_step_tokens(config, self.order)
 
     def check_longest_documents(self, config: RunConfig, world: World) -> None:
         (longest, origin), heads = self.longest, query_heads(self.model)
@@ -233,28 +229,27 @@ def open_data(
     return RunData(model, corpus, order, sets, (int(corpus.lengths[longest]), corpus.origin(longest)))
 
 
+@dataclass
 class StepReader:
     """Selects the documents of each step, once a step, with its plan."""
 
-    def __init__(self, run: TrainingRun, plans: AsyncPlanner) -> None:
-        self._run = run
-        self._plans = plans
-        self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
+    run: TrainingRun
+    plans: AsyncPlanner
+    _next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
     def read_step(self, step: int) -> tuple[Any, Plan]:
         prepared = self._next
         self._next = None
         if prepared is not None and prepared[0] == step:
             return prepared[1:]
-        documents = self._run.order.select(self._run.corpus, step)
-        return documents, self._plans.plan(step)
+        return self.run.order.select(self.run.corpus, step), self.plans.plan(step)
 
     def prepare_step(self, step: int, model: MultimodalModel | None = None) -> None:
         """Select the documents of the next step, where its plan is ready: no rank waits, and `read_step` raises errors.
 
         With `model`, also plan the waves of its images and read them, in threads, while this step runs.
         """
-        run = self._run
+        run = self.run
         if (
             self._next is not None
             or step >= run.config.train.steps
@@ -262,7 +257,7 @@ class StepReader:
         ):
             return
         with suppress(Exception):
-            plan = self._plans.plan_if_made(step)
+            plan = self.plans.plan_if_made(step)
             if plan is None:
                 return
             documents = run.order.select(run.corpus, step)

@@ -21,8 +21,8 @@ from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.build import check_ids_in_vocabulary
-from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.run_order import set_epoch_steps, source_lines
+from longspan.data.documents import CorpusDocuments
+from longspan.data.run_order import most_step_tokens, set_epoch_steps, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.files import read_json, write_atomically
@@ -334,8 +334,8 @@ def resolve_run(
         config.train.steps,
         done=done,
         longest=data.longest[0],
-        target_share=_share_of_targets(data.corpus),
-        image_rows=data.image_rows(config),
+        target_share=data.corpus.target_share,
+        image_rows=data.corpus.image_share * most_step_tokens(config, data.order),
         evaluated={s.name: s.documents.lengths for s in data.sets},
     )
     if config.context.max_tokens_per_slot != AUTO:
@@ -364,11 +364,6 @@ def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
         cost = Way(halved.config, facts).cost(resolved.memory)
         resolved = replace(halved, memory=resolved.memory, cost=cost)
     return resolved
-
-
-def _share_of_targets(corpus: Corpus) -> float:
-    tokens = max(1, int(corpus.lengths.sum()))
-    return 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
 
 
 def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> TrainingRun:

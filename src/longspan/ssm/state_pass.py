@@ -237,16 +237,15 @@ def _check_scan_inputs(
     rows = shard.local_rows
     groups, size = k.shape[1:]
     heads = v.shape[1]
-    expected: dict[str, tuple[tuple[int, ...], Tensor]] = {
-        "q": ((rows, groups, size), q),
-        "k": ((rows, groups, size), k),
-        "v": ((rows, heads, v.shape[-1]), v),
-        "g": ((rows, heads, 1 if beta is None else g.shape[-1]), g),
-    }
-    if beta is not None:
-        expected["beta"] = ((rows, heads), beta)
-    for name, (shape, x) in expected.items():
-        if tuple(x.shape) != shape:
+    expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("q", q, (rows, groups, size)),
+        ("k", k, (rows, groups, size)),
+        ("v", v, (rows, heads, v.shape[-1])),
+        ("g", g, (rows, heads, 1 if beta is None else g.shape[-1])),
+        ("beta", beta, (rows, heads)),
+    ]
+    for name, x, shape in expected:
+        if x is not None and tuple(x.shape) != shape:
             raise LayoutError(
                 f"linear_scan got {name} of {tuple(x.shape)}, wanted {shape}; the shard holds {rows} rows"
             )

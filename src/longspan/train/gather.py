@@ -286,12 +286,7 @@ class _Local:
         labels = np.asarray(document.labels(positions)) if isinstance(document, Labelled) else ids
         check_integers(number, labels, positions, "its labels are token ids, or −100")
         values = document.token_values(positions) if isinstance(document, Valued) else {}
-        self._names.check_names(number, values)
-        if wrong := next((name for name, value in values.items() if np.shape(value) != positions.shape), None):
-            raise DataError(
-                f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
-                "give a number for each"
-            )
+        self._names.check_values(number, values, positions)
         scored = int(getattr(document, "makes_scores", False))
         targets = int((labels[0 if scored else 1 :] != NO_TARGET).sum())
         prefix_rows = count_prefix_rows(document, number, len(ids))

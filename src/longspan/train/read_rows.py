@@ -4,8 +4,8 @@ The label of position p of a document is what its token p + 1 is to be; a docume
 none. So labels are made inside documents, before the sequence is split.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ from longspan.plan import MicroBatch, Plan
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from longspan.plan.items import ItemTable
+    from longspan.plan.items.encoding_plan import ItemTable
 
 
 WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give none
@@ -43,7 +43,7 @@ class LocalBatch(NamedTuple):
     shard: SequenceShard
     ids: Integers
     labels: Integers
-    values: Mapping[str, npt.NDArray[np.float64]] = {}
+    values: dict[str, npt.NDArray[np.float64]]
     deeper: tuple["LocalBatch", ...] = ()
     positions: Integers | None = None
 
@@ -67,8 +67,11 @@ class NamesOfValues:
     def __init__(self) -> None:
         self._first_names: tuple[int, set[str]] | None = None
 
-    def check_names(self, document: int, values: Mapping[str, Any]) -> None:
-        """Raise DataError where another document's values have other names; weights may be left out."""
+    def check_values(self, document: int, values: Mapping[str, Any], positions: Integers) -> None:
+        """Raise DataError for values of another shape than positions, or of other names than another document's.
+
+        Weights may be left out.
+        """
         names = set(values) - {WEIGHTS}
         first, first_names = self._first_names = self._first_names or (document, names)
         for name in sorted(names ^ first_names):
@@ -77,6 +80,12 @@ class NamesOfValues:
                 f"document {having} has {name!r} and document {lacking} has not; give the documents of a step the same "
                 "values, 0 where they do not matter"
             )
+        for name, numbers in values.items():
+            if np.shape(numbers) != positions.shape:
+                raise DataError(
+                    f"document {document} gave {name!r} of shape {np.shape(numbers)} for {len(positions)} positions; "
+                    "give a number for each"
+                )
 
 
 def read_rows(
@@ -88,7 +97,8 @@ def read_rows(
     depths: int = 0,
 ) -> LocalBatch:
     """Read a rank's rows of one micro-batch: token ids, labels and values; `names` are shared by those of a step."""
-    reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues(), depths)
+    batch, *deeper = (_padding_rows(shard) for _ in range(depths + 1))
+    reader = _Reader(documents, vocabulary, items, names or NamesOfValues(), (batch, *deeper))
     for shard_part in shard.parts:
         if shard_part.index < 0:  # padding
             continue
@@ -99,7 +109,7 @@ def read_rows(
                 document = shard_part.group.documents[local]
                 row = shard_part.start + offset
                 reader.read_run(document, start, stop, row, length=length)
-    return reader.local_batch(shard)
+    return batch._replace(deeper=tuple(deeper))
 
 
 def target_rows(batch: LocalBatch) -> Integers:
@@ -122,43 +132,38 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
     return np.concatenate(documents), np.concatenate(positions)
 
 
+@dataclass(frozen=True)
 class _Reader:
-    def __init__(
-        self,
-        documents: Any,
-        rows: int,
-        vocabulary: int | None,
-        items: "ItemTable | None",
-        names: NamesOfValues,
-        depths: int,
-    ) -> None:
-        self._documents = documents
-        self._vocabulary = vocabulary
-        self._items = items
-        self._names = names
-        self._at_depth = [_LocalRows(rows) for _ in range(depths + 1)]
-
-    def local_batch(self, shard: SequenceShard) -> LocalBatch:
-        first, *deeper = (LocalBatch(shard, rows.ids, rows.labels, rows.values) for rows in self._at_depth)
-        return first._replace(deeper=tuple(deeper))
+    documents: Any
+    vocabulary: int | None
+    items: "ItemTable | None"
+    names: NamesOfValues
+    at_depth: Sequence[LocalBatch]  # whose rows are filled
 
     def read_run(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
         """Tokens after `stop` are read too: one for the last label and one for each depth, as far as there are any."""
-        end = min(stop + len(self._at_depth), length)  # no tokens follow a document's end
+        end = min(stop + len(self.at_depth), length)  # no tokens follow a document's end
         # True at the placeholders of items, which are neither inputs nor targets.
-        hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
+        hidden = None if self.items is None else self.items.placeholder_mask(document, start, end)
         positions = np.arange(start, end)
-        value = self._documents[document]
+        value = self.documents[document]
         tokens = self._read_tokens(value, document, positions, hidden)
         # A row predicts the next token, or has a score of its own.
         of_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
         labels = self._read_labels(value, document, positions[of_rows], tokens[of_rows], hidden)
-        values = self._read_values(value, document, positions[of_rows])
-        for depth, rows in enumerate(self._at_depth):
+        values = value.token_values(positions[of_rows]) if isinstance(value, Valued) else {}
+        self.names.check_values(document, values, positions[of_rows])
+        for depth, batch in enumerate(self.at_depth):
             ahead = slice(depth, depth + stop - start)
-            rows.fill_rows(
-                row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()}
-            )
+            ids = tokens[ahead]
+            targets = labels[ahead]
+            predicted = slice(row, row + len(targets))  # a document's last token predicts nothing
+            batch.ids[row : row + len(ids)] = ids
+            batch.labels[predicted] = targets
+            for name, numbers in values.items():
+                # Rows without a value have the weight 1, and 0 under other names.
+                no_values = np.full(len(batch.ids), float(name == WEIGHTS))
+                batch.values.setdefault(name, no_values)[predicted] = numbers[ahead]
 
     def _read_tokens(
         self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None
@@ -190,21 +195,8 @@ class _Reader:
             self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
         return labels
 
-    def _read_values(
-        self, valued: Any, document: int, positions: Integers
-    ) -> Mapping[str, npt.NDArray[np.float64]]:
-        values = valued.token_values(positions) if isinstance(valued, Valued) else {}
-        self._names.check_names(document, values)
-        for name, numbers in values.items():
-            if np.shape(numbers) != positions.shape:
-                raise DataError(
-                    f"document {document} gave {name!r} of shape {np.shape(numbers)} for {len(positions)} positions; "
-                    "give a number for each"
-                )
-        return values
-
     def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
-        size = self._vocabulary
+        size = self.vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
         if outside.any():
             at = int(outside.argmax())
@@ -212,24 +204,6 @@ class _Reader:
                 f"document {document} holds {noun} {ids[at]} at position {positions[at]}, the model's vocabulary is "
                 f"0 to {'…' if size is None else size - 1}; use the tokenizer that belongs to the model"
             )
-
-
-class _LocalRows:
-    def __init__(self, rows: int) -> None:
-        self.ids = np.zeros(rows, dtype=np.int64)
-        self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
-        self.values = dict[str, npt.NDArray[np.float64]]()
-
-    def fill_rows(
-        self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]
-    ) -> None:
-        """A document's last token predicts nothing. Rows without a value have the weight 1, and 0 under other names."""
-        self.ids[row : row + len(ids)] = ids
-        predicted = slice(row, row + len(labels))
-        self.labels[predicted] = labels
-        for name, numbers in values.items():
-            default = float(name == WEIGHTS)
-            self.values.setdefault(name, np.full(len(self.ids), default))[predicted] = numbers
 
 
 def check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:
@@ -329,7 +303,7 @@ def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceS
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
     rows = shard.local_rows
-    return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
+    return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64), {})
 
 
 # ---- rows that see each other besides the causal mask

@@ -25,7 +25,7 @@ from longspan.model.seams.call_rules import (
 from longspan.plan import Plan
 
 if TYPE_CHECKING:
-    from longspan.plan.items import ItemTable
+    from longspan.plan.items.encoding_plan import ItemTable
 
 
 @runtime_checkable

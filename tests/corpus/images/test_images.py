@@ -58,7 +58,6 @@ MESSAGES = {
 
 
 def build(folder: Path, model: Path, *, resumed: bool = False, log: Any = lambda _: None, **data: Any) -> Corpus:
-    """The corpus of the rows that are in a folder."""
     keys: dict[str, Any] = {
         "path": str(folder / "rows.jsonl"),
         "cache_dir": str(folder / "cache"),
@@ -207,7 +206,6 @@ OURS: Row = {"images": ["0.png"], "messages": asks(PART, text(" who?"))}
 
 
 def of_url(url: str) -> Row:
-    """A part as OpenAI has it."""
     return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
 
 
@@ -286,7 +284,6 @@ NAMES_ONE = asks("<image>\nwho?")
 
 
 def shown_as(*images: Any, **more: Any) -> Row:
-    """A row whose messages name one image."""
     return ({"images": [*images]} if images else {}) | more | {"messages": NAMES_ONE}
 
 
@@ -361,7 +358,6 @@ def test_what_is_refused(name: str, shared: Path) -> None:
 
 
 def lines_of(folder: Path, rows: list[Row], **data: Any) -> list[str]:
-    """What the console says of a corpus of these rows."""
     lines = list[str]()
     corpus_of(folder, rows, folder / "model", log=lines.append, **data)
     return lines

@@ -73,7 +73,6 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_wrong_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the tables pass without a change, their own tests say."""
     change, table = MUTATIONS[name]
     with mutated(change), pytest.raises(Exception):  # noqa: B017
         table(tmp_path, monkeypatch)

@@ -58,7 +58,6 @@ def write_model(folder: Path) -> Path:
 
 
 def image_rows(folder: Path, sizes: list[tuple[int, int]], count: int) -> Path:
-    """A file of conversations of none to two of four images."""
     names, rows = write_images(folder, sizes), list[dict[str, Any]]()
     for i in range(count):
         shown = [names[(i + k) % 4] for k in range(i % 3)]
@@ -107,7 +106,6 @@ def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
 
 
 def note(patch: pytest.MonkeyPatch, owner: Any, name: str, write: Any) -> None:
-    """Have `write` called with what a function is called with."""
     work = getattr(owner, name)
     patch.setattr(owner, name, lambda *values: (write(*values), work(*values))[1])
 

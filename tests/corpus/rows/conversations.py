@@ -53,7 +53,6 @@ def says(text: str, **more: Any) -> Message:
 
 
 def text_parts(message: Message, *texts: str) -> Message:
-    """A message with these texts, or its own one, as parts."""
     parts = texts or ([message["content"]] if message["content"] else ())
     return {**message, "content": [{"type": "text", "text": text} for text in parts]}
 

@@ -246,7 +246,6 @@ def encode_one(encoding: RowEncoding, values: dict[str, Any]) -> Sample:
 
 
 def refusal(encoding: RowEncoding, values: dict[str, Any]) -> str:
-    """Why a row gives no document."""
     (bad,) = encoding.encode([Row("line 1", values)])
     assert isinstance(bad, BadRow) and not bad.masked and bad.where == "line 1", bad
     return bad.reason
@@ -257,7 +256,6 @@ def decoded(encoding: RowEncoding, ids: Any) -> str:
 
 
 def said(encoding: RowEncoding, sample: Sample) -> list[str]:
-    """The texts of the runs of targets."""
     assert sample.labels is not None
     targets = sample.labels != -100
     np.testing.assert_array_equal(sample.labels[targets], sample.ids[targets])

@@ -216,7 +216,6 @@ def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
 
 
 def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", num_labels: int = 0) -> list[str]:
-    """What the console says of a corpus of these rows, by the tokenizer in a folder."""
     lines, path = list[str](), folder / "rows" / f"rows.{form}"
     path = path if path.exists() else rows_as(form, folder / "rows", rows)
     data = DataConfig(path=str(path), cache_dir=str(folder / "cache"), max_document_tokens=0)

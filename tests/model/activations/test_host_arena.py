@@ -279,7 +279,6 @@ def test_copies_are_waited_for_and_memory_is_registered_once(monkeypatch: pytest
 
 
 def _try_orders(arena: HostArena, rows: int) -> None:
-    """Backward passes of three graphs in several orders, one of them twice, one dropped."""
     torch.manual_seed(0)
     blocks = [Block(arena.device, rows) for _ in range(6)]
     inputs = [torch.randn(rows, rows, dtype=torch.float64, device=arena.device).requires_grad_() for _ in range(3)]

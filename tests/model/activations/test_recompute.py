@@ -41,7 +41,6 @@ def by_hand() -> Plan:
 
 
 def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that has an entry for each call of this process's channel in attention from now on."""
     calls = list[int]()
     for name in ("exchange", "shift", "all_gather_rows", "all_to_all_rows"):
         monkeypatch.setattr(Channel, name, _noting(getattr(Channel, name), calls))
@@ -49,7 +48,6 @@ def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _compare(rank: int, exact: dict[str, Answer]) -> dict[object, tuple[float, float, int]]:
-    """Errors of loss and gradients, and messages sent, by way and type."""
     of_cases, documents = {}, texts(LENGTHS)
     with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(ranks=2), backend=backend()) as world:
         sent = count_messages(monkeypatch)

@@ -36,7 +36,6 @@ MODELS = {
 
 
 def make_plan(home: Layout) -> Plan:
-    """Slots with other rows, so that they have other numbers of tiles, and one without any."""
     if home.pp > 1 or home.slots != 2:
         return plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32, row_multiple=home.tp)
     batches = (
@@ -189,7 +188,9 @@ def test_parameters_are_summed_in_float32() -> None:
     torch.manual_seed(0)
     weight = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     x = torch.ones(1024, 1, dtype=torch.bfloat16)
-    run_in_tiles(lambda rows: rows @ weight, (x,), (weight,), 1024).backward(torch.ones_like(x))
+    module = nn.ParameterList([weight])
+    run_in_tiles(lambda rows: rows @ module[0], (x,), module, 1024).backward(torch.ones_like(x))
+    weight = module[0]
     assert weight.grad is not None and weight.grad.item() == 1024  # 256 if each sum were rounded to bfloat16
 
 

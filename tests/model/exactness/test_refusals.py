@@ -17,7 +17,7 @@ from longspan.model import prepare
 from longspan.model.exactness.check_model import refuse_unsupported_model
 from longspan.model.experts.moe import connect_experts
 from longspan.model.layers import decoder_layers
-from longspan.model.prepared import IMPLEMENTATION
+from longspan.model.seams.attention_calls import IMPLEMENTATION, hook_layer_arguments
 from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.seams.meta_pass import record_calls_and_draws
 from longspan.plan import plan_fixed
@@ -27,7 +27,6 @@ from tests.model.stock import SIZES, texts, tiny
 
 
 def build(config_class: str, **values: Any) -> PreTrainedModel:
-    """A model of this configuration on the meta device."""
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or config_class != "FalconConfig"}
     config = getattr(transformers, config_class)(**{**sizes, **values})
     with torch.device("meta"):
@@ -95,7 +94,7 @@ def test_the_probe_sees_every_layer_and_changes_nothing() -> None:
     refuse_unsupported_model(model)
     calls = record_calls_and_draws(model).calls
     assert [call.module for call in calls] == [layer.self_attn for layer in decoder_layers(model).values()]
-    assert all(call.causal and call.window is None and not call.sinks for call in calls)
+    assert all(call.causal and call.window is None for call in calls)
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -129,11 +128,7 @@ PROBED = {
         {"num_local_experts": 4, "kv_channels": 8, "num_experts_per_tok": 2},
         "split_with_sizes expects .*; a forward must .* depend on no values of tensors",
     ),
-    "Xmod": (
-        "XmodConfig",
-        {"is_decoder": True},
-        "raised ValueError: Input language .*; a forward must hand",
-    ),
+    "Xmod": ("XmodConfig", {"is_decoder": True}, "raised ValueError: Input language .*; a forward must hand"),
     "Qwen2-MoE's windows": (
         "Qwen2MoeConfig",
         {"num_experts": 4, "use_sliding_window": True, "sliding_window": 5},
@@ -164,6 +159,8 @@ def test_models_refused_by_the_probe(case: str) -> None:
     if case == "one among others":
         model.model.layers[1].self_attn = OwnAttention()
     model.set_attn_implementation(IMPLEMENTATION)
+    if case == "Qwen2-MoE's windows":
+        hook_layer_arguments(model)
     connect_experts(model)
     with pytest.raises(ModelError, match=says):
         record_calls_and_draws(model)

@@ -264,7 +264,6 @@ HOMES: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 
 def _over_ranks(rank: int) -> dict[str, str]:
-    """By home, what is said of a model whose last layer shifts its rows on every rank."""
     answers = dict[str, str]()
     for name, (home, options) in HOMES.items():
         with World(home, backend=backend()) as world:

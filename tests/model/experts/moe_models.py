@@ -8,13 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    DeepseekV3Config,
-    GptOssConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-)
+from transformers import DeepseekV3Config, GptOssConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 

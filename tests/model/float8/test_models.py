@@ -58,7 +58,6 @@ MIXTURES = [
 
 
 def answer(rank: int, home: Home) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss of a step and of an evaluation, and the gradients that this rank has; rows are tried on one rank."""
     documents, prepared = texts(LENGTHS), prepare if home.layout.slots == 1 else prepare_untried
     with float8_on_cpus(), World(home.layout, backend=backend()) as world:
         model = prepared(random_model(home.experts), world, float8="rowwise", **home.options)
@@ -162,7 +161,6 @@ def test_routers_gates_and_decays_stay_as_they_are(preset: str) -> None:
 
 
 def refusals(rank: int) -> tuple[str, str]:
-    """What `prepare` says, without and with what it lacks of the device; and of another setting."""
     words, narrow = list[str](), preset_config("qwen3-tiny", vocab_size=64)
     narrow.intermediate_size = 16 * 17
     with World(Layout(ranks=range(2), tp=2), backend=backend()) as world:

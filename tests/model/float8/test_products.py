@@ -86,7 +86,6 @@ def test_experts_are_linears_of_their_rows(transposed: bool) -> None:
 
 
 def count_quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that names each bringing of a weight to float8 from now on."""
     calls = list[str]()
 
     def counted(name: str):

@@ -102,7 +102,6 @@ def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def dense(peft_model: Any, *, disabled: bool = False) -> float:
-    """The loss of the documents, one by one; with a backward pass, unless the adapter is disabled."""
     peft_model.eval()
     documents, device = texts(LENGTHS), peft_model.device
     targets = sum(len(document) - 1 for document in documents)
@@ -121,7 +120,6 @@ def dense(peft_model: Any, *, disabled: bool = False) -> float:
 def dense_answer(
     family: str, adapter: str, dtype: torch.dtype = torch.float64
 ) -> tuple[float, float, dict[str, Tensor]]:
-    """The loss, that of the base model alone, and every gradient, by the names of the model inside."""
     peft_model = adapted(family, adapter, dtype)
     loss = dense(peft_model)
     gradients = gradients_of(peft_model.get_base_model())

@@ -227,7 +227,6 @@ def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 def _half_precision_errors(rank: int, exact_loss: float, exact: dict[str, Tensor]) -> list[tuple[float, float]]:
-    """The error of the loss and of the gradients in each home."""
     errors = list[tuple[float, float]]()
     for layout, options in HOMES:
         with World(layout, backend=backend(), timeout=60) as world:

@@ -53,7 +53,6 @@ def _hybrid(family: str) -> PreTrainedModel:
 
 
 def with_depths(family: str, depths: int, layers: int = 2) -> PreTrainedModel:
-    """A tiny model in float64 with depths, none of whose weights stands at one or at nothing."""
     if family in HYBRIDS:
         model = _hybrid(family)
     elif layers == 2:
@@ -67,7 +66,6 @@ LINEARS = ["eh_proj", "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_pr
 
 
 def adapted(model: Any, **more: Any) -> Any:
-    """The model with an adapter no matrix of which is zero."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, **more}
     return drawn(peft.get_peft_model(model, peft.LoraConfig(**settings)))
 

@@ -154,7 +154,6 @@ def _errors(rank: int, rows: Rows, wanted: dict[Case, Answer]) -> list[dict[str,
 
 
 def _errors_in(home: Layout, cases: list[Case], wanted: dict[Case, Answer]) -> dict[str, float]:
-    """The largest relative error of each case and plan."""
     errors, mtp = dict[str, float](), MtpLoss(weight=WEIGHT)
     with World(home) as world, compute_in_float64():
         for case in cases:
@@ -235,7 +234,7 @@ READ, LOSS, DEPTHS = "train.read_rows", "train.terms.mtp", "model.mtp"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "ids shifted by one less": (READ, "tokens[ahead]", "tokens[max(depth - 1, 0) :][: stop - start]"),
     "labels shifted by one less": (READ, "labels[ahead]", "labels[max(depth - 1, 0) :][: stop - start]"),
-    "ids of the segment alone": (READ, "stop + len(self._at_depth)", "stop + 1"),
+    "ids of the segment alone": (READ, "stop + len(self.at_depth)", "stop + 1"),
     "ids over the ends of segments and documents": (
         "train.passes",
         "np.stack([rows.ids for rows in batch.deeper])",

@@ -36,10 +36,7 @@ Answers = dict[tuple[str, torch.dtype], Answer]
 def _prepared(case: Case, world: World) -> nn.Module:
     family, dtype, kind = case
     return prepare_encoder(
-        encoder(family, dtype),
-        world,
-        shard_parameters="sharded" in kind,
-        activation_checkpointing="recomputed" in kind,
+        encoder(family, dtype), world, shard_parameters="sharded" in kind, activation_checkpointing="recomputed" in kind
     )
 
 
@@ -74,7 +71,6 @@ def gradient_errors(module: nn.Module, truth: dict[str, Tensor]) -> dict[str, fl
 
 
 def _compare(rank: int, home: Layout, cases: Sequence[Case], answers: Answers) -> dict[Case, dict[str, float]]:
-    """The largest errors of rows, gradients and the gradients' norm, by case."""
     errors = dict[Case, dict[str, float]]()
     torch.backends.cudnn.allow_tf32 = False  # patches are embedded by convolutions
     with World(home, backend=backend()) as world:

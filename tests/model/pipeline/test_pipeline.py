@@ -28,12 +28,7 @@ from tests.model.stock import SIZES, Answer, gradients_of, prepare_untried, text
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 
-BALANCED = [
-    (2, 2, (1, 1)),
-    (4, 4, (1, 1, 1, 1)),
-    (7, 3, (2, 3, 2)),
-    (36, 4, (8, 9, 10, 9)),
-]
+BALANCED = [(2, 2, (1, 1)), (4, 4, (1, 1, 1, 1)), (7, 3, (2, 3, 2)), (36, 4, (8, 9, 10, 9))]
 
 
 @pytest.mark.parametrize(("layers", "stages", "counts"), BALANCED)
@@ -145,10 +140,7 @@ PARTS: dict[str, tuple[Any, str]] = {
         lambda base, x: base.norm(base.run(x, 0, 1, 2, 3, first=(x,))),
         "gives layers.1 hidden states from before the part ahead of it",
     ),
-    "a scale": (
-        lambda base, x: base.norm(2 * base.run(x, 0, 1, 2, 3)),
-        "changes hidden states between its layers",
-    ),
+    "a scale": (lambda base, x: base.norm(2 * base.run(x, 0, 1, 2, 3)), "changes hidden states between its layers"),
 }
 
 

@@ -203,7 +203,6 @@ def stock_weights(family: str, adapter: str, merge: bool) -> dict[str, Tensor]:
 
 
 def compare(rank: int) -> dict[str, dict[str, float]]:
-    """The errors of each weight by case."""
     errors = dict[str, dict[str, float]]()
     for name, (home, family, adapter, options) in CASES.items():
         with World(home, backend=backend(), timeout=60) as world:

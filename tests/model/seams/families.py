@@ -74,7 +74,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def here(families: Sequence[str]) -> list[str]:
-    """Those that this transformers has."""
     return [family for family in families if hasattr(transformers, FAMILIES[family][0])]
 
 

@@ -106,7 +106,6 @@ def test_kernels_choose_the_lowest_of_equal_scores() -> None:
 
 
 def other_choices(rank: int, ranks: int, changed: bool) -> dict[str, int]:
-    """How many rows choose other keys than in the class, by family and what was changed in the source."""
     torch.set_num_threads(1)
     ids, documents = np.concatenate(texts(LENGTHS)), np.repeat(np.arange(len(LENGTHS)), LENGTHS)
     rows: dict[str, int] = {}

@@ -45,11 +45,7 @@ def errors(rank: int, cases: dict[str, parity.Case], changes: list[Any]) -> list
     found = list[dict[str, float]]()
     for change in changes:
         fold = Mock(wraps=latents.fold_queries)
-        with (
-            mutated(change),
-            patch.object(latents, "GATHERED_COST", 0.0),
-            patch.object(latents, "fold_queries", fold),
-        ):
+        with mutated(change), patch.object(latents, "GATHERED_COST", 0.0), patch.object(latents, "fold_queries", fold):
             found.append({row: max(far) for (row, _), (far, _) in parity.run(rank, cases).items()})
         assert fold.call_count >= 2 * len(cases)
     return found

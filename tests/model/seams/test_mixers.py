@@ -67,7 +67,6 @@ def small_config(family: str) -> PreTrainedConfig:
 
 
 def here(families: Sequence[str]) -> list[str]:
-    """Those that this transformers has."""
     return [family for family in families if family in CONFIG_MAPPING]
 
 

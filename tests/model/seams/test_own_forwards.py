@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    FalconConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    RwkvConfig,
-)
+from transformers import FalconConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, RwkvConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
@@ -26,17 +19,7 @@ from longspan.model.pipeline.stages import refuse_inexact_stages
 from longspan.model.presets import preset_config
 from longspan.model.seams.norms import fuse_norms
 from longspan.testing import backend, run_ranks
-from tests.model.stock import (
-    SIZES,
-    at_random,
-    config_of,
-    dense_answer,
-    gradients_of,
-    random_model,
-    texts,
-    tiny,
-    worst,
-)
+from tests.model.stock import SIZES, at_random, config_of, dense_answer, gradients_of, random_model, texts, tiny, worst
 
 LENGTHS = (20, 9, 5)
 EXACT = 1e-12
@@ -226,7 +209,6 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 
 
 def _kept(rank: int, ranks: int, **home: int) -> dict[str, float]:
-    """The error of a model with a forward set on an instance, beside the same stock model."""
     errors = dict[str, float]()
     with World(Layout(ranks=ranks, **home), backend=backend()) as world:
         for name, module in KEPT.items():
@@ -289,7 +271,6 @@ def _refused(model: PreTrainedModel, world: World, **options: Any) -> str:
 
 
 def _run(rank: int) -> dict[str, str]:
-    """What is said, by what must be in it."""
     messages: dict[str, str] = {}
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         for kind, config in BYPASSING.items():

@@ -54,12 +54,10 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 
 def here() -> list[str]:
-    """Those that this transformers has."""
     return [name for name, (config, _, _) in WRAPPERS.items() if hasattr(transformers, config)]
 
 
 def tiny(name: str) -> PreTrainedModel:
-    """A model in float64 with random weights, norms and biases among them."""
     config_class, values, model_class = WRAPPERS[name]
     config: PreTrainedConfig = getattr(transformers, config_class)(**values)
     make = getattr(transformers, model_class)._from_config if model_class else AutoModelForCausalLM.from_config
@@ -67,5 +65,4 @@ def tiny(name: str) -> PreTrainedModel:
 
 
 def plain_texts() -> list[np.ndarray]:
-    """Documents without the tokens that stand for images, clips or padding."""
     return [document % 50 + 1 for document in texts(LENGTHS)]

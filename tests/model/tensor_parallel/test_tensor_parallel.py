@@ -16,13 +16,7 @@ from longspan.errors import ModelError, PlanError
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.exactness.split_trial import mixes_features, refuse_mixed_features
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.tensor_parallel.plan import (
-    COLWISE,
-    PACKED,
-    ROWWISE,
-    list_styles,
-    refuse_unnamed_parameters,
-)
+from longspan.model.tensor_parallel.plan import COLWISE, PACKED, ROWWISE, list_styles, refuse_unnamed_parameters
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from tests import parity
@@ -101,10 +95,7 @@ WIDE, SINGLE = torch.float64, torch.float32
 TWO = ("dynamic", "idle slots")
 Cases = dict[Case, tuple[str, ...]]  # and their plans
 IN_CI: dict[Layout, Cases] = {  # the others run with make test-all
-    Layout(ranks=4, tp=2): {
-        ("qwen3", WIDE, "sharded"): ("free",),
-        ("llama", WIDE, RECOMPUTED): ("idle slots",),
-    },
+    Layout(ranks=4, tp=2): {("qwen3", WIDE, "sharded"): ("free",), ("llama", WIDE, RECOMPUTED): ("idle slots",)},
     Layout(ranks=2, tp=2): {("qwen3-moe", WIDE, "copies"): ("dynamic",), ("apertus", WIDE, "sharded"): ("fixed",)},
 }
 OTHERS: dict[Layout, Cases] = {

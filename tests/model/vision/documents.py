@@ -56,7 +56,6 @@ class Raw:
 
     @property
     def clips(self) -> list[Video]:
-        """The videos, whose groups of frames are ever further from each other."""
         return [Video(video.grid, 0.8 + i) for i, video in enumerate(self.videos) if video.grid]
 
     @property
@@ -65,7 +64,6 @@ class Raw:
         return int(np.flatnonzero(self.ids == IMAGE).max(initial=3)) + 3
 
     def labels(self, prefix: bool) -> np.ndarray:
-        """What each token is to be: −100 of placeholders and of a prompt."""
         hidden = np.isin(self.ids, (IMAGE, VIDEO)) | (prefix & (np.arange(len(self.ids)) < self.prefix))
         return np.where(hidden, -100, self.ids)
 

@@ -66,7 +66,6 @@ class _Errors:
 
 
 def step(case: Case, answer: Answer, *, trial: bool = True) -> dict[str, float]:
-    """The errors of one step; with a trial of rows before it, or not."""
     with compute_in_float64(), World(case.home, backend=backend(), timeout=60) as world:
         make = prepare if trial else prepare_untried
         model = make(tiny(case.name), world, encoder=case.encoder, **dict(case.options))
@@ -78,7 +77,6 @@ def step(case: Case, answer: Answer, *, trial: bool = True) -> dict[str, float]:
 
 
 def own_names(model: MultimodalModel, tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Tensors of all stages by the names that parameters have in the stock model."""
     parts = world.control.gather_objects(dict(tensors)) if world.home.pp > 1 else [tensors]
     everything = {name: x for part in parts for name, x in part.items()}
     names = {*everything, *dict(model.named_parameters())}  # the encoder's too, where it has no gradient

@@ -71,6 +71,5 @@ def config_of(name: str) -> PreTrainedConfig:
 
 
 def tiny(name: str) -> PreTrainedModel:
-    """A model in float64 with random weights, norms and biases among them."""
     attention = "eager" if name == "paligemma2" else "sdpa"  # which Gemma 2 is not given
     return random_model(config_of(name), make=AutoModelForImageTextToText.from_config, attn_implementation=attention)

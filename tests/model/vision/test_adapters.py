@@ -46,7 +46,6 @@ def wanted(name: str, parts: tuple[str, ...]) -> Answer:
 
 
 def step_error(case: Case, answer: Answer, make: Callable[[], Any], *, of_adapters: bool = True) -> float:
-    """The largest relative error of a step of the model."""
     with compute_in_float64(), World(case.home) as world:
         model = prepare(make(), world, encoder=case.encoder, **dict(case.options))
         documents = documents_of(image_tokens(config_of(case.name)))

@@ -92,7 +92,6 @@ class _Runs:
 
 
 def _refusal_of(folder: Path, **keys: Any) -> str:
-    """What `load_model` says of a folder, whole and in parts, without a question on stdin and without its code run."""
     with pytest.raises(ModelError) as whole:
         load_model(folder, **keys)
     with pytest.raises(ModelError) as parts:
@@ -104,7 +103,6 @@ def _refusal_of(folder: Path, **keys: Any) -> str:
 
 @pytest.fixture
 def copied(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the folder with code in it, for whoever runs it."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     (copy / "own.py").write_text(CODE)

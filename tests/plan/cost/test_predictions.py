@@ -14,7 +14,6 @@ MACHINE = Machine.known("H200")
 
 @pytest.fixture(scope="module")
 def predictions() -> Any:
-    """The module bench/plans/predictions.py, which imports its neighbours by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH / "plans"))
         import predictions  # pyright: ignore[reportMissingImports]
@@ -34,7 +33,6 @@ def test_ratios_are_those_of_the_record(predictions: Any, rows: list[Any]) -> No
 
 
 def ratios(lines: Iterable[str]) -> dict[str, float]:
-    """Predicted over measured of each row of a table, by the columns before the seconds."""
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and " --- " not in line]
     return {" | ".join(row[:6]): float(row[8]) for row in cells if len(row) == 10 and row[0] != "record"}
 

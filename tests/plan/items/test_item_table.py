@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from longspan.errors import DataError, PlanError
 from longspan.layout import Layout, Partition
 from longspan.plan import MicroBatch, plan_dynamic
-from longspan.plan.items import EncoderPlanning, ItemTable, MediaItem, NeededBy, plan_items
+from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, MediaItem, NeededBy, plan_items
 
 
 @st.composite
@@ -28,7 +28,6 @@ def tables(draw: st.DrawFn) -> ItemTable:
 
 
 def row_ids(table: ItemTable, modality: str) -> dict[tuple[int, int], int]:
-    """(document, position) to row id, one by one."""
     places = [
         (item.document, position)
         for item in table.items

@@ -56,7 +56,6 @@ DENSE, EXPERTS, HYBRIDS = ("qwen3", "llama", "gemma3"), ("qwen3-moe", "gpt-oss")
 
 
 def config_of(family: str) -> PreTrainedConfig:
-    """Two small layers, with the ratios of large ones: widths of MLPs, experts and heads."""
     kind, sizes = _KINDS[family]
     return kind(**sizes)
 
@@ -128,7 +127,6 @@ class _Marks:
         self.now = index
 
     def end(self) -> None:
-        """The pass that runs is over: the loss, or a layer's backward pass."""
         self.counted.backward[self.now] = self._read_peak()
 
 
@@ -165,7 +163,6 @@ def use_kernel_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared_model(
     config: PreTrainedConfig, plan: Plan, world: World, lora: Any, depths: int, how: dict[str, Any]
 ) -> tuple[Any, list[np.ndarray]]:
-    """A model of bfloat16, and documents of random tokens."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     if lora is not None:

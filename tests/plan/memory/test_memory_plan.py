@@ -238,7 +238,6 @@ H200 = MemoryBudget(device=129 * GIB, host=128 * GIB)
 
 
 def needs_of(rows: int, kind: str = "a2a", **settings: Any) -> tuple[MemoryNeeds, MemoryPrices]:
-    """Of one document over both slots, and prices of an H200 for it."""
     plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type=kind)
     needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(**settings))
     return needs, MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))

@@ -196,7 +196,6 @@ DENSE |= {"intermediate_size": 128, "vocab_size": 512}
 
 
 def pairs(length: int, window: int | None = None) -> int:
-    """How many keys the rows of one document see, row by row."""
     return sum(1 for query in range(length) for key in range(query + 1) if window is None or query - key < window)
 
 
@@ -272,7 +271,7 @@ def products(model: Any) -> tuple[int, int]:
     model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
     for mixer in find_mixers(model).values():
-        set_mixer_ops(mixer, lambda shard, batch, rows: ROWS_ALONE)  # the scan is counted by hand
+        set_mixer_ops(mixer, lambda batch, rows: ROWS_ALONE)  # the scan is counted by hand
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(input_ids=torch.arange(ROWS)[None] % 10, use_cache=False)
     found = counted.get_flop_counts()

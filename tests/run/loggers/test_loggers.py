@@ -35,7 +35,7 @@ def start_of(folder: Path, done: int = 0, rows: tuple[dict[str, Any], ...] = ())
 
 def session(name: str, start: RunStart, rows: list[dict[str, Any]]) -> list[str]:
     said: list[str] = []
-    with RunLoggers.open(logger_classes([name]), start, said.append) as loggers:
+    with RunLoggers(logger_classes([name]), start, said.append) as loggers:
         for row in rows:
             loggers.log(row)
     return said
@@ -111,7 +111,7 @@ def test_names_that_are_no_loggers(name: str, words: str, tmp_path: Path) -> Non
 def test_a_logger_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path) -> None:
     said: list[str] = []
     names = [f"{FAKES}.Failing", f"{FAKES}.FileLogger"]
-    with RunLoggers.open(logger_classes(names), start_of(tmp_path), said.append) as loggers:
+    with RunLoggers(logger_classes(names), start_of(tmp_path), said.append) as loggers:
         for step in (1, 2, 3):
             loggers.log(train_row(step))
     assert len(said) == 1 and "failed at step 2" in said[0] and "ConnectionError: the server is gone" in said[0]
@@ -127,7 +127,7 @@ def test_the_reason_of_a_logger_stands_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"cannot start: RuntimeError: No key. Use `wandb login` to log in; or leave it"
     ):
-        RunLoggers.open({"wandb": refuse}, start_of(tmp_path), print)
+        RunLoggers({"wandb": refuse}, start_of(tmp_path), print)
 
 
 def test_rows_by_the_names_that_loggers_show() -> None:

@@ -125,7 +125,7 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
 
     with ProgressDisplay(300, out) as display:
         wait_for("setting up")
-        display.begin_step(7)
+        display.begin_work("step 7/300")
         wait_for("step 7/300")
         display.show_step(ROW | {"step": 7})
         wait_for("after step   7/300")

@@ -27,7 +27,6 @@ ALONE: dict[str, Any] = {  # on one slot, that holds a step or an evaluation in 
 
 
 def lines_of(rank: int, config: RunConfig, ranks: int) -> str:
-    """What a run prints on this rank; on rank 0 of 1, it is made in this process."""
     out, home = io.StringIO(), check_config(config, ranks)
     device = "cpu" if ranks == 1 else None
     stream = out if rank == 0 else None
@@ -41,7 +40,6 @@ def lines_of(rank: int, config: RunConfig, ranks: int) -> str:
 
 
 def train_rows(config: RunConfig, ranks: int = 0) -> list[dict[str, Any]]:
-    """The rows of a run's steps; with `ranks` it is trained first, with 1 in this process."""
     if ranks == 1:
         lines_of(0, config, 1)
     elif ranks:

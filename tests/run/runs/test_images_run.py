@@ -60,7 +60,6 @@ def _row(images: list[str], words: int, number: int) -> dict[str, Any]:
 
 
 def settings(folder: Path, rows: Path, model: Path, **changes: Any) -> RunConfig:
-    """Four steps in float64; keys with "__" for the dot."""
     given = {"model.path": str(model), "model.dtype": "float64", "run.dir": str(folder), "train.steps": 4}
     given |= {"data.path": str(rows), "evaluation.documents": 2, "data.cache_dir": str(folder / "tokens")}
     given |= {"train.tokens_per_step": 600, "optimizer.lr": 1e-3, "checkpoint.every": 2, "evaluation.every": 4}

@@ -188,7 +188,6 @@ def test_what_has_no_adapter_is_not_compared_with_its_base(
 
 
 def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
-    """One step of a run over a base model, in this process."""
     changes = {**ALONE, **LORA, "train__steps": 1, "evaluation__every": 0, "checkpoint__every": 1, **keys}
     config = set_local_folders(small_config(folder, model__path=base, model__dtype="float64", **changes))
     train_rows(config, 1)

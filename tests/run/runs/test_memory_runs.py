@@ -80,10 +80,7 @@ def _train_with_less(rank: int, config: RunConfig, resumed: bool) -> tuple[str, 
 # The layers of other models are in tests/model/test_measures.py.
 @pytest.mark.parametrize(
     ("changes", "resumed"),
-    [
-        (ADAPTERS | {"checkpoint__every": 1}, True),
-        pytest.param(HYBRID, False, marks=pytest.mark.whole),
-    ],
+    [(ADAPTERS | {"checkpoint__every": 1}, True), pytest.param(HYBRID, False, marks=pytest.mark.whole)],
     ids=["adapters", "hybrid"],
 )
 def test_what_layers_keep_changes_no_loss_and_no_gradient(

@@ -80,7 +80,6 @@ def stock(base: Path, labels: int) -> Any:
 
 
 def texts_of(rows: Sequence[Row]) -> list[str]:
-    """Of each document: pairs become two, one after the other."""
     endings = ("chosen", "rejected") if "chosen" in rows[0] else ("text", "completion")
     return [row.get("prompt", "") + row[key] for row in rows for key in endings if key in row]
 
@@ -95,7 +94,6 @@ def dense_scores(model: Any, texts: Sequence[str]) -> Tensor:
 
 
 def dense_loss(model: Any, rows: Sequence[Row], coefficient: float) -> tuple[Tensor, float | None]:
-    """The loss of rows, and the share of right pairs or classes."""
     scores = dense_scores(model, texts_of(rows))
     if "chosen" in rows[0]:
         chosen, rejected = scores[::2, 0], scores[1::2, 0]
@@ -154,7 +152,6 @@ def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> float | Non
 
 
 def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
-    """Runs that do not begin, with why, in numbers."""
     text, pair, one, two = {"text": "abc"}, PAIRS[0], {"model__num_labels": 1}, {"model__num_labels": 2}
     add_score_head(load_model(base), 2).save_pretrained(folder / "two")
     add_score_head(load_model(base), 2, tokens=True).save_pretrained(folder / "tokens")

@@ -83,7 +83,6 @@ class Case:
 
     @property
     def fits(self) -> bool:
-        """Whether there is such a case: what the parts of a model need of each other."""
         tied_head = self.frozen == "all but the head" and self.family != "qwen3-untied"
         one_rank = self.model == "sequence parallel" and self.home.tp == 1
         free_pipeline = self.planner == "free" and self.home.pp > 1
@@ -121,7 +120,6 @@ class Case:
         return _plan(self)
 
     def evaluation(self) -> PlannerConfig:
-        """Another degree than that of training: the next smaller one, or all slots."""
         slots, cp = self.home.slots, HOMES[self.homes].cp
         degree = cp // 2 if cp > 1 else slots
         return PlannerConfig.fixed(degree, max_tokens_per_slot=-(-32 // degree), row_multiple=self.row_multiple)

@@ -71,7 +71,6 @@ def _opened(homes: Homes, stack: ExitStack) -> tuple[MultimodalModel, Optimizer,
 
 
 def _train(homes: Homes, folder: Path, first: int, last: int) -> list[Found]:
-    """Steps from `first`, whose checkpoint is loaded unless it is 0, to `last`; each is saved."""
     found, docs = list[Found](), documents_of("packed")
     with ExitStack() as stack:
         model, optimizer, world = _opened(homes, stack)
@@ -124,7 +123,6 @@ def _on_four(rank: int, folder: Path, first: list[Found]) -> None:
 
 
 def _compare_with_stock(folder: Path, trained: dict[str, Tensor]) -> None:
-    """Stock transformers read the language model."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     names = {
         name for name in trained if name.startswith("language_model.") and not name.endswith(("step", "avg", "sq"))

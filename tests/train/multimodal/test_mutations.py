@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "each of a slot's copies is summed": Mutation(
-        PASS, '"partial_over_slots" if same_on_tp else "partial"', '"partial"', FAN_IN
+        PASS, 'gradient = "partial_over_slots"', 'gradient = "partial"', FAN_IN
     ),
     "the sum over the encoder's slots is left out": Mutation(
         PASS, "stack.enter_context(sum_gradients_over_slots(module, self.encoder.world))", "pass", COPIES

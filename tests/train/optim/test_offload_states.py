@@ -52,7 +52,6 @@ def _take_steps(model: Model, optimizer: Optimizer, steps: range) -> None:
 
 
 def _differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Paths at which two nested values are not the same bits of the same kind."""
     if isinstance(a, Mapping):
         keys = [] if [*a] == [*b] else [f"{path}: {[*a]} {[*b]}"]
         return keys + [line for key in a for line in _differences(a[key], b[key], f"{path}.{key}")]

@@ -24,9 +24,7 @@ from longspan.train.optim.one_pass_adamw import (
     random_words,
     rounding_noise,
 )
-from longspan.train.optim.optimizer import (
-    build_optimizer,
-)
+from longspan.train.optim.optimizer import build_optimizer
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
 GROUP: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8, "maximize": False}

@@ -62,7 +62,6 @@ def test_numbers_of_bfloat16_and_what_is_not_finite_stay() -> None:
 
 
 def _trained(kind: str, choice: OptimizerChoice, steps: int) -> Tensor:
-    """One weight matrix around 1, after so many small steps along one gradient."""
     torch.manual_seed(0)
     model: Any = nn.Linear(64, 64, bias=False)
     nn.init.normal_(model.weight, 1.0, 0.1)

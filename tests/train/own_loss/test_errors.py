@@ -10,16 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from longspan import (
-    Document,
-    DocumentLoss,
-    Layout,
-    LongspanError,
-    World,
-    plan_fixed,
-    run_step,
-    token_log_probs,
-)
+from longspan import Document, DocumentLoss, Layout, LongspanError, World, plan_fixed, run_step, token_log_probs
 from longspan.errors import CommError, DataError, LossError, ModelError
 from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss, build_optimizer

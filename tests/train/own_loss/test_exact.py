@@ -58,7 +58,6 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """One for each stage at least."""
         return 4 if self.options == SPLIT_BACKWARD else 2
 
 
@@ -123,7 +122,6 @@ def losses_of(case: Case) -> tuple[str, ...]:
 
 
 def compare(rank: int, ranks: int, whole: bool, wanted: list[Dense]) -> dict[str, dict[str, float]]:
-    """The errors by loss of each of some cases; infinite where a gradient is missing."""
     found = dict[str, dict[str, float]]()
     for case, of_case in zip(cases_of(ranks, whole), wanted, strict=True):
         with World(case.home, backend=backend(), timeout=60) as world:

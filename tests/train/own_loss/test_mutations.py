@@ -31,7 +31,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[ids].ravel()"), "sets"),
     "a rank's sum dropped in the pass ahead": (
         (LOG_PROBS, 'world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")', "flat"), "all"),
-    "a loss counted by every slot": ((DOCUMENTS, "loss if self._world.slot == 0 else 0.0", "loss"), "sets"),
+    "a loss counted by every slot": ((OWN + "micro_batch_loss", "loss if world.slot == 0 else 0.0", "loss"), "sets"),
     "a loss counted by every rank": (
         (DOCUMENTS, "self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0",
          "self._loss_ahead"), "all"),

@@ -163,7 +163,6 @@ FAMILIES: dict[str, Any] = {
 
 
 def dense(family: str, task: Task) -> tuple[float, Tensor, dict[str, Tensor]]:
-    """Loss, scores and gradients of the stock class over a padded batch."""
     model = stock_model(family, task.labels, tokens=task.tokens).train()
     ids = padded(IDS, PAD)
     mask = padded([np.ones(n, dtype=np.int64) for n in LENGTHS], 0)
@@ -191,7 +190,6 @@ def plans(home: Layout, targets: int, *, every: bool) -> dict[str, Plan]:
 
 
 def check_home(rank: int, home: Layout, cases: list[tuple[str, str]], make: Any = prepare_untried) -> dict[str, Any]:
-    """The greatest errors of each case, of scores, loss and gradients."""
     errors: dict[str, Any] = {}
     for family, name in cases:
         task = TASKS[name]

@@ -71,7 +71,6 @@ class Combination:
 
     @property
     def layers(self) -> int:
-        """One for each stage at least."""
         return max(2, self.stages[0] * self.stages[1])
 
     @property

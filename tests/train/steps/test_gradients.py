@@ -40,7 +40,6 @@ def _world(ranks: int = 1, rank: int = 0, **degrees: int) -> Any:
 
 
 def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Two with gradients of other sizes, one without."""
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((300, 7), (11,), (5,))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -105,10 +104,7 @@ SPOILT: dict[str, tuple[Callable[[Tensor], Tensor] | None, str]] = {  # what an 
         r"step 2: the loss is [\d.]+, the gradient norm nan; .* ranks \(0, 1\), .* up to",
     ),
     "loss": (lambda out: out * float("inf"), "step 2: the loss is (inf|nan), .* lower the learning rate"),
-    "weights": (
-        None,
-        r"were not finite before this step: ranks \(0, 1\), .*layers.1.mlp.down_proj.weight",
-    ),
+    "weights": (None, r"were not finite before this step: ranks \(0, 1\), .*layers.1.mlp.down_proj.weight"),
 }
 
 

@@ -239,13 +239,7 @@ def _save_and_resume(rank: int, saved: parity.Case, resumed: parity.Case, folder
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [
-        (CASES[4], CASES[7]),
-        (CASES[5], CASES[2]),
-    ],
-)
+@pytest.mark.parametrize(("saved", "resumed"), [(CASES[4], CASES[7]), (CASES[5], CASES[2])])
 def test_what_is_saved_goes_on_in_another_home(
     saved: tuple[Any, ...], resumed: tuple[Any, ...], tmp_path: Path
 ) -> None:

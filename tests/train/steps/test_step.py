@@ -95,7 +95,6 @@ TURNED = (3, 0, 7, 2, 1, 6, 5, 4)  # another order of the documents
 def _errors(
     rank: int, home: Layout, given: dict[str, Plan], turned: dict[str, Plan]
 ) -> tuple[Errors, dict[str, float]]:
-    """Of loss, gradients and gradient norm, by type, way and plan; and this rank's rows of each plan."""
     found, rows = Errors(), dict[str, float]()
     ways: list[tuple[torch.dtype, str, Sequence[str]]] = [
         (torch.float32, "sharded", ("fixed",)),
@@ -134,10 +133,7 @@ def _errors(
 
 
 TURNED_HOME = Layout((2, 0, 3, 1), dp_replicate=2)
-HOMES = {
-    "4 in another order": TURNED_HOME,
-    **{str(slots): Layout(slots) for slots in (2, 3, 4, 6, 8)},
-}
+HOMES = {"4 in another order": TURNED_HOME, **{str(slots): Layout(slots) for slots in (2, 3, 4, 6, 8)}}
 ROWS = [pytest.param(home, id=name, marks=[pytest.mark.whole] * name.isdigit()) for name, home in HOMES.items()]
 
 

@@ -91,7 +91,6 @@ def _opened(world: World, *, on_host: bool = False) -> tuple[nn.Module, Any]:
 
 
 def _contents(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Copies on the host of weights and states, of which moments may wait there."""
     states = {f"{i}.{n}": x for i, s in enumerate(optimizer.state.values()) for n, x in s.items()}
     local = weights_of(model) | {n: getattr(x, "to_local", x.clone)() for n, x in states.items()}
     return {n: x.detach().to("cpu", copy=True) for n, x in local.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.rows import accumulation_dtype, pad_heads
-from longspan.attention.tiles import DenseCall, Launch, Tile, dense_calls, visible_keys
+from longspan.attention.tiles import DenseCall, Launch, dense_calls, visible_keys
 
 _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 
@@ -78,14 +78,10 @@ def _split_into_dense_calls(launch: Launch, dtype: torch.dtype) -> Iterator[Dens
         else:
             for piece in tile.pieces(_BAND_ROWS):
                 rows, keys = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
-                yield DenseCall(rows, keys, attn_mask=_float_mask(piece, launch.device, dtype))
-
-
-def _float_mask(tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    seen = visible_keys(tile, device)
-    if seen is None:
-        return None
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+                seen = visible_keys(piece, launch.device)
+                assert seen is not None, "a tile without limits is a dense call"
+                mask = torch.zeros(seen.shape, dtype=dtype, device=launch.device).masked_fill_(~seen, -torch.inf)
+                yield DenseCall(rows, keys, attn_mask=mask)
 
 
 def _add_batch_dim(x: Tensor) -> Tensor:

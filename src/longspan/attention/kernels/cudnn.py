@@ -10,6 +10,7 @@ Source: torch `aten/src/ATen/native/cudnn/MHA.cpp` and `transformers/cuda/sdp_ut
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 def split_into_dense_calls(launch: Launch) -> Iterator[DenseCall]:
     """Each call is full, or causal with as many keys as rows."""
-    return (dense for tile in launch.tiles for dense in dense_calls(tile))
+    return chain.from_iterable(map(dense_calls, launch.tiles))
 
 
 def _is_too_small(dense: DenseCall) -> bool:

@@ -4,6 +4,8 @@ The first kernel of `KERNELS` that can do a call is chosen; naming a kernel that
 it lacks. Errors and `longspan doctor` read the table; its names, in their order, are in `plan/kernel_names.py`.
 """
 
+from typing import Any
+
 import torch
 
 from longspan.attention.call import AttendCall, HeadSizes, Kernel
@@ -24,60 +26,49 @@ def _flash_unsupported_reason(device: torch.device) -> str:
     return "" if capability >= (8, 0) else f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
 
 
+def _gpu_kernel(name: str, module: Any, **options: Any) -> Kernel:
+    return Kernel(name, ("cuda",), _HALF, module.forward, module.backward, **options)
+
+
 _ROWS = (
-    Kernel(
-        name="fa4",
-        devices=("cuda",),
-        dtypes=_HALF,
-        forward=fa4.forward,
-        backward=fa4.backward,
+    _gpu_kernel(
+        "fa4",
+        fa4,
         features=frozenset({"window", "softcap"}),
         head_sizes=HeadSizes(largest=256),
         needs="the extra `fa4`; compute capability 9 to 11",
         unsupported_reason=fa4.unsupported_reason,
         takes_deltas=fa4.takes_deltas,
     ),
-    Kernel(
-        name="cudnn",
-        devices=("cuda",),
-        dtypes=_HALF,
-        forward=cudnn.forward,
-        backward=cudnn.backward,
+    _gpu_kernel(
+        "cudnn",
+        cudnn,
         head_sizes=HeadSizes(largest=128, pairs=((192, 128),)),
         deterministic=False,
         one_document_only=True,
         needs="cuDNN 9.11; compute capability 9 or 10",
         unsupported_reason=cudnn.unsupported_reason,
     ),
-    Kernel(
-        name="torch_flash",
-        devices=("cuda",),
-        dtypes=_HALF,
-        forward=torch_flash.forward,
-        backward=torch_flash.backward,
+    _gpu_kernel(
+        "torch_flash",
+        torch_flash,
         features=frozenset({"window"}),
         head_sizes=HeadSizes(largest=256),
         needs="compute capability 8.0",
         unsupported_reason=_flash_unsupported_reason,
     ),
-    Kernel(
-        name="triton_flash",
-        devices=("cuda",),
-        dtypes=_HALF,
-        forward=triton_flash.forward,
-        backward=triton_flash.backward,
+    _gpu_kernel(
+        "triton_flash",
+        triton_flash,
         features=frozenset({"window", "softcap", "indices"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
         needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
         unsupported_reason=triton_flash.unsupported_reason,
         takes_deltas=lambda call: True,
     ),
-    Kernel(
-        name="triton_gathered",
-        devices=("cuda",),
-        dtypes=_HALF,
-        forward=triton_gathered.forward,
-        backward=triton_gathered.backward,
+    _gpu_kernel(
+        "triton_gathered",
+        triton_gathered,
         features=frozenset({"window", "indices", "latents"}),
         required=frozenset({"indices", "latents"}),
         head_sizes=HeadSizes(largest=triton_gathered.LARGEST),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved
+from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
 
 LARGEST = 512
@@ -186,8 +187,3 @@ def padded_size(x: Tensor) -> int:
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:2])
-
-
-def contiguous_heads(x: Tensor) -> Tensor:
-    """With elements of a head, or the last columns of a matrix, one after another."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -14,11 +14,11 @@ from torch import Tensor
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.kernels.triton_flash import (
     BlockSizes,
-    contiguous_heads,
     launch_fitting_blocks,
     padded_size,
     strides_of,
 )
+from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
 
 # By the value's width, from 128: heads (`rows`) and keys of a block, warps, stages of loads in flight. Those of 128 and

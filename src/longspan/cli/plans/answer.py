@@ -105,14 +105,10 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
         order = make_step_order(config, corpus)
         config = _set_steps(config, order, log)
         lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
-        tokens = max(1, int(lengths.sum()))
-        share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
-        images = corpus.images
-        rows = (
-            0.0 if images is None else float(images.column("rows").sum()) / tokens * most_step_tokens(config, order)
-        )
+        rows = corpus.image_share * most_step_tokens(config, order)
         longest_tokens = _longest_planned_length(order, lengths)
-        yield RunDocuments(config, order, longest_tokens, documents_line(config, order), share, rows)
+        line = documents_line(config, order)
+        yield RunDocuments(config, order, longest_tokens, line, corpus.target_share, rows)
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:

@@ -77,8 +77,8 @@ class ChatTemplate:
         if folder is None:
             raise DataError(
                 f"rows hold {KIND_TEXTS['messages']}, and a tokenizer that is trained on the corpus has no chat "
-                "template; name the folder of a chat model's tokenizer with data.tokenizer, or put its files into that "
-                "of model.path"
+                "template; name the folder of a chat model's tokenizer with data.tokenizer, or put its files into "
+                "that of model.path"
             )
         stock: Any = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
         if tokenizer.template_file is not None:

@@ -32,6 +32,7 @@ from longspan.model.activations.tiles import (
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.features import Call, Feature
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
+from longspan.model.sharding import reduction_groups
 from longspan.plan.memory.settings import CHECKPOINT_POLICIES, CheckpointPolicy
 
 Run = Callable[..., Any]
@@ -166,12 +167,10 @@ class _SegmentCall:
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return self._record_nothing(), Reentrant(self.replay_attention)
 
-    @contextmanager
-    def replay_attention(self) -> Iterator[None]:
+    def replay_attention(self) -> AbstractContextManager[None]:
         recording = self._recording
         self._recording = None
-        with self._record_nothing() if recording is None else recording.replay_outputs():
-            yield
+        return self._record_nothing() if recording is None else recording.replay_outputs()
 
     def _record_nothing(self) -> AbstractContextManager[None]:
         """A recording all the same, so that autograd saves the same tensors in the pass and in its recomputation."""
@@ -195,7 +194,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
     training_states = [state._training_state for state in states]
-    sharded_before = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
+    sharded_before = [module for module in modules if any(group.is_sharded for group in reduction_groups([module]))]
     for module, state in zip(modules, states, strict=True):
         module.unshard()
         state._training_state = TrainingState.PRE_BACKWARD
@@ -206,11 +205,6 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
             state._training_state = training_state
         for module in sharded_before:
             module.reshard()
-
-
-def _is_sharded(state: Any) -> bool:
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return any(group is not None and group.is_sharded for group in groups)
 
 
 _CHECKPOINTING = ("none", "full", "selective")

@@ -39,20 +39,21 @@ def count_tiles(rows: int, tile_rows: int) -> int:
 def run_in_tiles(
     run: Callable[..., Tensor],
     rows: Sequence[Tensor],
-    parameters: Sequence[Tensor],
+    module: nn.Module,
     count: int,
     *,
     draws: bool = False,
-    around: Around = nullcontext,
 ) -> Tensor:
     """Run a function of rows (…, R, W), of one tensor or several, in `count` tiles: (…, R, V), as `run(*rows)`.
 
-    The function maps each row by itself; besides rows only `parameters` get gradients from it. With `draws` it draws at
-    random, and gets the same numbers again in backward. `around` makes the context in which all tiles of a forward or
-    backward pass run.
+    The function maps each row by itself; besides rows only parameters of `module` get gradients from it; its weights in
+    float8 are made once for all tiles of a pass. With `draws` it draws at random, and gets the same numbers again in
+    backward.
 
-    >>> out = run_in_tiles(mlp, (x,), tuple(mlp.parameters()), count=4)  # doctest: +SKIP
+    >>> out = run_in_tiles(mlp, (x,), mlp, count=4)  # doctest: +SKIP
     """
+    parameters = tuple(module.parameters())
+    around = partial(keep_float8_weights, module)
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
         with around():
@@ -141,13 +142,10 @@ class _Tiles(torch.autograd.Function):
             tile_gradients = _split_rows(row_gradients, ctx.count)
             for dout, tile, into in zip(douts, tiles, tile_gradients, strict=True):
                 _add_tile_gradients(ctx, tile, dout, trained, into, sums)
-        indices = iter(range(len(trained)))  # of sums: those of trained parameters only
+        sums.reverse()
         parameter_gradients: list[Tensor | None] = []
         for p in ctx.parameters:
-            total = None
-            if p.requires_grad:  # each sum is freed once it is narrowed
-                index = next(indices)
-                total, sums[index] = sums[index], None
+            total = sums.pop() if p.requires_grad else None  # each sum is freed once it is narrowed
             parameter_gradients.append(None if total is None else total.to(p.dtype))
         return None, None, None, None, None, *row_gradients, *parameter_gradients
 
@@ -225,17 +223,8 @@ class TiledForward:
         count = count_tiles(x.shape[ROWS], self.tile_rows)
         if count == 1:
             return self.run(x, *others, **named)
-        module = self._module
-        around = partial(keep_float8_weights, module)  # weights in float8 are made once for all tiles
-        draws = has_active_dropout(module)
-        return run_in_tiles(
-            lambda rows: self.run(rows, *others, **named),
-            (x,),
-            tuple(module.parameters()),
-            count,
-            draws=draws,
-            around=around,
-        )
+        draws = has_active_dropout(self._module)
+        return run_in_tiles(lambda rows: self.run(rows, *others, **named), (x,), self._module, count, draws=draws)
 
 
 def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:

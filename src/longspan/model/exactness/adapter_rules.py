@@ -25,6 +25,7 @@ from longspan.model.layers import mtp_depths
 from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
 from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
 from longspan.model.parts import is_tied
+from longspan.model.weights.fill import find_deferred_weights
 
 _DORA = "DoraLinearVariant"
 
@@ -135,7 +136,7 @@ def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _missing_value_reasons(model: nn.Module) -> Iterator[str]:
-    if "weights_to_come" in vars(model):
+    if find_deferred_weights(model) is not None:
         if not adapter_is_drawn_by_prepare(model):
             yield (
                 "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "

@@ -57,8 +57,8 @@ def refuse_unsupported_model(model: nn.Module) -> None:
             "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
         )
     reasons += _forward_reasons(model)
-    text_rules = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
-    reasons += [reason for rule in text_rules for reason in rule(text_model(model))]
+    text = text_model(model)
+    reasons += [*_position_reasons(text), *_layer_type_reasons(text), *_convolution_reasons(text)]
     if reasons:
         raise ModelError(
             f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
@@ -120,7 +120,16 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
+def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    # Modules that name their type in `rope_type` can choose frequencies by document (`seams/rope.py`).
+    can_choose = any(hasattr(module, "rope_type") for module in model.modules())
+    for kind in () if can_choose else sorted(filter(depends_on_length, rope_types(rope))):
+        yield (
+            f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
+            "a rope_type that says where; use default, linear, llama3 or yarn"
+        )
     constants = ("floor_scale", "attn_scale")  # of Llama 4's formula, which alone is computed by positions
     scaling = {name: module for name, module in model.named_modules() if has_temperature(module)}
     if names := [
@@ -129,19 +138,6 @@ def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
         yield (
             f"{items_text(names)} scales queries by a row's number (attn_temperature_tuning) without floor_scale and "
             "attn_scale, from which it could be computed by the row's position; set attn_temperature_tuning to False"
-        )
-
-
-def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
-    # Modules that name their type in `rope_type` can choose frequencies by document (`seams/rope.py`).
-    if any(hasattr(module, "rope_type") for module in model.modules()):
-        return
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    for kind in sorted(filter(depends_on_length, rope_types(rope))):
-        yield (
-            f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
-            "a rope_type that says where; use default, linear, llama3 or yarn"
         )
 
 
@@ -154,11 +150,9 @@ def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
             for index, layer in enumerate(decoder_layers(model).values())
             if types[index : index + 1] == [kind] and not any(map(is_known, layer.modules()))
         ]
-        if not layers:
-            continue
         supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
-        supported = _CHOSEN_KEYS.get(kind, supported)
-        yield f"layers {items_text(layers)} are of type {kind!r}, {supported}"
+        if layers:
+            yield f"layers {items_text(layers)} are of type {kind!r}, {_CHOSEN_KEYS.get(kind, supported)}"
 
 
 def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:

@@ -362,20 +362,17 @@ def _logits_from_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
     # In place of a shard's spans, the stock mask gets kinds of tokens: rows of an image or a prefix see each other.
     token_kinds = document.kinds(model, images=find_family(model.config.model_type).images_see_each_other)
     kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), token_kinds)
-    with ExitStack() as hooks:
-        if rows:
-            _hook_image_rows(model, placeholders, rows, hooks)
-        return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits[0]
 
+    def replace_rows(_: Any, __: Any, out: Tensor) -> Tensor:
+        return out.index_copy(1, placeholders, rows[0][None]) if rows else out
 
-def _hook_image_rows(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
     def add_part(part: Tensor, _: Any, __: Any, out: Any) -> Any:
         if isinstance(out, tuple):
-            return (out[0].index_add(1, places, part[None]), *out[1:])
-        return out.index_add(1, places, part[None])
+            return (out[0].index_add(1, placeholders, part[None]), *out[1:])
+        return out.index_add(1, placeholders, part[None])
 
-    embedding = model.get_input_embeddings()
-    replace_rows = embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, rows[0][None]))
-    hooks.callback(replace_rows.remove)
-    for layer, part in zip(decoder_layers(model).values(), rows[1:], strict=False):
-        hooks.callback(layer.register_forward_hook(partial(add_part, part)).remove)
+    with ExitStack() as hooks:
+        hooks.callback(embedding.register_forward_hook(replace_rows).remove)
+        for layer, part in zip(decoder_layers(model).values(), rows[1:], strict=False):
+            hooks.callback(layer.register_forward_hook(partial(add_part, part)).remove)
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits[0]

@@ -103,18 +103,6 @@ class _Allowed(NamedTuple):
     epsilons: int
     median: bool
 
-    @staticmethod
-    def for_pass(dtype: torch.dtype, *, coarse: bool, experts: bool, same_shapes: bool) -> "_Allowed":
-        """1e-4 is for float32, in which norms and routers may be, whatever the model's type.
-
-        In coarse types it is least where every product has the same shapes, and most where rounding may choose other
-        experts.
-        """
-        equal = same_shapes and not experts
-        other_experts = experts and not same_shapes
-        error = (0.01 if equal else 0.1 if other_experts else 0.05) if coarse else 1e-4
-        return _Allowed(dtype, error, 0 if equal else 2 if coarse else 16, coarse and other_experts)
-
 
 class _CallKey(NamedTuple):
     module: str
@@ -144,13 +132,10 @@ class _ObservedPass:
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
                 note_outputs: Callable[..., Any] = partial(self._note_outputs, name, name in layers)
-                for handle in (
-                    module.register_forward_pre_hook(
-                        partial(self._note_inputs, name), prepend=True, with_kwargs=True
-                    ),
-                    module.register_forward_hook(note_outputs),
-                ):
-                    stack.callback(handle.remove)
+                note_inputs = partial(self._note_inputs, name)
+                before = module.register_forward_pre_hook(note_inputs, prepend=True, with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(note_outputs).remove)
             yield
 
     def _note_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -296,13 +281,14 @@ class _RowTrial:
         if torch.is_autocast_enabled(world.device.type):
             dtype = torch.get_autocast_dtype(world.device.type)
         tf32 = world.device.type == "cuda" and dtype == torch.float32
-        coarse = tf32 or torch.finfo(dtype).bits <= 16
-        self.allowed = partial(_Allowed.for_pass, dtype, coarse=coarse, experts=has_experts(model))
+        self.dtype = dtype
+        self.coarse = tf32 or torch.finfo(dtype).bits <= 16
+        self.experts = has_experts(model)
         longest = max(_LENGTHS) if rules.position_table is None else rules.position_table.positions
         rows = partial(_TrialRows.from_documents, world, rules.row_multiple, longest)
         self.first = rows(_ALL, others=False)
         self.others = [rows(_FEWER, others=True)]
-        if coarse:
+        if self.coarse:
             self.others.insert(0, rows(_ALL, others=True))
         self.shape = 2, _COUNT * rules.row_multiple
         vocabulary = model.config.get_text_config().vocab_size
@@ -349,8 +335,8 @@ class _RowTrial:
         self, stage: nn.Module, rows: _TrialRows, before: _ObservedPass | None, *, every_module: bool
     ) -> _ObservedPass:
         model = self._model_of(stage)
-        allowed = self.allowed(same_shapes=len(rows.numbers) == len(self.first.numbers))
-        observed = _ObservedPass(rows, allowed, before)
+        same_shapes = len(rows.numbers) == len(self.first.numbers)
+        observed = _ObservedPass(rows, self._allowed_difference(same_shapes=same_shapes), before)
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with _preserve_state(model), torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(0)
@@ -359,6 +345,20 @@ class _RowTrial:
             with observed.observe_calls(dict(model.named_modules()) if every_module else {}, decoder_layers(model)):
                 self._run_pass(stage, observed)
         return observed
+
+    def _allowed_difference(self, *, same_shapes: bool) -> _Allowed:
+        """1e-4 is for float32, in which norms and routers may be, whatever the model's type.
+
+        In coarse types it is least where every product has the same shapes, and most where rounding may choose other
+        experts.
+        """
+        if same_shapes and not self.experts:
+            return _Allowed(self.dtype, 0.01 if self.coarse else 1e-4, 0, median=False)
+        if not self.coarse:
+            return _Allowed(self.dtype, 1e-4, 16, median=False)
+        return _Allowed(
+            self.dtype, 0.05 if same_shapes or not self.experts else 0.1, 2, self.experts and not same_shapes
+        )
 
     def _run_pass(self, stage: Any, observed: _ObservedPass) -> None:
         rows = observed.rows

@@ -7,7 +7,7 @@ width, or norm over all heads.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -63,13 +63,11 @@ class SplitTrial:
         values = {n: x.full_tensor() if isinstance(x, DTensor) else x.clone() for n, x in detached.items()}
         whole_parameters = {name: values[name].requires_grad_() for name in parameters}
 
-        def call_unsplit(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(self._twin, values | buffers, args, kwargs)
-
         with preserve_modes(self.unit), torch.enable_grad():
             self._twin.eval()
             self.unit.eval()
-            true = _call_results(call_unsplit, args, kwargs, whole_parameters)
+            unsplit = partial(functional_call, self._twin, values | buffers)
+            true = _call_results(lambda *a, **k: unsplit(a, k), args, kwargs, whole_parameters)
             try:
                 results = _call_results(split, args, kwargs, parameters)
             except LongspanError:

@@ -6,9 +6,7 @@ against circles of waiting. Padding rows get zeros. Capacities, and experts outs
 """
 
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +26,9 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
 from longspan.model.experts.experts import Loads, Visits, run_experts, spread_rows, sum_visits
-from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
+from longspan.model.experts.router import RouterCoefficients, RouterStatistics
 from longspan.model.features import Feature
-from longspan.model.kinds import is_mixer, keep_float8_weights
-from longspan.model.layers import (
-    architecture_name,
-    decoder_layers,
-    expert_modules,
-    mtp_blocks,
-    router_modules,
-    router_sizes,
-)
+from longspan.model.layers import architecture_name, expert_modules, router_modules, router_sizes
 from longspan.model.seams.attention_calls import Probe, running_layer
 from longspan.model.weights.fill import copy_to_device
 from longspan.plan.shape.model_shape import experts_missing_text
@@ -46,43 +36,13 @@ from longspan.plan.shape.model_shape import experts_missing_text
 IMPLEMENTATION = "longspan"
 
 
-class _LayerArguments(NamedTuple):
-    """The shard and the sums of routers with which the running layer was called; no sums: none are collected."""
-
-    shard: SequenceShard | Probe
-    sums: RouterSums | None
-
-
-_layer_arguments: ContextVar[_LayerArguments | None] = ContextVar("longspan_layer", default=None)
-
-
 def connect_experts(model: PreTrainedModel) -> None:
     """Send the model's experts and routers through this module."""
     model.set_experts_implementation(IMPLEMENTATION)
-    for layer in (*decoder_layers(model).values(), *mtp_blocks(model).values()):
-        if expert_modules(layer):
-            mixers = [
-                module
-                for module in layer.children()
-                if type(module).__name__.endswith("Attention") or is_mixer(module)
-            ]
-            for child in mixers or layer.children():  # all children, in a layer of nothing but experts
-                child.register_forward_pre_hook(_note_before_experts, with_kwargs=True)
     for router in router_modules(model).values():
         router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
         model.register_forward_pre_hook(_turn_off_router_losses, with_kwargs=True)
-
-
-def remove_argument_hooks(layer: nn.Module) -> None:
-    """Take the hooks of `connect_experts` from a layer that calls `note_layer_arguments` itself.
-
-    torch 2.11 cannot end a graph inside a module with hooks: it looks up names of torch.nn in the model's file.
-    """
-    for child in layer.children():
-        hooks = child._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _note_before_experts]:
-            del hooks[key], child._forward_pre_hooks_with_kwargs[key]
 
 
 def _turn_off_router_losses(
@@ -123,32 +83,16 @@ def make_router_statistics(
     return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
 
 
-def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    note_layer_arguments(kwargs)
-
-
-@break_graphs_around
-def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Note a layer's shard and sums of routers, from its keyword arguments, for the routers and experts inside."""
-    shard = kwargs.get("shard")
-    router = kwargs.get("router")
-    if shard is None:  # a model that hands its layers no keywords has them bound around the layer
-        running = running_layer()
-        shard = running.shard
-        router = running.router
-    _layer_arguments.set(None if shard is None else _LayerArguments(shard, router))
-
-
 @break_graphs_around
 def _record_routing(
     router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
-    layer = _layer_arguments.get()
-    if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
+    layer = running_layer()
+    if layer.router is None or isinstance(layer.shard, Probe):
         return None
     experts_first = not output[0].is_floating_point()  # Granite's in transformers 5.17 name the experts first
     logits, weights, chosen_experts = reversed(output) if experts_first else output
-    weights = layer.sums.record_routing(router, logits, weights, chosen_experts, layer.shard.find_real_rows())
+    weights = layer.router.record_routing(router, logits, weights, chosen_experts, layer.shard.find_real_rows())
     return (chosen_experts, weights, logits) if experts_first else (logits, weights, chosen_experts)
 
 
@@ -158,24 +102,23 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
     Padding rows become zeros; ModelError outside a layer with a shard.
     """
-    layer = _layer_arguments.get()
-    _layer_arguments.set(None)  # a later layer that notes no arguments must not use these
-    if layer is None:
+    shard = running_layer().shard
+    if shard is None:
         raise ModelError(
             f"{type(experts).__name__} got no shard, so it cannot know its rows; call model(..., shard=shard)"
         )
-    if isinstance(layer.shard, Probe):
+    if isinstance(shard, Probe):
         return torch.empty_like(hidden_states)
-    world = world_of(layer.shard.world_key)
-    rows = _real_row_index(experts, layer.shard, len(hidden_states), world)
+    world = world_of(shard.world_key)
+    rows = _real_row_index(experts, shard, len(hidden_states), world)
     first_slot = world.slot // world.home.ep * world.home.ep
     channel = (
         world.channels.find_channel(range(first_slot, first_slot + world.home.ep)) if world.home.ep > 1 else None
     )
     if len(rows) == len(hidden_states):
-        return _mix_experts_in_tiles(experts, hidden_states, chosen, weights, layer.shard, channel)
+        return _mix_experts_in_tiles(experts, hidden_states, chosen, weights, shard, channel)
     x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
-    mixed = _mix_experts_in_tiles(experts, x, chosen, weights, layer.shard, channel)
+    mixed = _mix_experts_in_tiles(experts, x, chosen, weights, shard, channel)
     return _PlaceRows.apply(mixed, rows, len(hidden_states))  # pyright: ignore[reportReturnType]
 
 
@@ -203,14 +146,10 @@ def _mix_experts_in_tiles(
     if count == 1:
         return mix_experts(experts, x, chosen, weights, channel)
 
-    around = partial(keep_float8_weights, experts)  # weights in float8 are made once for all tiles
-    return run_in_tiles(
-        lambda x, weights, chosen: mix_experts(experts, x, chosen, weights, channel),
-        (x, weights, chosen),
-        tuple(experts.parameters()),
-        count,
-        around=around,
-    )
+    def run(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return mix_experts(experts, x, chosen, weights, channel)
+
+    return run_in_tiles(run, (x, weights, chosen), experts, count)
 
 
 def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:

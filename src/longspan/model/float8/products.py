@@ -320,23 +320,18 @@ class _Product(torch.autograd.Function):
         of_rows = None
         experts = ctx.experts
         if ctx.needs_input_grad[0]:
-            weight = _saved_weight(ctx)
+            weight = ctx.weight
+            if weight._version != ctx.version:
+                raise RuntimeError(
+                    f"a weight {tuple(weight.shape)} that backward needs was changed in place since the forward pass: "
+                    f"it is at version {weight._version}, and was at {ctx.version}; take the optimizer's step after "
+                    "backward"
+                )
             float8_weight = ctx.float8_weight
             transposed = experts is not None and experts.transposed  # whose rows are then the columns of W
             w = float8_weight.rows(weight) if transposed else float8_weight.columns(weight)
             of_rows = _multiply_scaled(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
         return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None, None
-
-
-def _saved_weight(ctx: Any) -> Tensor:
-    weight = ctx.weight
-    version = ctx.weight._version
-    if version != ctx.version:
-        raise RuntimeError(
-            f"a weight {tuple(weight.shape)} that backward needs was changed in place since the forward pass: it is at "
-            f"version {version}, and was at {ctx.version}; take the optimizer's step after backward"
-        )
-    return weight
 
 
 def _multiply_scaled(
@@ -366,6 +361,3 @@ def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tenso
         return torch._grouped_mm(left.t(), right, offs=experts.ends)  # pyright: ignore[reportAttributeAccessIssue]
     pieces = zip(left.split(list(experts.counts)), right.split(list(experts.counts)), strict=True)
     return torch.stack([a.t() @ b for a, b in pieces])
-
-
-# ---- experts

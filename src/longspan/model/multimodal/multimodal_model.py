@@ -199,13 +199,11 @@ def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
     """Hook a prepared language model: rows of items enter at its embedding, those of DeepStack at its first layers."""
-    parts: list[tuple[nn.Module, PreTrainedModel, bool]]  # what is called with a shard, and what has the embedding
+    parts: list[tuple[PreTrainedModel, bool]] = [(model, True)] if isinstance(model, PreTrainedModel) else []
     if isinstance(model, PipelineModel):  # multi-token prediction embeds later tokens on the last stage
-        parts = [(s, s.model, s.first) for s in model.stages if s.first or (s.last and model.depths)]
-    else:
-        parts = [(model, model, True)]
-    for root, embedding_model, has_first_layers in parts:
-        _SpliceHook(root, embedding_model.get_input_embeddings(), tuple(encoders))
+        parts = [(s.model, s.first) for s in model.stages if s.first or (s.last and model.depths)]
+    for embedding_model, has_first_layers in parts:
+        _SpliceHook(embedding_model.get_input_embeddings(), tuple(encoders))
         if has_first_layers:
             deep_layers = max((encoder.deep_layers for encoder in encoders), default=0)
             for index, layer in enumerate([*decoder_layers(embedding_model).values()][:deep_layers]):
@@ -213,7 +211,7 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
 
 
 def _add_deep_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
-    shard = kwargs.get("shard") or running_layer().shard  # some models call layers without the keyword
+    shard = running_layer().shard
     if not isinstance(shard, SequenceShard):
         return out
     if isinstance(out, tuple):
@@ -222,23 +220,13 @@ def _add_deep_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str,
 
 
 class _SpliceHook:
-    """Splices rows of items into an embedding's output while `root`, its model, runs with a shard."""
+    """Splices rows of items into an embedding's output while its model runs with a shard."""
 
-    def __init__(self, root: nn.Module, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
+    def __init__(self, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
         self._encoders = encoders
-        self._shard: SequenceShard | None = None
-        root.register_forward_pre_hook(self._note_shard, with_kwargs=True)
-        root.register_forward_hook(self._forget_shard, always_call=True)
         self._ahead = 0  # how many tokens ahead of its row the embedding is called now (multi-token prediction)
         embedding.register_forward_pre_hook(self._note_lookahead, with_kwargs=True)
         embedding.register_forward_hook(self._splice_rows)
-
-    def _note_shard(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        shard = kwargs["stage_input"].shard if "stage_input" in kwargs else kwargs.get("shard")
-        self._shard = shard if isinstance(shard, SequenceShard) else None
-
-    def _forget_shard(self, *_: Any) -> None:
-        self._shard = None
 
     def _note_lookahead(
         self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
@@ -247,12 +235,13 @@ class _SpliceHook:
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-        if self._shard is None:
+        shard = running_layer().shard
+        if not isinstance(shard, SequenceShard):
             return embeddings
         if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):
             # Under a frozen language model all ranks enter its backward pass, also those that got no rows.
             embeddings = embeddings.detach().requires_grad_()
-        return splice_rows(embeddings, self._shard, self._ahead)
+        return splice_rows(embeddings, shard, self._ahead)
 
 
 def map_stock_names(names: Iterable[str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ Optimizers, checkpoints and saved folders so do not depend on the pipeline. A mo
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,11 +66,6 @@ def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
     return {*outer, getattr(decoder_model(model), find_parts(model).layers)}
 
 
-class _StageSchedule(NamedTuple):
-    step: Callable[[], None]
-    stages: list[ScheduledStage]
-
-
 class PipelineModel(nn.Module):
     """This rank's stages of a causal language model; train and evaluate it with `run_step`.
 
@@ -121,7 +116,7 @@ class PipelineModel(nn.Module):
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         self.routers: tuple[int, ...] = router_sizes(model)
         self.depths: int = len(mtp_depths(model))  # of multi-token prediction, which is on the last stage
-        self._schedules: dict[tuple[int, bool], _StageSchedule] = {}
+        self._schedules: dict[tuple[int, bool], tuple[Callable[[], None], list[ScheduledStage]]] = {}
         add_named_modules(self, [stage.model for stage in self.stages], self.copies)
         self._unnamed = {
             f"stages.{stage.index}{'.' * bool(name)}{name}": module
@@ -182,7 +177,9 @@ class PipelineModel(nn.Module):
         if not backward:
             reshard(self)
 
-    def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _StageSchedule:
+    def _make_schedule(
+        self, micro_batches: int, backward: bool, world: World
+    ) -> tuple[Callable[[], None], list[ScheduledStage]]:
         key = (micro_batches, backward)
         if key not in self._schedules:
             # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
@@ -192,9 +189,8 @@ class PipelineModel(nn.Module):
                 ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
                 for stage in self.stages
             ]
-            self._schedules[key] = _StageSchedule(
-                make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward), stages
-            )
+            step = make_schedule(self.pipeline_settings, stages, micro_batches, backward=backward)
+            self._schedules[key] = step, stages
         return self._schedules[key]
 
     @torch.no_grad()

@@ -101,21 +101,21 @@ def refuse_shared_layers(
 
 def guard_prepared_model(prepared: nn.Module, name: str, saves: str = SAVES) -> None:
     """Have a prepared model, and its base model, refuse to be saved, wrapped or generated from; `saves` saves it."""
+    reasons = {
+        method: f"{name}.{method} would write what this rank holds of a prepared model; call {saves} on all ranks, "
+        "which writes a folder that transformers loads"
+        for method in ("save_pretrained", "push_to_hub")
+    }
+    reasons["generate"] = (
+        f"{name}.generate would need caches, which a prepared model has none of; {saves} on all ranks writes a folder "
+        "that transformers loads and generates from"
+    )
     modules = [module for module in prepared.modules() if isinstance(module, PreTrainedModel)]
     for module in (prepared, *modules):
         target: Any = module
-        for method in ("save_pretrained", "push_to_hub"):
-            reason = (
-                f"{name}.{method} would write what this rank holds of a prepared model; call {saves} on all ranks"
-            )
-            setattr(
-                target, method, partial(refuse_call, f"{reason}, which writes a folder that transformers loads")
-            )
-        if hasattr(target, "generate"):
-            reason = f"{name}.generate would need caches, which a prepared model has none of; {saves} on all ranks"
-            target.generate = partial(
-                refuse_call, f"{reason} writes a folder that transformers loads and generates from"
-            )
+        for method, reason in reasons.items():
+            if method != "generate" or hasattr(target, method):
+                setattr(target, method, partial(refuse_call, reason))
         # DistributedDataParallel fails as it reads this
         target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)
 

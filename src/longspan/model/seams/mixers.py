@@ -53,7 +53,7 @@ class MixerOps(NamedTuple):
     scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], Tensor]  # of q, k, v, g, beta, scale
 
 
-FindOps = Callable[[object, int, int], MixerOps]  # of the `shard=` of a call, its batch and its rows
+FindOps = Callable[[int, int], MixerOps]  # of the batch and the rows of a call
 
 
 def _convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -72,9 +72,9 @@ ROWS_ALONE = MixerOps(_convolve_alone, _scan_alone)  # rows see only themselves:
 _SHAPES = MixerOps(lambda x, *_: torch.empty_like(x), lambda q, k, v, *_: torch.empty_like(v))  # on the meta device
 
 
-def _find_ops(name: str, shard: object, batch: int, rows: int) -> MixerOps:
-    """A probe gets results of the right shape only; a shard may be that of the decoder layer around the mixer."""
-    shard = running_layer().shard if shard is None else shard
+def _find_ops(name: str, batch: int, rows: int) -> MixerOps:
+    """A probe gets results of the right shape only."""
+    shard = running_layer().shard
     if isinstance(shard, Probe):
         return _SHAPES
     checked = find_one_row_shard(name, shard, batch, rows)
@@ -97,12 +97,11 @@ def _run_convolution(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    shard: object = None,
     **others: Any,
 ) -> Tensor:
     x = hidden_states.to(weight.dtype).squeeze(0).t()
     silu = activation in ("silu", "swish")
-    y = find_ops(shard, len(hidden_states), len(x)).convolve(x, weight, bias, silu)
+    y = find_ops(len(hidden_states), len(x)).convolve(x, weight, bias, silu)
     y = y if activation is None or silu else ACT2FN[activation](y)
     return y.to(hidden_states.dtype).t().unsqueeze(0)
 
@@ -116,12 +115,11 @@ def _run_delta_rule(
     beta: Tensor,
     initial_state: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    shard: object = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H, 1 or K), beta (1, T, H) -> (1, T, H, V)."""
     _refuse_cached_state(initial_state)
-    ops = find_ops(shard, len(query), query.shape[1])
+    ops = find_ops(len(query), query.shape[1])
     q, k, v, decay, strength = (x.squeeze(0) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = unit_vectors(q, _EPSILON), unit_vectors(k, _EPSILON)
@@ -143,7 +141,6 @@ def _run_mamba2(
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    shard: object = None,
     **others: Any,
 ) -> Tensor:
     """x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) -> (1, T, H, P).
@@ -154,7 +151,7 @@ def _run_mamba2(
     _refuse_cached_state(initial_states)
     if z is not None:
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
-    ops = find_ops(shard, len(x), x.shape[1])
+    ops = find_ops(len(x), x.shape[1])
     wide_dtype = state_dtype(x.dtype)
     v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))  # as linear attention: x are values, B keys, C queries
     step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias

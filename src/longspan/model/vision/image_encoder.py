@@ -94,11 +94,6 @@ class VisionParts:
     language_model: PreTrainedModel
     tokens: ImageTokens
 
-    @property
-    def deep_layers(self) -> int:
-        """How many parts a row has besides the part for the embedding."""
-        return self.encoder.deep_layers
-
 
 def split_off_image_encoder(model: PreTrainedModel) -> VisionParts:
     """Split a vision-language model into encoder and language model, which is the model itself, now without towers."""

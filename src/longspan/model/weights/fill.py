@@ -6,7 +6,7 @@ Sources are a folder's files (`folder.py`), random weights, or nothing where a c
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from inspect import signature
@@ -30,25 +30,28 @@ from longspan.model.kinds import name_without_adapter, packed_weights
 from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.weights.local_tensors import LocalPart, local_tensor, tied_names
 
+# what is drawn whole: its name, a module of its names and shapes, and the function that initialises it
+Unit = tuple[str, nn.Module, Callable[[nn.Module], None]]
 
-class RandomWeights:
-    """Weights that are a function of the configuration, the seed and the device's kind: the same under every layout.
 
-    Each decoder layer, and other module, is drawn whole in float32, from a seed of `seed` and its name.
+class DrawnWeights:
+    """Weights that are a function of names, shapes, the seed and the device's kind: the same under every layout.
+
+    Each unit is drawn whole in float32, from a seed of `seed` and its name; buffers have these values.
     """
 
-    def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        """Copy the model, on the meta device, as it is: later it may be cut into stages and sharded."""
-        self._model = deepcopy(model)
+    def __init__(self, buffers: Mapping[str, Tensor], units: Iterable[Unit], seed: int) -> None:
+        self._buffers = buffers
+        self._units = [*units]
         self._seed = seed
 
     def __str__(self) -> str:
         return "the drawn model"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values) of these parts of parameters; buffers have the values that their modules begin with."""
-        yield from ((name, buffer) for name, buffer in persistent_buffers(self._model) if name in parts)
-        for path, module, initialise in self._units_to_draw():
+        """Yield (name, values) of these parts of parameters."""
+        yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
+        for path, module, initialise in self._units:
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
             if not names.keys().isdisjoint(parts):
                 drawn = draw_copy(path, module, device, seed=self._seed, initialise=initialise)
@@ -56,24 +59,30 @@ class RandomWeights:
                     if part := parts.get(name):
                         yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
 
-    def _units_to_draw(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
-        """Each decoder layer as a whole, since its modules may scale each other's weights.
 
-        Each other tower, which has an initialisation of its own; each remaining module, without its children.
-        """
-        layers = decoder_layers(self._model)
-        towers = {module for module in towers_beside_text_model(self._model) if isinstance(module, PreTrainedModel)}
-        draw = self._model._init_weights
-        yield from ((path, layer, draw) for path, layer in layers.items())
-        yield from (
-            (n, module, module._init_weights) for n, module in self._model.named_modules() if module in towers
-        )
-        inside = {module for unit in (*layers.values(), *towers) for module in unit.modules()}
-        for path, module in self._model.named_modules():
-            if module not in inside and any(True for _ in module.parameters(recurse=False)):
-                bare = deepcopy(module)
-                bare._modules.clear()
-                yield path, bare, draw
+class RandomWeights(DrawnWeights):
+    """All weights of a model, on the meta device, as it is: later it may be cut into stages and sharded."""
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        model = deepcopy(model)
+        super().__init__(dict(persistent_buffers(model)), _units_to_draw(model), seed)
+
+
+def _units_to_draw(model: PreTrainedModel) -> Iterator[Unit]:
+    """Each decoder layer as a whole, since its modules may scale each other's weights.
+
+    Each other tower, which has an initialisation of its own; each remaining module, without its children.
+    """
+    layers = decoder_layers(model)
+    towers = {module for module in towers_beside_text_model(model) if isinstance(module, PreTrainedModel)}
+    yield from ((path, layer, model._init_weights) for path, layer in layers.items())
+    yield from ((path, module, module._init_weights) for path, module in model.named_modules() if module in towers)
+    inside = {module for unit in (*layers.values(), *towers) for module in unit.modules()}
+    for path, module in model.named_modules():
+        if module not in inside and any(True for _ in module.parameters(recurse=False)):
+            bare = deepcopy(module)
+            bare._modules.clear()
+            yield path, bare, model._init_weights
 
 
 @torch.no_grad()
@@ -126,16 +135,22 @@ def empty_model(
     config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
     """Make a model of this configuration with parameters on the meta device, and buffers with values on the CPU."""
-    config = deepcopy(config)  # transformers writes the dtype into it
     with _register_on_meta():
-        if architecture is None:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        else:
-            model = architecture._from_config(config, dtype=dtype)
+        model = new_model(config, dtype, architecture)
     other_dtypes = _exception_dtypes(model, dtype)
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         tensor.data = tensor.data.to(other_dtypes.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
     return model
+
+
+def new_model(
+    config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None
+) -> PreTrainedModel:
+    """Make a model of this class (None: the causal language model), with what its own initialisation draws."""
+    config = deepcopy(config)  # transformers writes the dtype into it
+    if architecture is None:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    return architecture._from_config(config, dtype=dtype)
 
 
 def choose_image_text_class(config: PreTrainedConfig, images: bool = True) -> Any:
@@ -234,14 +249,14 @@ class JoinedWeights:
 
     def __init__(self, model: WeightSource, added: WeightSource) -> None:
         self.base: WeightSource = model
-        self._added = added
+        self.added = added
 
     def __str__(self) -> str:
         return str(self.base)
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         yield from self.base.read(parts, device)
-        yield from self._added.read(parts, device)
+        yield from self.added.read(parts, device)
 
 
 class GivenWeights:
@@ -322,7 +337,7 @@ def fill_now(model: nn.Module) -> None:
 
 def defer_to_checkpoint(model: nn.Module) -> None:
     """Have `prepare` read or draw nothing: every weight is NaN until a checkpoint is loaded."""
-    if (weights := vars(model).get("weights_to_come")) is not None:
+    if (weights := find_deferred_weights(model)) is not None:
         weights.source = _LeftToCheckpoint()
 
 

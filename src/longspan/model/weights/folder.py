@@ -157,16 +157,14 @@ class FolderWeights:
         with ExitStack() as stack:
             slices = self._open_slices(stack)
             for name in self._tied.keys() & self._recipes.keys():
-                self._check_tie(name, (self._single_key(name), self._single_key(self._tied[name])), slices)
-
-    def _check_tie(self, name: str, keys: tuple[str, str], slices: _Slices) -> None:
-        for row in range(0, self._shapes[name][0], _ROWS):
-            pair = (slices[key][row : row + _ROWS].to(self._dtypes[name]) for key in keys)
-            if not torch.equal(*pair):
-                raise ModelError(
-                    f"the files of {self._folder} hold {keys[0]}, which differs from {keys[1]}, and config.json ties "
-                    "the two; set tie_word_embeddings to false in it, which keeps both"
-                )
+                keys = self._single_key(name), self._single_key(self._tied[name])
+                for row in range(0, self._shapes[name][0], _ROWS):
+                    pair = (slices[key][row : row + _ROWS].to(self._dtypes[name]) for key in keys)
+                    if not torch.equal(*pair):
+                        raise ModelError(
+                            f"the files of {self._folder} hold {keys[0]}, which differs from {keys[1]}, and "
+                            "config.json ties the two; set tie_word_embeddings to false in it, which keeps both"
+                        )
 
     def _single_key(self, name: str) -> str:
         keys = [key for keys in self._recipes[name].sources.values() for key in keys]

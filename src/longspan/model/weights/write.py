@@ -95,8 +95,8 @@ class WeightWriter:
         file_bytes: int = FILE_BYTES,
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
-        self._folder = folder
-        self._empty = empty
+        self.folder = folder
+        self.empty = empty
         self._cast = cast
         self._limit = file_bytes
         self._rename = rename
@@ -116,7 +116,7 @@ class WeightWriter:
             if name in self._left_out:
                 continue
             if (expected := self._expected.get(name)) is None:
-                raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
+                raise ModelError(f"{name} is no weight of {type(self.empty).__name__} by its configuration")
             if expected.shape != tensor.shape:
                 raise ModelError(
                     f"{name} is {tuple(tensor.shape)}, and {tuple(expected.shape)} by the configuration"
@@ -124,7 +124,7 @@ class WeightWriter:
             tensors[name] = tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
-        for name, tensor in revert_weight_conversion(self._empty, tensors).items():
+        for name, tensor in revert_weight_conversion(self.empty, tensors).items():
             if self._file and sum(x.nbytes for x in self._file.values()) + tensor.nbytes > self._limit:
                 self._write_file()
             self._file[self._rename(name)] = tensor.contiguous()
@@ -137,7 +137,7 @@ class WeightWriter:
         names = [f"model-{i:05}-of-{len(self._files):05}.safetensors" for i in range(1, len(self._files) + 1)]
         names = names if len(names) > 1 else ["model.safetensors"]
         for i, name in enumerate(names):
-            self._partial_path(i).rename(self._folder / name)
+            self._partial_path(i).rename(self.folder / name)
         parameters = sum(sum(file.values()) for file in self._files)
         if len(names) > 1:
             file_of_tensor = {
@@ -147,7 +147,7 @@ class WeightWriter:
             index = (
                 json.dumps({"metadata": metadata, "weight_map": file_of_tensor}, indent=2, sort_keys=True) + "\n"
             )
-            (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+            (self.folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
     def _write_file(self) -> None:
@@ -159,7 +159,7 @@ class WeightWriter:
         self._file = {}
 
     def _partial_path(self, file: int) -> Path:
-        return self._folder / f"part-{file:05}.safetensors"
+        return self.folder / f"part-{file:05}.safetensors"
 
 
 def weight_unit(name: str) -> str:

@@ -436,19 +436,22 @@ class Machine:
     ) -> Cost:
         """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts.
 
-        seconds(g, s) = copies · (g + s) + wire(g, s), where g gathers and s sums of n weights over w slots take
-        wire(g, s)    = n (w − 1) / w · (g · number + s · max(4, number)) / speed, of which SHARDING_SHARE shows;
-        a micro-batch takes seconds(2, 1), forward alone (1, 0); the end of a step what is done once in it;
-        update        = UPDATE_BYTES · n / w / memory + 4 bytes · 2 (c − 1) / c · n / w / link, over c copies;
-        rows          = exchanges · bytes of routed rows · (ep − 1) / ep, at the slower of both links.
+        g gathers, and s sums of gradients, of n weights over w slots (experts over their own w · tp / ep) take
 
-        Each of w slots
-        gets (w − 1) / w of the weights in each gather (forward and backward), and of their gradients in the sum, in
-        float32 at least; a share of these always shows. Packed weights travel as bytes, and each gather unpacks them:
-        they count as the numbers that have as many bytes (they have no sums). What comes once a step is its
-        `closing_seconds`. The optimizer updates a slot's shard, and a ring over c copies brings it 2 (c − 1) / c of its
-        gradients. Rows go to the ep slots that have their experts, and come back: a layer exchanges twice forward,
-        twice again if it is recomputed, and twice backward, with nothing to hide it.
+        copies(g, s) = n (g + s) · WEIGHT_COPY_BYTES / memory          on the device; all of it shows
+        wire(g, s)   = n (w − 1) / w · (g · number + s · max(4, number)) / link
+        shown(g, s)  = copies(g, s) + SHARDING_SHARE · wire(g, s)      the rest of the wire may hide: `sharding_seconds`
+
+        with `number` bytes of a number. Packed weights travel as bytes and each gather unpacks them: they count as the
+        numbers that have as many bytes, and have no sums. And of (g, s) = (2, 1), or (1, 0) of forward alone,
+
+        micro-batch  + shown(what comes in every micro-batch) + latency · exchanges of rows
+        closing      = shown(what comes once a step), in free mode with the whole wire, as nothing runs beside it
+        update       + UPDATE_BYTES · n / w / memory + 4 · 2 (c − 1) / c · n / w / link      of c copies, in a ring
+        a row        + exchanges · its routed bytes / ep · max((near − 1) / inside, (ep − near) / across)
+
+        where `near` of the ep slots share a host, and rows are exchanged 2 times forward, 2 backward and 2 in layers
+        that are recomputed, with nothing to hide it.
         """
         forward = cost.passes == "forward"
         number = settings.bytes_per_number

@@ -294,10 +294,6 @@ class ModalityPlan:
     ahead: tuple[dict[int, list[ItemRows]], ...] = field(default=(), repr=False)
     split_over_tp: bool = False
 
-    def item_rows_at(self, rank: int, micro_batch: int) -> tuple[ItemRows, ...]:
-        """Return what a rank needs of a micro-batch, for its own tokens and for those further on, depth by depth."""
-        return tuple(needed[rank][micro_batch] for needed in (self.needed, *self.ahead))
-
     @property
     def balance(self) -> float:
         """The predicted work of the busiest slot over the mean of all slots; 1 where nothing is encoded."""

@@ -7,11 +7,12 @@ configuration; tests/plan/memory counts the same on real models by what their op
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from operator import ge
 
 from longspan.plan.cost.machine import AttentionCall, Machine, resolve_compiled_parts
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.messages import count_exchange_slices, count_head_groups, head_split
-from longspan.plan.micro_batch import Group, MicroBatch, main_type
+from longspan.plan.micro_batch import MicroBatch, main_type
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import (
     CHUNK,
@@ -51,10 +52,6 @@ class SlotLoad:
     runs: int = 1
     later: bool = False
 
-    def covers(self, other: "SlotLoad") -> bool:
-        """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory."""
-        return all(a >= b for a, b in zip(astuple(self), astuple(other), strict=True))
-
 
 def slot_loads(
     plans: Sequence[Plan], read: ConfigReader, settings: MemorySettings, machine: Machine, tp: int = 1
@@ -71,16 +68,6 @@ def slot_loads(
         bytes_per_number=settings.compute_bytes,
     )
 
-    def exchange(group: Group, node_size: int) -> tuple[str, int]:
-        """The type of most layers of a group, and how many members exchange heads under it (1: it does not)."""
-        kind = main_type(group.cp_comm_type)
-        sizes = group.hierarchical_context_parallel_sizes
-        if kind == "auto":
-            price = machine.fastest_type(group, call, node_size=node_size)
-            kind = price.cp_comm_type
-            sizes = price.sizes
-        return kind, {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
-
     def load(plan: Plan, batch: MicroBatch, slot: int, *, later: bool) -> SlotLoad:
         """Zigzag gives a slot two runs of each document; a slot has a row at least."""
         rows = exchanged = ring = gathered = runs = longest = 0
@@ -91,7 +78,14 @@ def slot_loads(
             runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
             if group.degree == 1 or not heads:
                 continue
-            kind, exchanging = exchange(group, plan.node_size)
+            kind = main_type(group.cp_comm_type)
+            sizes = group.hierarchical_context_parallel_sizes
+            if kind == "auto":
+                price = machine.fastest_type(group, call, node_size=plan.node_size)
+                kind = price.cp_comm_type
+                sizes = price.sizes
+            # members that exchange heads (1: none do)
+            exchanging = {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
             if exchanging > 1:
                 exchanged += here
                 longest, members = max((longest, members), (here, exchanging))
@@ -109,8 +103,8 @@ def slot_loads(
         for slot in range(plan.slots)
     }
     largest: list[SlotLoad] = []
-    for one in sorted(loads, reverse=True):  # a load that covers another comes before it
-        if not any(larger.covers(one) for larger in largest):
+    for one in sorted(loads, reverse=True):  # a load that covers another, with no smaller number, comes before it
+        if not any(all(map(ge, astuple(larger), astuple(one))) for larger in largest):
             largest.append(one)
     return tuple(largest) or (SlotLoad(1),)
 
@@ -323,8 +317,9 @@ class LayerTable:
         weights = feed_forward_weights(read, "experts")
         latent = read.count("moe_latent_size")
         visits = experts_per_token(read)
+        experts = read.experts_attribute_and_count()[1]
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-        probabilities = self.bytes_of_rows(0 if own_gate else read.experts_attribute_and_count()[1], WIDE)
+        probabilities = self.bytes_of_rows(0 if own_gate else experts, WIDE)
         router = LayerPart(
             self.bytes_of_rows(self.hidden_size) * trained
             + self.bytes_of_rows(visits)
@@ -338,15 +333,11 @@ class LayerTable:
         order = self.bytes_of_rows(2 * visits, INDEX)
         saved = copies + (1 + self._mlp_has_gate + gates) * product + (copies + product) * trained + order
         work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
-        experts = LayerPart(saved, work, lasting=order)
-        part = router + self._tiled_part(experts, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
+        visited = LayerPart(saved, work, lasting=order)
+        part = router + self._tiled_part(visited, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
         # size that is left then makes a weight for each row. Their input is the router's.
-        left = (
-            (weights.all - weights.of_experts) // self.hidden_size
-            - read.experts_attribute_and_count()[1]
-            - 2 * latent
-        )
+        left = (weights.all - weights.of_experts) // self.hidden_size - experts - 2 * latent
         width, is_weighted = divmod(left, 2 + self._mlp_has_gate)
         weighted = self.bytes_of_rows(1 + self.hidden_size) if is_weighted else 0.0
         return (

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from statistics import mean
 from typing import Any
 
@@ -184,8 +184,10 @@ class MemoryNeeds:
     def layers(self) -> int:
         return len(self.places[0].numbers.kinds)
 
-    def measures_of_layers(self, first: str, count: int, others: str) -> tuple[str, ...]:
-        words = [others] * self.layers
+    def measures_of_layers(
+        self, first: CheckpointPolicy, count: int, others: CheckpointPolicy
+    ) -> tuple[CheckpointPolicy, ...]:
+        words: list[CheckpointPolicy] = [others] * self.layers
         for place in self.places:
             for layer in place.stage.layers[:count]:
                 words[layer] = first
@@ -206,15 +208,25 @@ class MemoryNeeds:
                 f"{count} measures were given for {self.layers} layers, depths included; give one a layer"
             )
         words: tuple[CheckpointPolicy, ...] = tuple(known[word] for word in layer_words)
-        moments = (moment for place in self.places for moment in place.bytes_at_moments(self.loads, words))
-        hosts = (place.host_bytes(self.loads, words) for place in self.places)
         return MemoryPlan(
-            device=max(moments, key=lambda moment: moment.total),
-            host=max(hosts, key=lambda host: host.total),
+            device=max(self._device_bytes(words), key=lambda moment: moment.total),
+            host=max(self._host_bytes(words), key=lambda host: host.total),
             measures=words,
             rows=max(load.rows for load in self.loads),
             **{name: getattr(settings, name) for name in CHOSEN_SETTINGS},
         )
+
+    def fit(self, measures: Sequence[CheckpointPolicy], budget: MemoryBudget) -> bool:
+        """Return whether a plan of these measures fits; of those that do not, few moments are counted."""
+        return all(moment.total <= budget.device for moment in self._device_bytes(measures)) and all(
+            host.total <= budget.host for host in self._host_bytes(measures)
+        )
+
+    def _device_bytes(self, measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
+        return chain.from_iterable(place.bytes_at_moments(self.loads, measures) for place in self.places)
+
+    def _host_bytes(self, measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
+        return (place.host_bytes(self.loads, measures) for place in self.places)
 
 
 def _count_waiting_micro_batches(
@@ -276,23 +288,31 @@ class MemoryPrices:
 
     def seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, and of states on the host."""
-        prices = self._layer_seconds[bool(memory.mlp_tile_tokens)]
-        layers = sum(prices[word] for word in memory.measures)
-        # all but the last layer of a segment run forward once more, attention included
-        if memory.segment_layers > 1:
-            layers_run_again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
-            layers += layers_run_again * self._layer_seconds[False]["full"]
         states = memory.host.states if memory.offload_optimizer_states else 0
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
-        return layers + self._sharding_seconds(memory) + state_copies
+        return self.seconds_without_states(memory, memory.measures) + state_copies
+
+    def seconds_without_states(
+        self, kept: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]
+    ) -> float:
+        """Return the seconds of layers and of gathers where layers keep what `measures` say."""
+        layers = sum(map(self.layer_prices(kept).__getitem__, measures))
+        # all but the last layer of a segment run forward once more, attention included
+        if kept.segment_layers > 1:
+            layers_run_again = sum(word != "none" for word in measures) * (1 - 1 / kept.segment_layers)
+            layers += layers_run_again * self._layer_seconds[False]["full"]
+        return layers + self._sharding_seconds(kept)
+
+    def layer_prices(self, kept: MemoryPlan | MemorySettings) -> dict[str, float]:
+        """Return the seconds that each measure adds to a layer."""
+        return self._layer_seconds[bool(kept.mlp_tile_tokens)]
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[CheckpointPolicy]) -> float:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
         settings = needs.places[0].settings
-        prices = self._layer_seconds[bool(settings.mlp_tile_tokens)]
         # the terms of `seconds` in the same order, or smaller ones: no plan is below it by rounding either
-        layers = sum(min(prices[word] for word in words) for _ in range(needs.layers))
-        return layers + self._sharding_seconds(settings)
+        fastest = min(words, key=self.layer_prices(settings).__getitem__)
+        return self.seconds_without_states(replace(settings, segment_layers=0), (fastest,) * needs.layers)
 
     @cached_property
     def _layer_seconds(self) -> dict[bool, dict[str, float]]:
@@ -350,7 +370,7 @@ class MemoryPrices:
         whole.
         """
         place = self.place
-        once = 1 / self.place.micro_batches
+        once = 1 / place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:
             return 0.0
         gathers = once if kept.gathered_once else 2.0
@@ -409,7 +429,9 @@ def choose_memory(
         for bound in bounds:
             if bound > best:
                 break
-            memory = fit_with_fewest_slow_layers(*choices[bound[1]], budget)
+            choice = choices[bound[1]]
+            most = _count_affordable_layers(prices, *choice, best[0])
+            memory = fit_with_fewest_slow_layers(*choice, budget, most=most)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
                 fastest = memory
                 best = candidate
@@ -431,6 +453,21 @@ def choose_memory(
     )
 
 
+def _count_affordable_layers(
+    prices: MemoryPrices, needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, seconds: float
+) -> int:
+    """How many layers of a stage may have the slower measure, so that the plan takes no more than these seconds."""
+    settings = needs.places[0].settings
+    of_measure = prices.layer_prices(settings)
+    if slow == fast or of_measure[slow] < of_measure[fast]:
+        return needs.layers
+
+    def is_affordable(count: int) -> bool:
+        return prices.seconds_without_states(settings, needs.measures_of_layers(slow, count, fast)) <= seconds
+
+    return largest_number_that_fits(is_affordable, needs.layers)
+
+
 def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
     if fixed.segment_layers is not None:
         return [fixed.segment_layers]
@@ -445,7 +482,7 @@ def memory_choices(
     "selective" where no load exchanges heads, and is left out.
     """
     place = needs.places[0]
-    settings = needs.places[0].settings
+    settings = place.settings
     can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface
     can_offload = settings.gpu and settings.state_numbers > 0
     sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is
@@ -507,21 +544,32 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
 
 
 def fit_with_fewest_slow_layers(
-    needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, budget: MemoryBudget
+    needs: MemoryNeeds,
+    slow: CheckpointPolicy,
+    fast: CheckpointPolicy,
+    budget: MemoryBudget,
+    *,
+    most: int | None = None,
 ) -> MemoryPlan | None:
-    """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
-    More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
-    then the fewest that fit the device take least of the host. So halving finds the fewest.
+    """Return the plan that fits with the fewest layers of the slower measure, at most so many of a stage; None where
+    none fits device and host. More such layers take less of the device, and of the host too unless only the slower
+    measure keeps tensors there; then the fewest that fit the device take least of the host. So halving finds the
+    fewest.
     """
-    low, high = 1, max(len(place.stage.layers) for place in needs.places)
-    if slow == fast:
-        low = high
+    layers = max(len(place.stage.layers) for place in needs.places)
+    high = layers if most is None else min(most, layers)
+    low = high if slow == fast else 1
     host_rises = "+" in slow and "+" not in fast
     search_budget = replace(budget, host=sys.maxsize) if host_rises else budget
+
+    def fits(count: int) -> bool:
+        return needs.fit(needs.measures_of_layers(slow, count, fast), search_budget)
+
+    if high < low or not fits(high):
+        return None
     while low < high:
         count = (low + high) // 2
-        fits = needs.under(needs.measures_of_layers(slow, count, fast)).fits(search_budget)
-        low, high = (low, count) if fits else (count + 1, high)
+        low, high = (low, count) if fits(count) else (count + 1, high)
     memory = needs.under(needs.measures_of_layers(slow, low, fast))
     return memory if memory.fits(budget) else None
 

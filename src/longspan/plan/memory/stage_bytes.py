@@ -440,16 +440,17 @@ class StageBytes:
     def _bytes_in_micro_batch(
         self, load: SlotLoad, measures: Sequence[CheckpointPolicy]
     ) -> Iterator[dict[str, float]]:
-        """At the loss, then backward through layer i, last first, then the sums; the bytes of a moment are the sum of
+        """Yield the bytes at the loss; at each layer i, the last first, as it runs backward and as its gradients are
+        summed; at the last sums; and as encoders run backward. At layer i they are
 
-        gradients  shards of the layers behind i, nothing where whole ones stay;
-        gathered   root + W_i + V_(i−1), which is fetched ahead, or Σ W where weights stay, + gradients on their way;
-        kept       Σ_(j<i) kept_j · micro-batches in flight, + what layer i and its segment make again;
-        work       what the layer's backward pass holds, the packed bytes that W_i is made of, which are freed before
-                   it, or one tensor of rows while its gradients are summed.
+        gradients = Σ_(j>i) shard_j, or Σ shard_j in a later micro-batch; none where whole ones stay
+        gathered  = root + W_i + V_(i−1), which is fetched ahead, + the gradients of i + 1, which are sent;
+                    root + Σ_j W_j + all gradients where these stay whole
+        kept      = in_flight · Σ_j kept_j − Σ_(j≥i) kept_j + what layer i, and its segment before it, hold of forward
+        work      = what the backward pass of i holds, or the packed bytes that W_i is made of; while its gradients are summed one tensor of rows
 
-        W_i are the numbers of a layer's weights in the compute type, with float8 copies where they stay, and V_i the
-        same as they travel, packed weights as bytes.
+        W_j is the bytes of a layer's whole weights in the compute type, with float8 copies where they stay, and V_j
+        the same as they travel, packed weights as bytes.
         """
         settings = self.settings
         layers = self.numbers.layers

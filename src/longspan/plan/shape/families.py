@@ -1,6 +1,7 @@
 """What a family of models is, beyond its configuration: one row a family, which every room reads.
 
 A row counts for each `model_type` that its name matches ("qwen3*": all that begin so); later rows add to earlier ones.
+First come families that share their one fact; a family may have a row of its own besides.
 """
 
 from collections.abc import Callable, Mapping
@@ -109,9 +110,28 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(
+        (
+            "arcee",
+            "bert-generation",
+            "biogpt",
+            "gpt_neox",
+            "jais2",
+            "nanochat",
+            "nemotron",
+            "persimmon",
+            "phi",
+            "starcoder2",
+        ),
+        Family(mlp_gate=False),
+    ),
+    **dict.fromkeys(("olmo2*", "olmo3*", "qwen3*"), Family(head_norms=True)),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), Family(mtp_names="last layers")
+    ),
+    **dict.fromkeys(("mellum", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), Family(mtp_names="qwen")),
     "apertus": Family(mlp_gate=False, tensor_parallel=_XIELU),
     "apertus1p5_text": Family(tensor_parallel=_XIELU),
-    "arcee": Family(mlp_gate=False),
     "aria": Family(small={"projector_patch_to_query_dict": {16: 4}}),
     "axk2": Family(wide_latent_queries=True),
     "bailing_hybrid": Family(
@@ -120,8 +140,6 @@ FAMILIES: dict[str, Family] = {
         tensor_parallel=_layer_plan(self_attn=_LATENT_ATTENTION),
     ),
     "bamba": Family(tensor_parallel=_EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED)),
-    "bert-generation": Family(mlp_gate=False),
-    "biogpt": Family(mlp_gate=False),
     "cohere_compass_text": Family(
         small={"rope_parameters": lambda small: small["rope_parameters"] or _ROPE_BY_LAYER},
     ),
@@ -129,8 +147,6 @@ FAMILIES: dict[str, Family] = {
         small={"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}}
     ),
     "deepseek_v2": Family(small=_defaults_where_none(num_experts_per_tok=2)),
-    "deepseek_v3": Family(mtp_names="last layers"),
-    "deepseek_v32": Family(mtp_names="last layers"),
     "dory": Family(
         small={  # its dict counts attention and MLPs apart: four layers, the two in the middle run again
             "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
@@ -151,13 +167,9 @@ FAMILIES: dict[str, Family] = {
         "those of a shard do so in every layer"
     ),
     "glm4*": Family(post_norms=True),
-    "glm4_moe": Family(mtp_names="last layers"),
-    "glm4_moe_lite": Family(mtp_names="last layers"),
-    "glm_moe_dsa": Family(mtp_names="last layers"),
     "glm5_next*": Family(rotary=False),
     "gpt2": Family(mlp_width="n_inner", mlp_gate=False),
     "gpt_bigcode": Family(mlp_width="n_inner", mlp_gate=False),
-    "gpt_neox": Family(mlp_gate=False),
     "gpt_oss": Family(own_expert_gate=True, tensor_parallel=_layer_plan(self_attn=_ATTENTION | {"sinks": HEADS})),
     "granitemoehybrid": Family(
         rotary_key="position_embedding_type",
@@ -165,7 +177,6 @@ FAMILIES: dict[str, Family] = {
             self_attn=_ATTENTION, shared_mlp={"input_linear": PACKED, "output_linear": ROWWISE}
         ),
     ),
-    "jais2": Family(mlp_gate=False),
     "kimi_k25": Family(
         square_patches=True, small={"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]}
     ),
@@ -188,16 +199,11 @@ FAMILIES: dict[str, Family] = {
         tensor_parallel=_EMBEDDINGS,
         small={"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
     ),
-    "mellum": Family(mtp_names="qwen"),
     "mllama": Family(no_images="its layers attend across to its images"),
-    "nanochat": Family(mlp_gate=False),
-    "nemotron": Family(mlp_gate=False),
     "nemotron_h": Family(
         rotary=False,
         tensor_parallel=_layer_plan(mixer=_ATTENTION | _UNGATED, mixer__shared_experts=_UNGATED),
     ),
-    "olmo2*": Family(head_norms=True),
-    "olmo3*": Family(head_norms=True),
     "opt": Family(mlp_width="ffn_dim", mlp_gate=False),
     "paddleocr_vl": Family(square_patches=True),
     "paligemma": Family(
@@ -205,18 +211,12 @@ FAMILIES: dict[str, Family] = {
         images="patches",
         small={"projection_dim": lambda small: small["text_config"]["hidden_size"]},
     ),
-    "persimmon": Family(mlp_gate=False),
-    "phi": Family(mlp_gate=False),
     "qwen2_5_vl*": Family(images="merged", gated_tower=True),
     "qwen2_moe*": Family(gated_shared_expert=True),
     "qwen2_vl*": Family(images="merged"),
-    "qwen3*": Family(head_norms=True),
     "qwen3_5*": Family(gated_queries=True, images="merged"),
     "qwen3_5_moe*": Family(gated_shared_expert=True),
-    "qwen3_5_moe_text": Family(mtp_names="qwen"),
-    "qwen3_5_text": Family(mtp_names="qwen"),
     "qwen3_next*": Family(gated_queries=True, gated_shared_expert=True),
-    "qwen3_next": Family(mtp_names="qwen"),
     "qwen3_vl*": Family(images="merged"),
     "qwen3_vl_moe_text": Family(tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
     "qwen3_vl_text": Family(tensor_parallel=_layer_plan(self_attn=_ATTENTION | _HEAD_NORMS, mlp=_GATED)),
@@ -227,7 +227,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "reformer": Family(small={"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1}),
     "shieldgemma2": Family(images_see_each_other=True),
-    "starcoder2": Family(mlp_gate=False),
     "xmod": Family(small={"default_language": lambda small: small["languages"][0]}),
     "zamba": Family(small={"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "zamba2": Family(

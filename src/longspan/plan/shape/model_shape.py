@@ -242,14 +242,16 @@ def experts_missing_text(ep: int, model: str) -> str:
 
 # TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts whose words are
 # all in the device's. tensorfloat32 is what torch computes float32 products in, if that is allowed.
+_HOPPER = {"bfloat16": 989.0, "tensorfloat32": 494.0, "float32": 67.0}
+_HOPPER_NVL = {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}
 PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B300", {"bfloat16": 2250.0, "tensorfloat32": 1125.0}),  # HGX B300
     ("B200", {"bfloat16": 2250.0, "tensorfloat32": 1100.0}),
-    ("H200 NVL", {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}),
-    ("H200", {"bfloat16": 989.0, "tensorfloat32": 494.0, "float32": 67.0}),
-    ("H100 NVL", {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}),
+    ("H200 NVL", _HOPPER_NVL),
+    ("H200", _HOPPER),
+    ("H100 NVL", _HOPPER_NVL),
     ("H100 PCIe", {"bfloat16": 756.0, "tensorfloat32": 378.0, "float32": 51.0}),
-    ("H100", {"bfloat16": 989.0, "tensorfloat32": 494.0, "float32": 67.0}),
+    ("H100", _HOPPER),
     ("A100", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
     ("L40S", {"bfloat16": 362.0, "tensorfloat32": 183.0, "float32": 91.6}),
     # NVIDIA's papers on the architectures of Ada and RTX Blackwell; products that sum in float32

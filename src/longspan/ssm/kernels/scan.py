@@ -80,9 +80,7 @@ def scan(
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
         return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
 
-    k = cut_rows(k)
-    v = cut_rows(v)
-    g = cut_rows(g)
+    k, v, g = map(cut_rows, (k, v, g))
     decay = g.cumsum(2)
     chunk_decay = g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
     # last − decay
@@ -159,7 +157,8 @@ def summaries(
     width = v.shape[2]
     summed_runs = np.union1d(leaving, carrying)
     starts = (np.cumsum(lengths) - lengths)[summed_runs]
-    rows = to_device(expand_runs(starts, starts + lengths[summed_runs]), k.device)
+    lengths = lengths[summed_runs]
+    rows = to_device(expand_runs(starts, starts + lengths), k.device)
     k, v, g = (x.index_select(0, rows) for x in (k, v, g))
     beta = None if beta is None else beta.index_select(0, rows)
     leaving_at, carrying_at = (
@@ -168,13 +167,13 @@ def summaries(
     initial = k.new_zeros((len(summed_runs), heads, size, width))
     transitions = k.new_zeros((0, heads, size, size))
     if beta is None:
-        runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths[summed_runs]), k.device)
+        runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths), k.device)
         transitions = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, runs, g).exp().unsqueeze(-1)
     elif len(carrying):
         unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(summed_runs), heads, size, size)
         initial = torch.cat([initial, unit], -1)
         v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
-    state = scan(None, k, v, g, beta, initial, lengths[summed_runs])[1]
+    state = scan(None, k, v, g, beta, initial, lengths)[1]
     if beta is not None and len(carrying):
         transitions = state[..., width:]
     return state[..., :width].index_select(0, leaving_at), transitions.index_select(0, carrying_at)

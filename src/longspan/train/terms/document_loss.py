@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World, on_all_ranks, raise_first_error, to_device
+from longspan.comm import World, on_all_ranks, raise_first_error
 from longspan.errors import LongspanError, LossError, ModelError, plural
 from longspan.layout import Floats
 from longspan.model.kinds import adapter_of_prepared_model, is_adapted
@@ -20,11 +20,16 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plain_text import short_text
 from longspan.plan import Plan
-from longspan.train.loss import CrossEntropy, Head, chunked_loss, chunked_values, row_numbers
+from longspan.train.loss import CrossEntropy, Head, chunked_values, row_numbers
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
-from longspan.train.terms.micro_batch_loss import MicroBatchLoss, MicroBatchPasses, check_scalar
+from longspan.train.terms.micro_batch_loss import (
+    MicroBatchLoss,
+    MicroBatchPasses,
+    check_scalar,
+    loss_with_slopes,
+)
 from longspan.train.terms.same_on_ranks import SameOnRanks
 from longspan.train.terms.token_loss import BatchTargets, CollectedLogProbs, LossFunction, TokenLoss
 
@@ -202,16 +207,8 @@ class DocumentPasses:
             sums[ids] = np.reshape(over_slots, local[ids].shape)
             loss, coefficients_inside = self._compute_set_losses(sets, sums)
             coefficients = coefficients + coefficients_inside
-        # Every slot has the loss of the sets, and losses are summed over slots.
-        total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
-        if not torch.is_grad_enabled():
-            return total
-        slopes = to_device((coefficients[targets.documents].T * targets.weights).T, hidden.device)
-
-        def zero_loss_and_slopes(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-            return log_probs.new_zeros((), dtype=torch.float64), slopes[part]
-
-        return total + chunked_loss(hidden, targets.targets, zero_loss_and_slopes, head, self._chunk_rows)
+        slopes = (coefficients[targets.documents].T * targets.weights).T
+        return loss_with_slopes(loss, [slopes], self._world, hidden, targets, head, self._chunk_rows)
 
     def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
         """Compute the loss of sets by the caller's function, and its coefficients (D,); an error is kept in `error`."""

@@ -6,7 +6,6 @@ gradients go back and the encoder runs one backward pass for the wave. All ranks
 without items of a wave encodes its smallest one, whose rows go nowhere, for the collectives inside an encoder.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,8 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import defer_until_last_pass, reshard, sum_gradients_over_slots
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
+from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
+from longspan.train.device_clock import DeviceClock
 from longspan.train.passes import Term
 from longspan.train.read_rows import LocalBatch, read_and_compare_digest
 from longspan.train.step_inputs import StepDocuments, StepInputs
@@ -46,35 +46,6 @@ class EncoderTimes:
 
     seconds: float
     predicted_seconds: float
-
-
-class EncoderClock:
-    """Adds up what the encoders' part of a step takes on this rank."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = device.type == "cuda"
-        self._spans = list[tuple[torch.cuda.Event, torch.cuda.Event]]()
-        self._seconds = 0.0
-
-    @contextmanager
-    def add_time(self) -> Iterator[None]:
-        """Add the time of the `with` block; a block that raises is not counted."""
-        started = time.perf_counter()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._gpu else []
-        for event in events[:1]:
-            event.record()
-        yield
-        self._seconds += time.perf_counter() - started
-        if events:
-            events[1].record()
-            self._spans.append((events[0], events[1]))
-
-    def seconds(self) -> float:
-        if not self._gpu:
-            return self._seconds
-        for _, end in self._spans:
-            end.synchronize()
-        return sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
 
 
 class _LocalWave:
@@ -105,24 +76,24 @@ class _LocalWave:
         self.deliveries: list[tuple[Tensor, Tensor | None]] = []  # leaves, and which of their rows are of this wave
 
 
+@dataclass(eq=False)
 class ModalityPass:
-    """The waves of one modality on this rank."""
+    """The waves of one modality on this rank; `training` is the mode of the encoder's modules."""
 
-    def __init__(
-        self, encoder: Encoder, world: World, plan: ModalityPlan, items: ItemTable, *, width: int, backward: bool
-    ) -> None:
-        self.encoder: Encoder = encoder
-        self.world: World = world
-        self.plan: ModalityPlan = plan
-        self.items: ItemTable = items
-        self.width: int = width
-        self.trains: bool = backward and not encoder.frozen  # whether gradients come back to the encoder
-        self.training: bool = backward  # the mode of its modules
-        # a slot's tp ranks use, and so differentiate, alike
-        same_on_tp = world.home.tp > 1 and not plan.split_over_tp
-        gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if same_on_tp else "partial"
+    encoder: Encoder
+    world: World
+    plan: ModalityPlan
+    items: ItemTable
+    width: int
+    training: bool
+
+    def __post_init__(self) -> None:
+        self.trains: bool = self.training and not self.encoder.frozen  # whether gradients come back to the encoder
+        gradient: RowGradient = "partial" if self.trains else "none"
+        if self.trains and self.world.home.tp > 1 and not self.plan.split_over_tp:
+            gradient = "partial_over_slots"  # a slot's tp ranks use, and so differentiate, alike
         self.waves: list[_LocalWave] = [
-            _LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves
+            _LocalWave(wave, self.plan, self.encoder, self.world, gradient=gradient) for wave in self.plan.waves
         ]
 
     @property
@@ -230,7 +201,8 @@ class ModalityPass:
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
-            needed_rows = self.plan.item_rows_at(self.world.rank, index)
+            # for this rank's own tokens, and for those further on, depth by depth
+            needed_rows = [needed[self.world.rank][index] for needed in (self.plan.needed, *self.plan.ahead)]
             rows = np.concatenate([item_rows.row for item_rows in needed_rows])
             if not len(rows):
                 continue
@@ -398,10 +370,10 @@ class Encoding:
         planning = {modality: _encoder_planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
         self._world = world
-        self._clock = EncoderClock(world.device)
+        self._clock = DeviceClock(world.device)
         width = model.config.get_text_config().hidden_size
         self._modality_passes = [
-            ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)
+            ModalityPass(model.encoder_settings[modality], world, part, items, width, training=backward)
             for modality, part in plans.items()
         ]
 

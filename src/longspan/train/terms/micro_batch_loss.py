@@ -100,16 +100,8 @@ class MicroBatchPasses:
         )
         over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
         loss, slopes = self._differentiate(documents, lengths, np.reshape(over_slots, table.shape))
-        # Every slot has the loss, and losses are summed over slots.
-        total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
-        if not torch.is_grad_enabled():
-            return total
-        local = {name: to_device(slope[at], hidden.device) for name, slope in slopes.items()}
-
-        def zero_loss_and_slopes(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, ...]:
-            return log_probs.new_zeros((), dtype=torch.float64), *(slope[part] for slope in local.values())
-
-        return total + chunked_loss(hidden, targets.targets, zero_loss_and_slopes, head, self._chunk_rows)
+        local = [slope[at] for slope in slopes.values()]
+        return loss_with_slopes(loss, local, self._world, hidden, targets, head, self._chunk_rows)
 
     def _differentiate(
         self, documents: tuple[int, ...], lengths: tuple[int, ...], table: Floats
@@ -134,6 +126,27 @@ class MicroBatchPasses:
         except Exception as error:  # of the caller's function
             self.error = error
             return 0.0, {self._names[0]: np.zeros(table.shape[1])}
+
+
+def loss_with_slopes(
+    loss: float,
+    slopes: Sequence[Floats],
+    world: World,
+    hidden: Tensor,
+    targets: BatchTargets,
+    head: Head,
+    chunk_rows: int,
+) -> Tensor:
+    """Return a loss that every slot has, which one counts, with these derivatives of targets (n, …) as gradient."""
+    total = torch.tensor(loss if world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
+    if not torch.is_grad_enabled():
+        return total
+    on_device = [to_device(slope, hidden.device) for slope in slopes]
+
+    def zero_loss_and_slopes(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, ...]:
+        return log_probs.new_zeros((), dtype=torch.float64), *(slope[part] for slope in on_device)
+
+    return total + chunked_loss(hidden, targets.targets, zero_loss_and_slopes, head, chunk_rows)
 
 
 def check_scalar(loss: Any, kind: str, documents: tuple[int, ...]) -> Tensor:

@@ -1,16 +1,15 @@
 """The pace of a slot: its seconds for the loss of its rows, over those of the other slots for as many."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from longspan.comm import World
 from longspan.data.document import NO_TARGET
+from longspan.train.device_clock import DeviceClock
 from longspan.train.loss import Head
 from longspan.train.passes import LossFn, Passes, Term
 from longspan.train.read_rows import LocalBatch
@@ -23,9 +22,9 @@ class SlotPaceTerm(Term):
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._clock = DeviceClock(world.device)
         self._rows = 0
         self._seconds = 0.0
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def extend_passes(self, passes: Passes) -> Passes:
         return replace(passes, loss_fn=partial(self._measure_and_time, passes.loss_fn))
@@ -37,25 +36,12 @@ class SlotPaceTerm(Term):
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)
         self._rows += rows
-        if hidden.is_cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            loss = measure(batch, hidden, head, *deeper)
-            end.record()
-            self._spans.append((start, end))
-            return loss
-        started = time.perf_counter()
-        loss = measure(batch, hidden, head, *deeper)
-        self._seconds += time.perf_counter() - started
-        return loss
+        with self._clock.add_time():
+            return measure(batch, hidden, head, *deeper)
 
     def sums(self) -> list[float]:
-        for _, end in self._spans:
-            end.synchronize()
-        seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
-        self._spans = []
-        self._seconds = seconds
-        return [seconds, float(self._rows)]
+        self._seconds = self._clock.seconds()
+        return [self._seconds, float(self._rows)]
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         """Return this slot's seconds a row over the other slots' seconds a row; None if one of these was not timed.

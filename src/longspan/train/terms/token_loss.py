@@ -214,6 +214,7 @@ class BatchTargets:
 LossFunction = Callable[[Tensor, LossTokens], Tensor]
 
 
+@dataclass(eq=False)
 class TokenLoss:
     """Runs a caller's function over the targets of a step's micro-batches.
 
@@ -221,15 +222,14 @@ class TokenLoss:
     in a collective.
     """
 
-    def __init__(self, function: LossFunction, chunk_rows: int) -> None:
-        self.error: Exception | None = None
-        self._function = function
-        self._chunk_rows = chunk_rows
+    function: LossFunction
+    chunk_rows: int
+    error: Exception | None = None
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         targets = BatchTargets(batch, hidden.device)
         return chunked_loss(
-            hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self._chunk_rows
+            hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self.chunk_rows
         )
 
     def _losses_and_slopes(
@@ -244,7 +244,7 @@ class TokenLoss:
         distributions = Distributions(logits, targets.targets.ids[part])
         try:
             leaf = log_probs.detach().requires_grad_(torch.is_grad_enabled())
-            losses = check_losses(self._function(leaf, targets.loss_rows(part, leaf.dtype, distributions)), leaf)
+            losses = check_losses(self.function(leaf, targets.loss_rows(part, leaf.dtype, distributions)), leaf)
             total = losses.sum(dtype=torch.float64)
             if not total.requires_grad:  # a constant, or no gradient is wanted
                 return total, zeros[1]
