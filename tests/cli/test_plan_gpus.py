@@ -544,6 +544,8 @@ def test_large_models_are_proposed_in_four_bits(
     lora = ["--model", str(tmp_path), "--lora.rank", "16", "--model.dtype", "bfloat16", "--gpu", "h100"]
     nf4 = ask([*lora, "--longest", "--model.frozen", "nf4"], capsys)
     assert nf4["fits"] and nf4["longest"] > (120_000 if name == "Llama-3.3-70B" else 320_000)
+    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text(encoding="utf-8")
+    assert re.search(rf"\n\| {name}[^|]*\| nf4 \|[^|]*\|[^|]*\| {nf4['longest']:,} \|", page), "the page's table"
     assert nf4["step_seconds"] > 0 and nf4["keys"]["model.frozen"] == "nf4"
     assert nf4["longest_nf4"] == 0 and nf4["device"]["packed"] > 2 * nf4["device"]["weights"]
     assert main(["plan", *lora, "--model.frozen", "nf4", "--same", "1x65536"]) == 0
