@@ -191,7 +191,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
             checks.scales_of_a_shard,
             "model.frozen.formats.stored_format",
             "scales = self.scales(part)",
-            "scales = self.scales(slice(0, 8))",
+            "scales = self.scales(slice(part.stop and part.stop - part.start))",
         ),
     },
     "Runs": {
