@@ -5,6 +5,7 @@ should give is what the unchanged transformers model says of documents one by on
 """
 
 import ast
+import json
 import pickle
 import tempfile
 from collections import Counter
@@ -47,6 +48,7 @@ from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import add_mtp
 from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.model.frozen.formats.four_bit import four_bit_weight
 from longspan.model.seams.norms import fuse_norms
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.planners.fixed import plan_fixed
@@ -308,6 +310,44 @@ def kernels_without_64_bits(world: World) -> float:
     """Which products are widened is not looked at: tests on GPUs run every kernel past 2^32 elements."""
     sources = kernel_sources()
     return float(sum("tl.int64" not in source for source in sources.values())) if sources else float("inf")
+
+
+# ---- weights in 4 bits
+
+
+def _four_bit_tensors(rows: int, columns: int) -> dict[str, Tensor]:
+    """Codes of which every pair of bytes is no number as bfloat16 has it, and a scale for each row."""
+    codes = (0x7F81 + torch.arange(rows * columns // 4, dtype=torch.int32) % 127).to(torch.int16)
+    state = {"quant_type": "nf4", "blocksize": columns, "dtype": "float32", "shape": [rows, columns]}
+    return {
+        "linear.weight": codes.view(torch.bfloat16)[:, None],
+        "linear.weight.absmax": torch.exp2(torch.arange(rows, dtype=torch.float32) % 5),  # products are exact
+        "linear.weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+
+
+def codes_in_bfloat16(world: World) -> float:
+    """How many bytes of this rank's codes are others than those of the folder, which holds them in bfloat16."""
+    tensors = _four_bit_tensors(rows=16, columns=64)
+    own = slice(8 * world.slot, 8 * world.slot + 8)
+    weight = four_bit_weight("linear.weight", tensors)
+    exact = tensors["linear.weight"].view(torch.uint8).view(16, 32)[own]
+    return float((weight.read(own)[:, :32] != exact).sum())
+
+
+def scales_of_a_shard(world: World) -> float:
+    """The error of this rank's rows of a weight, which it unpacks without those of others."""
+    tensors = _four_bit_tensors(rows=16, columns=64)
+    own = slice(8 * world.slot, 8 * world.slot + 8)
+    weight = four_bit_weight("linear.weight", tensors)
+    values, unit = torch.empty(8, 64), torch.empty(16, 64)
+    weight.format.unpack(weight.read(own), values)
+    scales = tensors["linear.weight.absmax"]
+    ones = four_bit_weight("linear.weight", tensors | {"linear.weight.absmax": torch.ones(16)})
+    ones.format.unpack(ones.read(), unit)
+    return relative_error(values, (unit * scales[:, None])[own])
 
 
 # ---- runs

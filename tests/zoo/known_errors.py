@@ -180,6 +180,20 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "offsets of 32 bits": KnownError(checks.kernels_without_64_bits),
     },
+    "Weights in 4 bits": {
+        "codes pass for numbers": KnownError(
+            checks.codes_in_bfloat16,
+            "model.frozen.formats.four_bit",
+            "codes[start * units : stop * units].view(torch.uint8)",
+            "codes[start * units : stop * units].float().to(codes.dtype).view(torch.uint8)",
+        ),
+        "a shard without its own scales": KnownError(
+            checks.scales_of_a_shard,
+            "model.frozen.formats.stored_format",
+            "scales = self.scales(part)",
+            "scales = self.scales(slice(part.stop and part.stop - part.start))",
+        ),
+    },
     "Runs": {
         "tied embeddings over pipeline stages": KnownError(
             checks.step(cp=1, tie_word_embeddings=True),

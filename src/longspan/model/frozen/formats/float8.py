@@ -56,8 +56,8 @@ def float8_weight(
     grids = {(*others, -(-rows // (m or rows)), -(-columns // (n or columns))): (m or rows, n) for m, n in blocks}
     if grid not in grids:
         raise ModelError(
-            f"{scales_name} is {tensor_shape(scales)} in the files, and {' or '.join(map(str, grids))} is expected of a "
-            f"weight of {shape}; the folder is damaged, or its config.json is another's"
+            f"{scales_name} is {tensor_shape(scales)} in the files, and {' or '.join(map(str, grids))} is expected of "
+            f"a weight of {shape}; the folder is damaged, or its config.json is another's"
         )
     block_rows, block = grids[grid]
 

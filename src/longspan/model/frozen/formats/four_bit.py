@@ -72,7 +72,7 @@ class FourBit(StoredFormat):
 
 @cache
 def _values(kind: str, device: torch.device) -> Tensor:
-    return torch.tensor(_KINDS[kind], device=device)
+    return torch.tensor(_KINDS[kind], dtype=torch.float32, device=device)
 
 
 def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
@@ -82,7 +82,7 @@ def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
         state: dict[str, Any] = json.loads(bytes(tensors[state_name][...].tolist()))
         kind, block, dtype = state["quant_type"], state["blocksize"], _DTYPES[state["dtype"]]
         rows, columns = state["shape"]
-        values = torch.tensor(_KINDS[kind])
+        values = torch.tensor(_KINDS[kind], dtype=torch.float32)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{state_name} is damaged: {type(error).__name__}: {error}") from error
     layout = FourBit(kind, block, dtype)

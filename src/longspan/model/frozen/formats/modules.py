@@ -37,13 +37,13 @@ def packed_from_module(module: nn.Module) -> tuple[PackedFormat, Tensor] | None:
     if weight.is_floating_point() and weight.element_size() > 1 and state is None:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise ModelError(
-            f"a {kind} has weights in {dtype}, which bitsandbytes has not quantised: load the model by from_pretrained, "
-            "without llm_int8_has_fp16_weight"
+            f"a {kind} has weights in {dtype}, which bitsandbytes has not quantised: load the model by "
+            "from_pretrained, without llm_int8_has_fp16_weight"
         )
     if getattr(state, "packing_format_for_cpu", False):  # of bitsandbytes 0.50, which rounds scales to bfloat16
         raise ModelError(
-            f"a {kind} has run on this CPU, for which bitsandbytes rounded its scales; load the model again, and use it "
-            "here before it runs"
+            f"a {kind} has run on this CPU, for which bitsandbytes rounded its scales; load the model again, and use "
+            "it here before it runs"
         )
     settings = _SETTINGS[kind] | {"weight_block_size": getattr(module, "block_size", None)}
     stored = stored_weights(settings)

@@ -45,7 +45,7 @@ class MXFP4(StoredFormat):
 
 @cache
 def _values(device: torch.device) -> Tensor:
-    return torch.tensor((*_MAGNITUDES, *(-x for x in _MAGNITUDES)), device=device)
+    return torch.tensor((*_MAGNITUDES, *(-x for x in _MAGNITUDES)), dtype=torch.float32, device=device)
 
 
 def mxfp4_weight(name: str, tensors: Tensors) -> StoredWeight:

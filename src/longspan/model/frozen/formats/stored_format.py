@@ -38,8 +38,9 @@ class StoredFormat(PackedFormat):
     @torch.no_grad()
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         rows = max(1, _PIECE // max(1, out.shape[1]))
-        for piece, into in zip(packed.split(rows), out.split(rows), strict=True):
-            into.copy_(self.values(piece, out.shape[1]))
+        with torch._C.DisableTorchFunction():  # a mode may turn float32 into float64
+            for piece, into in zip(packed.split(rows), out.split(rows), strict=True):
+                into.copy_(self.values(piece, out.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ class StoredWeight:
         ModelError for scales that are no finite numbers.
         """
         part = part or slice(None)
-        scales = self.scales(part)
-        if bad := int(scales.float().isfinite().logical_not().sum()):
-            raise ModelError(
-                f"{bad} of {scales.numel()} scales of {self.name} are not finite: the folder is damaged, so copy or "
-                "download it again"
-            )
-        return torch.cat((self.codes(part).view(torch.uint8), scales.contiguous().view(torch.uint8)), -1)
+        with torch._C.DisableTorchFunction():
+            scales = self.scales(part)
+            if bad := int(scales.float().isfinite().logical_not().sum()):
+                raise ModelError(
+                    f"{bad} of {scales.numel()} scales of {self.name} are not finite: the folder is damaged, so copy "
+                    "or download it again"
+                )
+            return torch.cat((self.codes(part).view(torch.uint8), scales.contiguous().view(torch.uint8)), -1)
 
     def get_shape(self) -> list[int]:
         """Return the shape of the model's weight, as a slice of safetensors does."""
@@ -83,7 +85,8 @@ class StoredWeight:
     def __getitem__(self, index: Any) -> Tensor:
         first, *others = index if isinstance(index, tuple) else (index,)
         packed = self.read(None if first is ... else first)
-        values = torch.empty((*packed.shape[:-1], self.shape[-1]))
+        with torch._C.DisableTorchFunction():
+            values = torch.empty((*packed.shape[:-1], self.shape[-1]), dtype=torch.float32)
         for matrix, into in zip(packed, values, strict=True) if packed.ndim > 2 else [(packed, values)]:
             self.format.unpack(matrix, into)
         return (values.mT if self.transposed else values)[(slice(None), *others)]
