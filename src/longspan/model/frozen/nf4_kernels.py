@@ -1,6 +1,6 @@
 """Triton kernel of `nf4.py`, the only importer of this module: it needs triton, which CPU builds of torch lack."""
 
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 import triton
 import triton.language as tl

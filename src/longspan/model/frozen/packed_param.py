@@ -110,9 +110,9 @@ class PackedParam(FSDPParam):
 
     packed_weight: PackedWeight
 
-    def init_dtype_attrs(self, *args: Any) -> None:
+    def init_dtype_attrs(self, mp_policy: Any) -> None:
         """Bytes are gathered as they are, whatever FSDP2 casts parameters to."""
-        super().init_dtype_attrs(*args)
+        super().init_dtype_attrs(mp_policy)
         self.param_dtype = None
 
     def init_unsharded_param(self) -> None:

@@ -447,7 +447,8 @@ class StageBytes:
         gathered  = root + W_i + V_(i−1), which is fetched ahead, + the gradients of i + 1, which are sent;
                     root + Σ_j W_j + all gradients where these stay whole
         kept      = in_flight · Σ_j kept_j − Σ_(j≥i) kept_j + what layer i, and its segment before it, hold of forward
-        work      = what the backward pass of i holds, or the packed bytes that W_i is made of; while its gradients are summed one tensor of rows
+        work      = what the backward pass of i holds, or the packed bytes that W_i is made of; while its gradients are
+                    summed one tensor of rows
 
         W_j is the bytes of a layer's whole weights in the compute type, with float8 copies where they stay, and V_j
         the same as they travel, packed weights as bytes.

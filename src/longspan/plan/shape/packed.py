@@ -92,7 +92,8 @@ def _stored_rows(stored: ConfigReader, method: Any) -> PackedRows | None:
     if method == "bitsandbytes":
         return PackedRows("int8", 1, 0, 4) if stored.value("load_in_8bit") else NF4
     if method == "compressed-tensors":
-        group = next(iter((stored.value("config_groups") or {"": {}}).values()))
+        groups: dict[str, Any] = stored.value("config_groups") or {"": {}}
+        group = next(iter(groups.values()))
         weights = ConfigReader(group, stored.where).section("weights")
         if (weights.value("type"), weights.value("num_bits")) == ("float", 8):
             return float8._replace(block=(weights.value("block_structure") or (0, 0))[1])

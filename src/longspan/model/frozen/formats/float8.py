@@ -53,7 +53,9 @@ def float8_weight(
     scales = tensors[scales_name]
     check_dtype(scales_name, scales, "F32", "BF16", "F16", "F8_E8M0", "U8")
     grid = tensor_shape(scales) if tensor_shape(scales) not in ((), (1,)) else (1, 1)
-    grids = {(*others, -(-rows // (m or rows)), -(-columns // (n or columns))): (m or rows, n) for m, n in blocks}
+    grids: dict[tuple[int, ...], tuple[int, int]] = {
+        (*others, -(-rows // (m or rows)), -(-columns // (n or columns))): (m or rows, n) for m, n in blocks
+    }
     if grid not in grids:
         raise ModelError(
             f"{scales_name} is {tensor_shape(scales)} in the files, and {' or '.join(map(str, grids))} is expected of "

@@ -147,7 +147,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
     texts = list[str]()
     for group in settings.get("config_groups", {}).values():
         weights = group.get("weights") or {}
-        strategy = weights.get("strategy")
+        strategy = str(weights.get("strategy"))
         kinds = {"tensor": (0, 0), "channel": (1, 0), "block": tuple(weights.get("block_structure") or ())}
         kind = weights.get("type"), weights.get("num_bits"), bool(weights.get("symmetric"))
         if kind != ("float", 8, True) or len(kinds.get(strategy, ())) != 2:
