@@ -8,6 +8,9 @@ from tests.corpus.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.hf.test_trainer import MUTATIONS as OF_TRAINERS
 from tests.model.experts.test_moe_families import MUTATIONS as OF_EXPERTS
+from tests.model.frozen.test_exact import MUTATIONS as OF_FROZEN_STEPS
+from tests.model.frozen.test_nf4 import MUTATIONS as OF_CODES
+from tests.model.frozen.test_reading import MUTATIONS as OF_FROZEN_WEIGHTS
 from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS, OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
@@ -32,6 +35,9 @@ CHANGES = [
     *OF_DEPTHS.values(),
     *OF_TRAINERS.values(),
     *OF_WHOLE_DEPTHS.values(),
+    *OF_FROZEN_STEPS.values(),
+    *OF_CODES.values(),
+    *OF_FROZEN_WEIGHTS.values(),
     *OF_DEPTHS_BESIDE_IMAGES.values(),
     *OF_ADAPTED_ENCODERS.values(),
     *(change for change, _ in OF_SHARED_STAGES.values()),

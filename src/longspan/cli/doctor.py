@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from longspan.cli.flags import parse_flags
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import prints_results
-from longspan.errors import LongspanError, plural
+from longspan.errors import ConfigError, LongspanError, plural
 from longspan.plain_text import bytes_text, seconds_text, text_table
 from longspan.versions import versions
 
@@ -45,6 +45,9 @@ class DoctorFlags:
     refused."""
     cases: Literal["basic", "whole"] = "whole"
     """Of --model. basic: degrees 2 and 3, all_gather, full recomputation and several micro-batches only."""
+    frozen: Literal["", "nf4"] = ""
+    """Of --model: its small copy has an adapter over weights in 4 bits (model.frozen), and is compared with the stock
+    one over the values that they stand for."""
     head_size: Literal["auto", "true", "small"] = "auto"
     """Of --model: heads of the small copy as large as the model's, on which kernels depend; auto: true on GPUs."""
 
@@ -71,12 +74,17 @@ class Check:
 def main(argv: Sequence[str]) -> int:
     """Run the verb: the one report that a flag names, or all checks. Returns 0 if every check is good, otherwise 1."""
     flags = parse_flags(DoctorFlags, argv, "longspan doctor")
+    if flags.frozen and not flags.model:
+        raise ConfigError(
+            f"--frozen {flags.frozen} is of --model, which is not given; add --model, or leave it out"
+        )
     if flags.model:
         from longspan.cli.doctor_model import prove_model
 
         return prove_model(
             flags.model,
             flags.cases,
+            frozen=flags.frozen,
             head_size=flags.head_size,
             world=flags.world,
             backend=flags.backend,

@@ -49,6 +49,7 @@ def prove_model(
     name: str,
     case_set: CaseSet,
     *,
+    frozen: str = "",
     head_size: Literal["auto", "true", "small"],
     world: int,
     backend: Backend,
@@ -67,8 +68,14 @@ def prove_model(
     for processes in _list_proof_processes(world, backend):
         true_heads = head_size == "true" or (head_size == "auto" and processes.backend == "nccl")
         small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
+        cases = _choose_cases(case_set, processes, config)
+        if frozen:
+            from longspan.doctor.frozen import widen_rows
+
+            small_config = widen_rows(small_config, frozen)
+            cases = [case for case in cases if not case.encoder]
         models.append(_proof_facts(config, small_config, processes))
-        proofs.append(_prove_cases(small_config, _choose_cases(case_set, processes, config), processes, timeout))
+        proofs.append(_prove_cases(small_config, cases, processes, timeout, frozen))
     outcomes = tuple(outcome for proof in proofs for outcome in proof.outcomes)
     worlds = tuple(world for proof in proofs for world in proof.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not has_only_image_text_class(config))
@@ -81,6 +88,7 @@ def prove_model(
             copies = (
                 f"{of['model_type']}, a small copy ({of['layers']} layers, hidden size {of['hidden_size']}) on "
                 f"{plural(of['ranks'], 'rank')} ({of['backend']})"
+                f"{f', with an adapter over weights in {frozen}' if frozen else ''}"
                 for of in models
             )
             print(proof_text(proof, [*copies, *filter(None, [models[-1]["videos"]])], seconds))
@@ -128,7 +136,9 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
     return cases
 
 
-def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
+def _prove_cases(
+    config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float, frozen: str = ""
+) -> Proof:
     set_gpu_environment()
     show = (1 if sys.stderr.isatty() else SHOWN_IN_FILES) * prints_results()
 
@@ -136,7 +146,7 @@ def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Process
         return run_on_ranks(fn, (task,), count, seconds)
 
     ranks = ProofRanks(processes.ranks, processes.backend, timeout, show, launch if has_torchrun() else None)
-    return run_proof(config, cases, ranks)
+    return run_proof(config, cases, ranks, frozen)
 
 
 def _proof_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:

@@ -168,6 +168,7 @@ class Task:
     show: int = 0  # of so many cases one is printed; 0: none
     architecture: type | None = None  # of a configuration without a class in transformers
     image_documents: tuple[TrialDocument, ...] = ()  # of the cases with an encoder
+    frozen: str = ""  # how weights lie under an adapter; "": there is no adapter
 
 
 def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
@@ -215,6 +216,8 @@ class CaseRun:
         options = PrepareOptions(
             activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel
         )
+        if task.frozen:
+            options = replace(options, frozen=task.frozen)  # pyright: ignore[reportArgumentType]
         encoder: Any = None
         if first.encoder:
             home = Layout(len(task.home.ranks), tp=first.encoder)
@@ -222,7 +225,11 @@ class CaseRun:
             encoder = EncoderHome(home=home, recompute=recompute != "none", activation_checkpointing=recompute)
         try:
             with self.mode():
-                model = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)
+                model: Any = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)
+                if task.frozen:
+                    from longspan.doctor.frozen import adapt
+
+                    model = adapt(model)
                 self.model = prepare(model, world, encoder=encoder, options=options)
         except CommError:
             raise
@@ -318,8 +325,9 @@ def prove(
     return run_proof(config, cases, ProofRanks(ranks, backend)).outcomes
 
 
-def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks) -> Proof:
+def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks, frozen: str = "") -> Proof:
     """Run every case on these ranks; returns their outcomes, in the order of cases, with the facts of their worlds.
+    With `frozen` the model has an adapter over weights in 4 bits.
     First the stock model computes what each case should give, in one process. A case whose documents or images cannot
     be made, or whose stock model fails, gets its outcome from that, and one whose home the ranks cannot have is
     refused. All other cases run grouped by home, as ranks start once for each home; cases that share a prepared model
@@ -339,7 +347,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
         image_failure = "refused", str(error).partition(DOCTOR)[0]
     except Exception as error:
         image_failure = "not built", error_text(error)
-    expected = compute_expected_answers(config, cases, documents, image_documents)
+    expected = compute_expected_answers(config, cases, documents, image_documents, frozen)
     cases_of_homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
         if case.encoder and image_failure is not None:
@@ -357,6 +365,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     shared: Any = {"show": ranks.show, "architecture": architecture, "image_documents": image_documents}
+    shared["frozen"] = frozen
     for home, numbered in cases_of_homes.items():
         first_numbers = {_preparation_key(case): number for number, case in reversed(numbered)}
         numbered.sort(key=lambda pair: (first_numbers[_preparation_key(pair[1])], pair[0]))

@@ -167,17 +167,22 @@ def compute_stock_answer(
     router: RouterCoefficients = NO_ROUTER,
     attention: str = "eager",
     nudge: int = 0,
+    frozen: str = "",
 ) -> ModelAnswer:
     """Compute loss and gradients of the unchanged model on the CPU. Weights are rounded to the dtype `weights`, and
     arithmetic is in the dtype `compute` (None: the same). With `nudge`, a seed above 0, every weight is then changed by
     the rounding unit of `compute`, up or down. Documents run one by one, each from the same states of modules, and the
     loss is the mean over all targets. With coefficients in `router`, the losses of routers are over all tokens and
-    layers of the documents. Raises what the model's own code raises, and ModelError where it returns no logits of
-    routers.
+    layers of the documents. With `frozen`, the model has an adapter over weights in 4 bits. Raises what the model's own
+    code raises, and ModelError where it returns no logits of routers.
     """
-    model: Any = make_stock_model(
-        config, weights, attention, images=any(isinstance(document, TrialDocument) for document in documents)
-    ).to(compute or weights)  # pyright: ignore[reportArgumentType]
+    images = any(isinstance(document, TrialDocument) for document in documents)
+    model: Any = make_stock_model(config, weights, attention, images=images)
+    if frozen:
+        from longspan.doctor.frozen import adapt_dequantised
+
+        model = adapt_dequantised(model, frozen)
+    model = model.to(compute or weights)
     if nudge:
         random = torch.Generator().manual_seed(nudge)
         with torch.no_grad():
@@ -351,9 +356,11 @@ def compute_expected_answers(
     cases: Sequence[Case],
     documents: Sequence[Any],
     image_documents: Sequence[TrialDocument] = (),
+    frozen: str = "",
 ) -> dict[tuple[str, bool, bool], Expected | str]:
     """Compute the expected answer, or why there is none, for every dtype that the cases use, by `Case.answer`. Answers
-    without losses of routers are always computed, as they say in which mode a model is prepared.
+    without losses of routers are always computed, as they say in which mode a model is prepared. `frozen` as of
+    `compute_stock_answer`.
     """
     keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
     keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
@@ -361,7 +368,7 @@ def compute_expected_answers(
     for name, with_routers, with_images in keys:
         router = ROUTER if with_routers else NO_ROUTER
         of_key = image_documents if with_images else documents
-        answer_of = partial(compute_stock_answer, documents=of_key, router=router)
+        answer_of = partial(compute_stock_answer, documents=of_key, router=router, frozen=frozen)
         plain = answers.get((name, False, with_images))
         chosen = plain.every_expert if isinstance(plain, Expected) else None
         try:

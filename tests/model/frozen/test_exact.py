@@ -15,8 +15,17 @@ from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.frozen.packed_models import adapted
 from tests.model.stock import gradients_of, prepare_untried, texts
+from tests.mutation import Change, mutated
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
+MUTATIONS: dict[str, Change] = {  # noticed in losses and gradients, or as an error
+    "the weight of an earlier gather": (
+        "model.frozen.packed_param",
+        "record.format.unpack(packed, weight.view(-1, record.columns))",
+        "pass",
+    ),
+    "another type": ("model.frozen.packed_param", "dtype=record.dtype, device=self.device", "device=self.device"),
+}
 
 
 @dataclass(frozen=True)
@@ -112,3 +121,18 @@ def _compare(rank: int, homes: Mapping[str, Home]) -> dict[str, str]:
 def test_losses_and_gradients_are_those_over_dequantised_weights(ranks: int, homes: Mapping[str, Home]) -> None:
     for differ in run_ranks(_compare, ranks, homes, timeout=500):
         assert differ == dict.fromkeys(homes, "")
+
+
+def _mutated(rank: int, name: str) -> dict[str, str]:
+    with mutated(MUTATIONS[name]):
+        try:
+            return _compare(rank, {name: Home(Layout(ranks=1))})
+        except RuntimeError as error:  # of a product of two types
+            return {name: str(error)}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_other_weights_are_noticed(name: str) -> None:
+    (differ,) = run_ranks(_mutated, 1, name)
+    assert differ[name]

@@ -6,7 +6,15 @@ import torch
 from longspan.errors import ModelError
 from longspan.model.frozen import nf4
 from longspan.model.frozen.packed_format import packed_format
+from tests.mutation import Change, mutated
 
+NF4 = "model.frozen.nf4"
+MUTATIONS: dict[str, Change] = {  # noticed beside bitsandbytes
+    "the lower half first": (NF4, "codes[:, ::2] << 4 | codes[:, 1::2]", "codes[:, 1::2] << 4 | codes[:, ::2]"),
+    "halves swapped": (NF4, "(codes >> 4, codes & 15)", "(codes & 15, codes >> 4)"),
+    "a scale of the largest number": (NF4, "blocks.abs().amax(-1)", "blocks.amax(-1)"),
+    "other limits": (NF4, "(values[:-1] + values[1:]) / 2", "(values[:-1] + values[1:]) / 2 + 1e-6"),
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -19,6 +27,13 @@ def _weight(dtype: torch.dtype) -> torch.Tensor:
     limits = torch.tensor(nf4._VALUES)
     weight[6, :15], weight[6, 15] = (limits[:-1] + limits[1:]) / 2, 1.0  # between two codes
     return weight.to(dtype)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_other_codes_and_values_are_noticed(name: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    with mutated(MUTATIONS[name]), pytest.raises(AssertionError):
+        test_codes_scales_and_values_are_those_of_bitsandbytes(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

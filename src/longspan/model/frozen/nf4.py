@@ -3,7 +3,8 @@
 Codes, scales and values are those of bitsandbytes without double quantisation, bit for bit.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +26,17 @@ _VALUES = (
 )
 
 
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without gradients; and scales are of float32 also where a mode widens casts, as in proofs in float64."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return function(*args)
+
+    return run
+
+
 class _NF4(PackedFormat):
     """A row of C numbers is C / 2 bytes of codes, the earlier number in the upper half, then C / 64 scales."""
 
@@ -38,7 +50,7 @@ class _NF4(PackedFormat):
             return ""
         return f"its rows have {columns} numbers, which blocks of {BLOCK} do not divide"
 
-    @torch.no_grad()
+    @_without_modes
     def pack(self, weight: Tensor) -> Tensor:
         rows, columns = weight.shape
         packed = weight.new_empty((rows, self.row_bytes(columns)), dtype=torch.uint8)
@@ -56,7 +68,7 @@ class _NF4(PackedFormat):
             into[:, columns // 2 :] = scales.view(torch.uint8)
         return packed
 
-    @torch.no_grad()
+    @_without_modes
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         if packed.is_cuda and (kernels := _kernel_module()) is not None:
             kernels.unpack_nf4(packed, _values(packed.device), out, BLOCK)

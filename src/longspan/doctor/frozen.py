@@ -1,0 +1,65 @@
+"""A small copy with an adapter over frozen weights in 4 bits, and the stock one over the values that they stand for."""
+
+import zlib
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.adapters import adapter_parameters
+from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.model.frozen.frozen_weights import choose_formats
+from longspan.model.lora import NewAdapter, add_lora
+
+_WIDTH = 128  # so that the part of each of two tensor-parallel ranks is a block
+_HEAD = 32  # of four heads
+_WIDTHS = ("hidden_size", "intermediate_size", "_lora_rank", "latent_size")
+_RANK = 4
+
+
+def widen_rows(config: PreTrainedConfig, frozen: str) -> PreTrainedConfig:
+    """Return a small configuration with rows that can be packed. Raises ModelError where none has them."""
+    wide = deepcopy(config)
+    text: Any = wide.get_text_config()
+    for name, value in text.to_dict().items():
+        if type(value) is int and value > 0 and name.endswith(_WIDTHS):
+            setattr(text, name, _WIDTH)
+        elif type(value) is int and value > 0 and name.endswith("head_dim"):
+            setattr(text, name, _HEAD)
+    try:
+        model = make_tiny_model(wide, torch.float32)
+        reasons = {
+            name: packed.reason_against(*model.get_parameter(name).shape[-2:])
+            for name, packed in choose_formats(model, frozen).items()
+        }
+    except Exception as error:  # configurations and models raise errors of every kind
+        text_of_error = " ".join(str(error).split())[:200]
+        raise ModelError(f"no small copy with rows of {_WIDTH} can be made: {text_of_error}") from error
+    if not reasons or any(reasons.values()):
+        first = next((f"{name}: {reason}" for name, reason in reasons.items() if reason), "it has no linears")
+        raise ModelError(f"no small copy of {type(config).__name__} can be frozen as {frozen!r}: {first}")
+    return wide
+
+
+@torch.no_grad()
+def adapt(model: PreTrainedModel) -> Any:
+    """Return the model as a PeftModel with a drawn adapter of its dtype on every linear of its decoder layers."""
+    peft_model = add_lora(model.requires_grad_(False), NewAdapter(rank=_RANK))
+    for name, parameter in adapter_parameters(peft_model.get_base_model()):
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
+            model.dtype
+        )
+    return peft_model
+
+
+@torch.no_grad()
+def adapt_dequantised(model: PreTrainedModel, frozen: str) -> PreTrainedModel:
+    """Adapt a stock model, and return it with its weights as packed ones are computed with."""
+    inside: Any = adapt(model).get_base_model()
+    for name, packed in choose_formats(inside, frozen).items():
+        rows = inside.get_parameter(name).data.flatten(0, -2)
+        packed.unpack(packed.pack(rows), rows)
+    return inside
