@@ -156,11 +156,11 @@ class DataSheet(NamedTuple):
     node_size: int = 8
 
 
-# By NVIDIA's data sheets of A100, H100, HGX B200 and B300, GH200 and L40S, and its papers on the architectures of Ada
-# (RTX 4090) and RTX Blackwell; GiB of B200, B300 and L40S are those that devices report. None is measured but H200s, as
-# which messages inside a host get two fifths of the sheet's speed each way and those across four fifths of a card's (200
-# Gb/s for an A100, 400, 800 for a B300, 100 where GPUs are on PCIe), and copies to the host seven eighths of the bus:
-# PCIe 5, 64 GB/s each way, where none is named.
+# Sources: NVIDIA's data sheets of A100, H100, HGX B200 and B300, GH200 and L40S, and its papers on the architectures of
+# Ada (RTX 4090) and RTX Blackwell; GiB of B200, B300 and L40S are those that devices report. Of speeds we take what
+# H200s reach: two fifths of NVLink or PCIe each way inside a host, four fifths of a network card (200 Gb/s for an A100,
+# 400, 800 for a B300, 100 where GPUs are on PCIe), and seven eighths of the bus to the host (PCIe 5, 64 GB/s each way,
+# where none is named). None is measured but H200s.
 KNOWN: dict[str, DataSheet | None] = {
     "H200": None,
     "A100-40": DataSheet(1.555, 40, 120e9, 20e9),
