@@ -401,5 +401,7 @@ def test_lengths_that_fit_one_gpu_in_four_bits(config: Any, gib: int, least: int
     settings = MemorySettings(parameter_bytes=2, lora_rank=16, frozen_weights="nf4", compiled="auto")
     budget = MemoryBudget(device=int(GPU_SHARE * (gib << 30)), host=128 * GIB)
     assert choose_memory(config, home, plan, settings, budget).device.packed > 0
-    with pytest.raises(PlanError, match="does not fit"):
+    with pytest.raises(PlanError, match=r'does not fit .*slot\), model.frozen = "nf4", or a higher parallel.tp'):
         choose_memory(config, home, plan, replace(settings, frozen_weights="whole"), budget)
+    with pytest.raises(PlanError, match=r"\(context.max_tokens_per_slot\), or a higher parallel.tp"):
+        choose_memory(config, home, plan, settings, replace(budget, device=1 << 30))

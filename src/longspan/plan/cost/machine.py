@@ -156,9 +156,11 @@ class DataSheet(NamedTuple):
     node_size: int = 8
 
 
-# Messages inside a host get two fifths of the data sheet's speed each way, and those across four fifths of a card's, as
-# those of H200s do; copies to the host's memory seven eighths of the bus. A bus is PCIe 5 (64 GB/s each way) where none
-# is named, cards of PCIe get 100 Gb/s each, others 200 (A100), 400 or 800 (B300). None is measured but H200s.
+# Sources: NVIDIA's data sheets of A100, H100, HGX B200 and B300, GH200 and L40S, and its papers on the architectures of
+# Ada (RTX 4090) and RTX Blackwell; GiB of B200, B300 and L40S are those that devices report. Of speeds we take what
+# H200s reach: two fifths of NVLink or PCIe each way inside a host, four fifths of a network card (200 Gb/s for an A100,
+# 400, 800 for a B300, 100 where GPUs are on PCIe), and seven eighths of the bus to the host (PCIe 5, 64 GB/s each way,
+# where none is named). None is measured but H200s.
 KNOWN: dict[str, DataSheet | None] = {
     "H200": None,
     "A100-40": DataSheet(1.555, 40, 120e9, 20e9),

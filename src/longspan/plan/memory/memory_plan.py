@@ -444,12 +444,13 @@ def choose_memory(
     keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
     device = leanest.device.total
     host = leanest.host.total
+    packed = "" if settings.trains_all or leanest.device.packed else ', model.frozen = "nf4"'
     raise PlanError(
         f"the run does not fit {f'with {keys}' if keys else 'under any measure'}: with a slot of {leanest.rows:,} rows "
         f"a rank needs at least {gib_text(device)} ({device:,} bytes) of a GPU that may fill "
         f"{gib_text(budget.device)} ({budget.device:,}), and {gib_text(host)} ({host:,}) of its host's "
         f"{gib_text(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer rows a slot "
-        "(context.max_tokens_per_slot), or a higher parallel.tp"
+        f"(context.max_tokens_per_slot){packed}, or a higher parallel.tp"
     )
 
 

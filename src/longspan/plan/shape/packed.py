@@ -92,8 +92,8 @@ def _stored_rows(stored: ConfigReader, method: Any) -> PackedRows | None:
     if method == "bitsandbytes":
         return PackedRows("int8", 1, 0, 4) if stored.value("load_in_8bit") else NF4
     if method == "compressed-tensors":
-        groups: dict[str, Any] = stored.value("config_groups") or {"": {}}
-        group = next(iter(groups.values()))
+        groups: Any = stored.value("config_groups") or {"": None}
+        group: Any = next(iter(groups.values()))
         weights = ConfigReader(group, stored.where).section("weights")
         if (weights.value("type"), weights.value("num_bits")) == ("float", 8):
             return float8._replace(block=(weights.value("block_structure") or (0, 0))[1])
@@ -131,7 +131,7 @@ def packed_weights_of_layer(
         # with the one row of a shared expert's gate
         shared = weights.all - weights.of_experts - hidden * count
         parts.append((_MLP, shared, hidden))
-    if rows == _MXFP4._replace(whole=rows.whole):  # it is of experts alone
+    if rows.name == _MXFP4.name:  # it is of experts alone
         parts = []
     numbers, size = _count_packed(parts, rows)
     return PackedWeights(numbers, size, *_count_packed(experts, rows))
