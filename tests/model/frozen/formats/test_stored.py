@@ -13,6 +13,7 @@ from transformers import Qwen3Config
 
 from longspan import load_model
 from longspan.errors import ModelError
+from longspan.model.frozen.formats import stored_format
 from longspan.model.frozen.formats.stored import stored_weights
 from longspan.model.frozen.formats.stored_format import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
@@ -268,3 +269,19 @@ def test_a_configuration_says_how_weights_are_stored() -> None:
     stored = stored_weights(config)
     assert stored is not None and stored.description == "float8 with a scale for each weight (fp8)"
     assert stored_weights(Qwen3Config()) is None and stored_weights({}) is None
+
+
+def test_the_last_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the definition, as of DeepSeek's kv_a_proj (576 rows); transformers does not dequantise such a weight."""
+    monkeypatch.setattr(stored_format, "_PIECE", 5 * 160)  # rows that are converted at once
+    stored = stored_weights({"quant_method": "fp8", "weight_block_size": [64, 64]})
+    assert stored is not None
+    codes, scales = torch.randn(100, 160).to(torch.float8_e4m3fn), torch.rand(2, 3)
+    weight = stored.weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales})
+    wide = scales.repeat_interleave(64, 0)[:100].repeat_interleave(64, 1)[:, :160]
+    exact = codes.float() * wide
+    assert torch.equal(weight[...], exact) and torch.equal(weight[3:70, 5:], exact[3:70, 5:])
+    with pytest.raises(
+        ModelError, match=r"scale_inv is \(3, 2\) in the files, and \(2, 3\) is expected of a weight of"
+    ):
+        stored.weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales.mT})
