@@ -72,27 +72,30 @@ def _read_bitsandbytes(folder: Path, dtype: torch.dtype) -> Weights:
 # ---- float8 of transformers: its quantiser on tensors, as it asks for a GPU to quantise a model
 
 
+def quantise_float8(folder: Path, **settings: Any) -> None:
+    """Convert the linears of a folder's layers, as a `fp8` folder has them."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    weights = load_file(folder / "model.safetensors")
+    config = transformers.FineGrainedFP8Config(**settings)
+    quantiser: Any = type("Quantiser", (), {"quantization_config": config})()
+    for name in [name for name in weights if _is_linear(name)]:
+        weights |= Fp8Quantize(quantiser).convert({name: weights[name]})
+        if config.weight_block_size is None:
+            scale = f"{name}_scale_inv"
+            weights |= {scale: weights[scale].reshape(()), name.replace("weight", "activation_scale"): torch.ones(())}
+    _write(folder, weights, **config.to_dict())
+
+
 def _float8(kind: str = "Qwen3Config", sizes: dict[str, Any] | None = None, **settings: Any) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        from transformers.integrations.finegrained_fp8 import Fp8Quantize
-
-        weights = _stock(folder, kind, **(sizes or {}))
-        config = transformers.FineGrainedFP8Config(**settings)
-        quantiser: Any = type("Quantiser", (), {"quantization_config": config})()
-        for name in [name for name in weights if _is_linear(name)]:
-            weights |= Fp8Quantize(quantiser).convert({name: weights[name]})
-            if config.weight_block_size is None:
-                scale = f"{name}_scale_inv"
-                weights |= {
-                    scale: weights[scale].reshape(()),
-                    name.replace("weight", "activation_scale"): torch.ones(()),
-                }
-        _write(folder, weights, **config.to_dict())
+        _stock(folder, kind, **(sizes or {}))
+        quantise_float8(folder, **settings)
 
     return write
 
 
-def _read_float8(folder: Path, dtype: torch.dtype) -> Weights:
+def read_float8(folder: Path, dtype: torch.dtype) -> Weights:
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     config = transformers.FineGrainedFP8Config(**settings | {"dequantize": True})
     return dict(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype).state_dict())
@@ -171,20 +174,20 @@ CASES: dict[str, Case] = {
     "nf4 in bfloat16": (_bitsandbytes(**IN_BFLOAT16), _read_bitsandbytes, "nf4 (bitsandbytes, scales quantised)"),
     "fp4": (_bitsandbytes(load_in_4bit=True), _read_bitsandbytes, "fp4 (bitsandbytes)"),
     "int8": (_bitsandbytes(load_in_8bit=True), _read_bitsandbytes, "int8 (bitsandbytes)"),
-    "float8 in blocks": (_float8(**BLOCKS), _read_float8, "float8 in blocks of 64 × 64 (fp8)"),
+    "float8 in blocks": (_float8(**BLOCKS), read_float8, "float8 in blocks of 64 × 64 (fp8)"),
     "float8 of experts": (
         _float8("Qwen3MoeConfig", MOE, **BLOCKS),
-        _read_float8,
+        read_float8,
         "float8 in blocks of 64 × 64 (fp8)",
     ),
     "float8 by exponents": (
         _float8(**BLOCKS, scale_fmt="ue8m0"),
-        _read_float8,
+        read_float8,
         "float8 in blocks of 64 × 64 (fp8)",
     ),
     "float8, one scale": (
         _float8(weight_block_size=None, activation_scheme="static"),
-        _read_float8,
+        read_float8,
         "float8 with a scale for each weight (fp8)",
     ),
     "compressed by channel": (

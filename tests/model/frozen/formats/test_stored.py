@@ -13,6 +13,7 @@ from transformers import Qwen3Config
 
 from longspan import load_model
 from longspan.errors import ModelError
+from longspan.model.frozen.formats import stored_format
 from longspan.model.frozen.formats.stored import stored_weights
 from longspan.model.frozen.formats.stored_format import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
@@ -40,7 +41,7 @@ def test_a_folder_gives_the_weights_that_its_package_reads(folders: Path, case: 
     folder = _folder(folders, case)
     _, read, text = CASES[case]
     stored = stored_weights(quantization_settings(folder))
-    assert stored is not None and stored.describe() == text
+    assert stored is not None and stored.description == text
     exact = read(folder, dtype)
     model = load_model(folder, dtype=dtype, quantized=True)
     weights = model.state_dict()
@@ -58,16 +59,14 @@ def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) 
     tensors = load_file(folder / "model.safetensors")
     exact = load_model(folder, dtype="float32", quantized=True).state_dict()
     packed = {name: x for name, x in stored.join(tensors).items() if isinstance(x, StoredWeight)}
-    assert all(stored.is_packed(name) for name in packed) and not stored.is_packed("lm_head.weight")
     assert len(packed) == (4 if case == "mxfp4" else 32 if case == "float8 of experts" else 14)
     for name, weight in packed.items():
         *others, rows, columns = weight.shape
-        some = {key: tensors[key] for key in stored.tensor_names(name) if key in tensors}
-        whole = stored.read(name, some)
-        assert stored.format(name, some) == weight.format and not weight.format.reason_against(rows, columns)
+        whole = weight.read()
+        assert not weight.format.reason_against(rows, columns)
         assert whole.dtype == torch.uint8
         assert whole.shape == (*others, rows, weight.format.row_bytes(columns))
-        parts = [stored.read(name, some, slice(start, stop)) for start, stop in ((0, 1), (1, 3), (3, 10**6))]
+        parts = [weight.read(slice(start, stop)) for start, stop in ((0, 1), (1, 3), (3, 10**6))]
         assert torch.equal(torch.cat(parts), whole)
         matrices = torch.empty(weight.shape)
         for matrix, out in zip(whole.view(-1, *whole.shape[-2:]), matrices.view(-1, rows, columns), strict=True):
@@ -265,15 +264,24 @@ def test_methods_that_are_refused(folders: Path, tmp_path: Path, case: str) -> N
         load_model(folder)
 
 
-def test_a_configuration_lists_what_is_whole() -> None:
-    """As transformers reads it: of a `PreTrainedConfig`, and of the settings alone."""
-    config = Qwen3Config(quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["mlp.up_proj"]})
+def test_a_configuration_says_how_weights_are_stored() -> None:
+    config = Qwen3Config(quantization_config={"quant_method": "fp8"})
     stored = stored_weights(config)
-    assert stored is not None and stored_weights(Qwen3Config()) is None and stored_weights({}) is None
-    assert stored.is_packed(GATE) and not stored.is_packed(GATE.replace("gate", "up"))
-    skipped = stored_weights({"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", "layers.1"]})
-    assert skipped is not None and skipped.is_packed(GATE) and not skipped.is_packed("layers.1.mlp.up_proj.weight")
-    args = {"weights": {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "channel"}}
-    ignore = {"config_groups": {"group_0": args}, "ignore": ["lm_head", "re:.*up_proj"]}
-    listed = stored_weights({"quant_method": "compressed-tensors"} | ignore)
-    assert listed is not None and listed.is_packed(GATE) and not listed.is_packed(GATE.replace("gate", "up"))
+    assert stored is not None and stored.description == "float8 with a scale for each weight (fp8)"
+    assert stored_weights(Qwen3Config()) is None and stored_weights({}) is None
+
+
+def test_the_last_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the definition, as of DeepSeek's kv_a_proj (576 rows); transformers does not dequantise such a weight."""
+    monkeypatch.setattr(stored_format, "_PIECE", 5 * 160)  # rows that are converted at once
+    stored = stored_weights({"quant_method": "fp8", "weight_block_size": [64, 64]})
+    assert stored is not None
+    codes, scales = torch.randn(100, 160).to(torch.float8_e4m3fn), torch.rand(2, 3)
+    weight = stored.weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales})
+    wide = scales.repeat_interleave(64, 0)[:100].repeat_interleave(64, 1)[:, :160]
+    exact = codes.float() * wide
+    assert torch.equal(weight[...], exact) and torch.equal(weight[3:70, 5:], exact[3:70, 5:])
+    with pytest.raises(
+        ModelError, match=r"scale_inv is \(3, 2\) in the files, and \(2, 3\) is expected of a weight of"
+    ):
+        stored.weight("a.weight", {"a.weight": codes, "a.weight_scale_inv": scales.mT})

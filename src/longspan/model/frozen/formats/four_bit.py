@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from longspan.model.frozen.formats.stored_format import (
 )
 from longspan.model.frozen.packed_format import packed_format
 
+_WRITER = "bitsandbytes "
 _STATE = ".quant_state.bitsandbytes__"
 _KINDS = {
     "nf4": (
@@ -43,10 +44,9 @@ _OF_NF4 = 64  # numbers that share a scale, in the format that longspan writes
 class FourBit(StoredFormat):
     """`block` numbers share a scale. A product is rounded to `dtype`, and then to the weight's."""
 
-    kind: str = "nf4"
-    block: int = _OF_NF4
-    dtype: torch.dtype = torch.bfloat16
-    name: str = field(default="bitsandbytes", init=False)
+    name: str  # "bitsandbytes nf4" or "bitsandbytes fp4"
+    block: int
+    dtype: torch.dtype
 
     def row_bytes(self, columns: int) -> int:
         return columns // 2 + columns // self.block * SCALE_BYTES
@@ -57,7 +57,7 @@ class FourBit(StoredFormat):
         return f"its rows have {columns} numbers, which blocks of {self.block} do not divide"
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        if packed.is_cuda and (self.kind, self.block, self.dtype) == ("nf4", _OF_NF4, out.dtype):
+        if packed.is_cuda and (self.name, self.block, self.dtype) == (f"{_WRITER}nf4", _OF_NF4, out.dtype):
             packed_format("nf4").unpack(packed, out)  # its rows are the same, and it has a kernel
         else:
             super().unpack(packed, out)
@@ -66,7 +66,9 @@ class FourBit(StoredFormat):
         codes = packed[:, : columns // 2]
         pairs = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
         scales = packed[:, columns // 2 :].contiguous().view(torch.float32)
-        numbers = _values(self.kind, packed.device)[pairs.int()].unflatten(1, (-1, self.block))
+        numbers = _values(self.name.removeprefix(_WRITER), packed.device)[pairs.int()].unflatten(
+            1, (-1, self.block)
+        )
         return (numbers * scales.unsqueeze(-1)).flatten(1).to(self.dtype)
 
 
@@ -85,7 +87,7 @@ def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
         values = torch.tensor(_KINDS[kind], dtype=torch.float32)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{state_name} is damaged: {type(error).__name__}: {error}") from error
-    layout = FourBit(kind, block, dtype)
+    layout = FourBit(f"{_WRITER}{kind}", block, dtype)
     if reason := layout.reason_against(rows, columns):
         raise ModelError(
             f"{name} of {rows} × {columns} in {kind} is not read: {reason}; load the folder without it"

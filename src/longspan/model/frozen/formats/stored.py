@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from longspan.errors import ModelError
 from longspan.model.frozen.formats.float8 import float8_weight
@@ -20,7 +18,6 @@ from longspan.model.frozen.formats.four_bit import four_bit_weight
 from longspan.model.frozen.formats.int8 import int8_weight
 from longspan.model.frozen.formats.mxfp4 import mxfp4_weight
 from longspan.model.frozen.formats.stored_format import StoredWeight, Tensors, tensor_dtype
-from longspan.model.frozen.packed_format import PackedFormat
 
 # Scales of activations and of caches, which say nothing of the weights.
 _OF_ACTIVATIONS = re.compile(r".*\.(activation|input|output|[qkv])_(scale|zero_point|global_scale)(_inv)?")
@@ -34,31 +31,16 @@ _ADVICE = (
 class StoredWeights:
     """How a folder holds its weights in 4 or 8 bits.
 
-    >>> stored = stored_weights(config)
-    >>> stored.describe()
+    >>> stored_weights({"quant_method": "fp8", "weight_block_size": [128, 128]}).description
     'float8 in blocks of 128 × 128 (fp8)'
 
-    `endings` maps how tensors beside a weight end to how the weight ends; of each set in `needed` a weight has one.
+    `endings` maps how the tensors beside a weight end to how the weight does; a weight has one of each set in `needed`.
     """
 
-    text: str
+    description: str
     endings: Mapping[str, str]
     needed: tuple[tuple[str, ...], ...]
     make: Callable[[str, Tensors], StoredWeight]
-    is_converted: Callable[[str], bool]
-
-    def describe(self) -> str:
-        """Return the format in words, with the method's name."""
-        return self.text
-
-    def is_packed(self, weight_name: str) -> bool:
-        """Return whether the weight of a linear, or of experts, is in 4 or 8 bits by what the configuration lists."""
-        return self.is_converted(weight_name)
-
-    def tensor_names(self, weight_name: str) -> tuple[str, ...]:
-        """Return the names that tensors of a weight have in the files; a folder has some of them."""
-        ends = ((end, of) for end, of in self.endings.items() if weight_name.endswith(of))
-        return (weight_name, *(weight_name.removesuffix(of) + end for end, of in ends))
 
     def weight(self, weight_name: str, tensors: Tensors) -> StoredWeight:
         """Return a weight by its tensors; ModelError for one that is half there, twice there, or of another shape."""
@@ -67,22 +49,11 @@ class StoredWeights:
             if not (present := [name for name in names if name in tensors]):
                 raise ModelError(
                     f"{weight_name} lacks {' or '.join(names)}, and has {', '.join(sorted(tensors))}; the folder is "
-                    f"damaged, or not in {self.text} as its config.json says"
+                    f"damaged, or not in {self.description} as its config.json says"
                 )
             if len(present) > 1:
                 raise ModelError(f"{weight_name} has its scales twice, {' and '.join(present)}; keep one of them")
         return self.make(weight_name, tensors)
-
-    def format(self, weight_name: str, tensors: Tensors) -> PackedFormat:
-        """Return the format of a weight, by its tensors."""
-        return self.weight(weight_name, tensors).format
-
-    def read(self, weight_name: str, tensors: Tensors, rows: slice | None = None) -> Tensor:
-        """Return a weight as packed rows, uint8 (rows, row_bytes); of experts (experts, rows, row_bytes).
-
-        `rows` is a part of dim 0. ModelError for a damaged weight.
-        """
-        return self.weight(weight_name, tensors).read(rows)
 
     def join(self, tensors: Tensors) -> dict[str, Any]:
         """Return the tensors of a folder by name, with those that make one weight as a StoredWeight.
@@ -124,11 +95,6 @@ def stored_weights(config: PreTrainedConfig | Mapping[str, Any]) -> StoredWeight
     return _METHODS[method](settings)
 
 
-def _converted_by_list(skipped: list[str] | None, name: str) -> bool:
-    module = name.removesuffix(".weight")
-    return should_convert_module(module, ["lm_head"] if skipped is None else skipped)
-
-
 def _fine_grained_float8(settings: Mapping[str, Any]) -> StoredWeights:
     block = settings.get("weight_block_size")
     rows, columns = block or (0, 0)
@@ -138,7 +104,6 @@ def _fine_grained_float8(settings: Mapping[str, Any]) -> StoredWeights:
         {"_scale_inv": "", ".weight_scale": ".weight"},
         (("",), ("_scale_inv", ".weight_scale")),
         partial(float8_weight, blocks=((rows, columns),)),
-        partial(_converted_by_list, settings.get("modules_to_not_convert")),
     )
 
 
@@ -160,31 +125,21 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense" or not blocks:
         raise ModelError(f"compressed-tensors weights of format {sparsity} are not read; {_ADVICE}")
-    ignored = settings.get("ignore") or ()
     return StoredWeights(
         f"float8 by {' and '.join(dict.fromkeys(texts))} (compressed-tensors)",
         {".weight_scale": ".weight"},
         (("",), (".weight_scale",)),
         partial(float8_weight, blocks=tuple(blocks), scale_dtype=True),
-        lambda name: not any(_matches(name.removesuffix(".weight"), entry) for entry in ignored),
     )
 
 
-def _matches(module: str, entry: str) -> bool:
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    return entry == module
-
-
 def _bitsandbytes(settings: Mapping[str, Any]) -> StoredWeights:
-    is_converted = partial(_converted_by_list, settings.get("llm_int8_skip_modules"))
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         return StoredWeights(
             "int8 (bitsandbytes)",
             {".SCB": ".weight", ".weight_format": ".weight"},
             (("",), (".SCB",)),
             int8_weight,
-            is_converted,
         )
     states = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
     beside = [f".weight.{name}" for name in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")]
@@ -194,7 +149,6 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> StoredWeights:
         dict.fromkeys((*states, *beside), ".weight"),
         (("",), states, (".weight.absmax",)),
         four_bit_weight,
-        is_converted,
     )
 
 
@@ -204,7 +158,6 @@ def _mxfp4(settings: Mapping[str, Any]) -> StoredWeights:
         {"_proj_blocks": "_proj", "_proj_scales": "_proj"},
         (("_proj_blocks",), ("_proj_scales",)),
         mxfp4_weight,
-        lambda name: name.endswith((".experts.gate_up_proj", ".experts.down_proj")),
     )
 
 
