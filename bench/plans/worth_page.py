@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from typing import Any
 
 from worth_cases import NAMES, NETWORKS, PUBLISHED, SLOTS, WEIGHTS, WEIGHTS_OF_EXPERTS
 
-from longspan.report.page import escaped_text, svg_element, svg_text
+from longspan.report.page import svg_element, svg_text
 
 Row = dict[str, Any]
 AS_GOOD = 1.03  # gains below this: one degree is as good
@@ -341,7 +342,7 @@ def picture(record: Row) -> str:
     return (
         svg_element(
             "svg",
-            svg_element("title", escaped_text(heading)),
+            svg_element("title", escape(heading)),
             svg_element("style", STYLE),
             svg_element("rect", class_="paper", width=width, height=HEIGHT),
             svg_text(heading, 12, 22, "start", "title"),

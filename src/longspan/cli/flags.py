@@ -299,11 +299,12 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
 
 def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -> None:
     """Raise ConfigError for the flags among the words that a verb with these flags does not have, with the nearest."""
-    texts = list[str]()
-    for flag, values in {flag: values for flag, values, _ in split_flags(argv) if flag}.items():
-        if flag in types or _SAME.get(flag) in types:
-            continue
-        texts.append(f"{flag_text(flag)}: {_flag_hint(flag, values, types, prog)}")
+    unknown = {
+        flag: values
+        for flag, values, _ in split_flags(argv)
+        if flag and flag not in types and _SAME.get(flag) not in types
+    }
+    texts = [f"{flag_text(flag)}: {_flag_hint(flag, values, types, prog)}" for flag, values in unknown.items()]
     if texts:
         raise ConfigError(f"{prog} has no flag {'; no flag '.join(texts)}")
 
