@@ -181,13 +181,11 @@ def parse_flags(
         name = flag if flag in types else _SAME.get(flag, flag)
         if not name:
             words += behind
-        elif hints.get(name[2:]) == Repeated:
-            value, further_words = _read_value(name, behind, str, joined=joined)
-            values[name] = (*values.get(name, ()), value)
-            words += further_words
-        else:
-            values[name], further_words = _read_value(name, behind, types[name], joined=joined)
-            words += further_words
+            continue
+        is_repeated = hints.get(name[2:]) == Repeated
+        value, further_words = _read_value(name, behind, str if is_repeated else types[name], joined=joined)
+        values[name] = (*values.get(name, ()), value) if is_repeated else value
+        words += further_words
     return make_flags(kind, words, values, prog, defaults or {})
 
 
