@@ -181,7 +181,7 @@ def planned_memory(fit: Fit) -> MemoryPlan:
 class Answer:
     """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first: its `config`.
 
-    Where nothing fits, the first way is the leanest, and `larger` has the fewest GPUs that do, with their keys.
+    Where nothing fits, the first way is the leanest, and `larger` has the fewest GPUs that do, with its keys.
     `longest` is the longest document that fits, in tokens. `steps` are those of a run (None: one step was asked about),
     of which `sampled` were planned.
     """
@@ -194,7 +194,7 @@ class Answer:
     steps: int | None = None
     sampled: int = 0
     notes: tuple[str, ...] = ()
-    larger: tuple[GpuRun, RunConfig] | None = None
+    larger: GpuRun | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -460,7 +460,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     )
 
 
-def _fit_more_gpus(run: GpuRun, facts: Facts) -> tuple[GpuRun, RunConfig] | None:
+def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
     """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
     On each number the leanest layout is tried first: all slots, fewest rows.
     """
@@ -470,10 +470,8 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> tuple[GpuRun, RunConfig] | None
             larger = replace(run, gpus=replace(run.gpus, count=count))
             wider = facts.on_home(larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
-                ranking = rank_ways(run.config, wider, given)
-                return larger, scale_positions(
-                    settle(run.config, ranking).config, facts.model, facts.longest_document
-                )
+                config = settle(run.config, rank_ways(run.config, wider, given)).config
+                return replace(larger, config=scale_positions(config, facts.model, facts.longest_document))
     return None
 
 
@@ -576,11 +574,10 @@ def _refusal_line(answer: Answer) -> str:
     )
     line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; "
     if larger:
-        gpus = larger[0].gpus
-        keys = _run_keys(larger[1], answer.run.given_keys)
+        keys = _run_keys(larger.config, larger.given_keys)
         words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
         flags = re.sub('[],"[]', "", " ".join(words))  # as the command line takes strings and lists
-        line += f"it fits {gpus.count_and_name}, with {flags}"
+        line += f"it fits {larger.gpus.count_and_name}, with {flags}"
     else:
         line += f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; "
         line += "use a higher parallel.tp or parallel.pp"
