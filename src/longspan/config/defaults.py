@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
-from longspan.config.plan_section import ContextConfig, EvalConfig, inherit_keys
+from longspan.config.plan_section import EvalConfig, inherit_keys
 from longspan.config.sections import RANDOM, EncoderSection, ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError, plural
 from longspan.hub import find_local_path
@@ -78,8 +78,9 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
-    config = _set_defaults(config, {"context.planner": _planner_of_given_degrees(config.context)})
-    if config.evaluation.has_dynamic_degrees and config.evaluation.context_parallel_size == NOT_GIVEN:
+    if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
+        config = replace(config, context=replace(config.context, planner=planner))
+    if config.evaluation.planner_of_degrees == "dynamic" and config.evaluation.context_parallel_size == NOT_GIVEN:
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     config = _set_length(config)
@@ -96,14 +97,6 @@ def _set_length(config: RunConfig) -> RunConfig:
         return config
     config = _set_defaults(config, {"train.steps": STEPS})
     return config if is_demo(config.model) else set_steps(config, config.train.steps)
-
-
-def _planner_of_given_degrees(context: ContextConfig) -> str:
-    """Fixed where one degree is given, dynamic where a smallest or largest one is, "" for none."""
-    if context.context_parallel_size not in (NOT_GIVEN, 0):
-        return "fixed"
-    limits = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
-    return "dynamic" if limits != (1, 0) else ""
 
 
 def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
@@ -151,7 +144,8 @@ def absolute_path(value: Any) -> Any:
 def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
     """Documents on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part."""
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
-    degrees = {"context": math.gcd(2, slots), "evaluation": math.gcd(4, slots)}
+    degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
+    degrees = {"context": degree, "evaluation": math.gcd(4, slots)}
     config = _set_defaults(
         config, {f"{key}.context_parallel_size": degree for key, degree in degrees.items()} | _DEMO
     )
