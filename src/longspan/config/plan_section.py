@@ -28,8 +28,8 @@ class PlanSection(Section):
     planner: str = ""
     """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document; auto:
     dynamic, or fixed at the best degree where that is predicted as fast; or a function of your own by its dotted name
-    (docs/planning.md). Degrees that are given decide auto too: fixed where context_parallel_size is given, dynamic where
-    a smallest or largest degree is. Default: auto; tiny presets: fixed."""
+    (docs/planning.md). Degrees that are given decide auto: fixed where context_parallel_size is given, dynamic where a
+    smallest or largest degree is. Default: auto; tiny presets: fixed."""
     context_parallel_size: NumberOrAuto = NOT_GIVEN
     """Slots that share a document in training (fixed and padded); 0: the degree at which the first steps are predicted
     fastest. Default: 0; tiny presets: 2, or 1 of an odd number of slots."""
