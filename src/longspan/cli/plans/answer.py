@@ -46,10 +46,10 @@ from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
-from longspan.resolve.resolved import choose_partition, set_usual_mode, settle
+from longspan.resolve.resolved import choose_partition, settle
 from longspan.resolve.text import plan_type_text
-from longspan.resolve.ways import UNIT, Fit, Given, Way, fit_way, leanest_fit, rank_ways
-from longspan.run.checks import check_config, check_paths_exist
+from longspan.resolve.ways import UNIT, Fit, Given, fit_way, leanest_fit, rank_ways
+from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 from longspan.train.optim.schedule import Schedule
 
 Log = Callable[[str], None]
@@ -427,21 +427,18 @@ def _time_steps(answer: Answer, documents: RunDocuments) -> Answer:
 
 def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     config = run.config
-    notes = list[str]()
+    longest = facts.longest_document
     try:
         config, _ = choose_partition(config, facts)
         ranking = rank_ways(config, facts, run.given)
-        ways = ranking.fits
-        notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
-    except PlanError:  # the limit of rows that is given is below what the longest document needs
-        way = Way(set_usual_mode(config), facts).with_context(max_tokens_per_slot=0)
-        plans = way.plan_steps(facts.timed_steps)
-        ranking = None
-        ways = (Fit(way, tuple(plans), way.leanest_memory(plans), None),)
+    except PlanError:  # the limit of rows that is given may be below what the longest document needs
+        check_longest_training_document(config, run.home, longest, title, facts.heads)
+        raise
+    ways = ranking.fits
+    notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
     fits = ways[0].seconds is not None
-    longest = facts.longest_document
     larger = None
-    if fits and ranking:
+    if fits:
         chosen = settle(config, ranking).config
     else:
         chosen = ways[0].way.config
