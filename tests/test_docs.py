@@ -519,4 +519,4 @@ def test_combinations_of_the_matrix_are_recorded() -> None:
     kept = count - sum(int(row[2]) for row in single)
     text = " ".join(README.split())
     assert f"[{count} combinations](bench/records/training-matrix.md) equal" in text
-    assert f"of the same in float32, {kept} keep" in text
+    assert f"in float32 {kept} keep" in text

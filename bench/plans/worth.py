@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ from longspan.plan import AttentionCall, Cost, CostSettings, Group, Machine, Pla
 from longspan.plan.cost.links import LEVELS
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.report.page import escaped_text, svg_element, svg_text
+from longspan.report.page import svg_element, svg_text
 
 Row = dict[str, Any]
 PUBLISHED_SEEDS = range(3)
@@ -642,7 +643,7 @@ def picture(record: Row) -> str:
     return (
         svg_element(
             "svg",
-            svg_element("title", escaped_text(heading)),
+            svg_element("title", escape(heading)),
             svg_element("style", STYLE),
             svg_element("rect", class_="paper", width=width, height=HEIGHT),
             svg_text(heading, 12, 22, "start", "title"),

@@ -35,6 +35,8 @@ def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Plan,
 FLAGS: dict[str, dict[str, Any]] = {
     "--max-cp 4": {"planner": "dynamic"},
     "--cp 2": {"planner": "fixed"},
+    "--planner auto --cp 2": {"planner": "fixed"},
+    "--planner auto --max-cp 4": {"planner": "dynamic"},
     "--planner fixed": {"planner": "fixed"},
     "--planner padded": {"planner": "padded"},
     "--mode free --cp 2": {"mode": "free"},

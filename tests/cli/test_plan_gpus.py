@@ -140,6 +140,7 @@ KEYS: list[tuple[list[str], dict[str, int]]] = [
         [*DRAWN, "--planner", "dynamic", "--max-cp", "2", "--max-tokens-per-slot", "6000"],
         {"context.max_tokens_per_slot": 6000},
     ),
+    (["--same", "8x4096", "--planner", "auto", "--cp", "2"], {"context.context_parallel_size": 2}),
     (["--same", "3x5000", "--optimizer.class", "sgd", "--parallel.dp_replicate", "2"], {}),
 ]
 
@@ -265,6 +266,10 @@ REFUSED = [
     ("--gpu h100 --gpus 0 --longest", "--gpus is 0; give an integer of at least 1"),
     ("--gpu h100 --gpus 4 --longest --parallel.ep 2", "ep 2, but qwen3 has no experts .*use ep 1"),
     ("--gpu h100 --longest --tflops -3", "a speed is above 0"),
+    (
+        "--gpu h100 --gpus 4 --same 2x8192 --max-tokens-per-slot 9",
+        r"max_tokens_per_slot 9 does not suit the longest document \(8192 tokens, .*2,048 rows of each of all 4 slots",
+    ),
     ("--gpu-bytes 80 --longest", "--gpu-bytes is 80: it is a number of bytes.* 80 GiB are 85899345920"),
     ("--gpu h100 --gpu-bytes 81920 --longest", "--gpu-bytes is 81920: .* 80 GiB are 85899345920"),
     ("--gpu h100 --host-bytes 256 --longest", "--host-bytes is 256: .* 256 GiB are 274877906944"),

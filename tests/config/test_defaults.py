@@ -21,6 +21,7 @@ from longspan.config.plan_section import (
 )
 from longspan.config.sections import ModelConfig, ParallelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError
+from longspan.hf.arguments import LongspanArguments
 from longspan.plan.micro_batch import fit_level_sizes
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.checks import check_config, check_data
@@ -51,6 +52,33 @@ def test_a_warm_up_that_does_not_end_is_said() -> None:
         assert [f"rises to the end, to {share} of optimizer.lr" in line for line in lines] == [True] * (
             share is not None
         )
+
+
+PLANNERS: list[tuple[dict[str, Any], list[Any]]] = [
+    ({}, ["auto", 0]),
+    ({"context_parallel_size": 4}, ["fixed", 4]),
+    ({"min_dynamic_context_parallel_size": 2}, ["dynamic", 0]),
+    ({"max_dynamic_context_parallel_size": 2}, ["dynamic", 0]),
+    ({"context_parallel_size": 4, "max_dynamic_context_parallel_size": 2}, ["fixed", 4]),
+]
+
+
+@pytest.mark.parametrize(("degrees", "chosen"), PLANNERS)
+@pytest.mark.parametrize("model", [OWN, {}])
+def test_degrees_that_are_given_decide_the_planner_auto(
+    degrees: dict[str, Any], chosen: list[Any], model: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a file, in flags, in a Trainer, and in a file that a run has written; in evaluation too."""
+    keys = model | {f"context.{key}": value for key, value in ({"planner": "auto"} | degrees).items()}
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(load_config(None, keys)))
+    arguments: Any = LongspanArguments(planner="auto", **degrees)
+    words = [f"--{key}={value}" for key, value in keys.items()]
+    for config in (load_config(None, keys), load_config(file), parse_train(words)[1], arguments.config()):
+        assert config.context.planner == chosen[0]
+        assert config.context.planner == "dynamic" or config.context.context_parallel_size == chosen[1]
+    keys = OWN | {f"evaluation.{key}": value for key, value in ({"planner": "auto"} | degrees).items()}
+    assert load_config(None, keys).evaluation.planner == chosen[0]
 
 
 def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:

@@ -63,7 +63,7 @@ class FrozenNorms(Feature):
 
 METHODS = (
     *("checks_context", "refuse", "compare_ranks", "connect", "convert"),
-    *("begin_placing", "cut", "place", "join", "finish"),
+    *("cut", "place", "join", "finish"),
 )
 CALLED: list[str] = []
 

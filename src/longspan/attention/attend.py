@@ -323,15 +323,14 @@ def pack_call(
         choice = choices[part.index] if part.index >= 0 else CommChoice("p2p")
         members = find_members(part, shard, mask, choice.inner)
         parts.append(CallPart(slice(part.start, part.stop), choice.cp_comm_type, members))
-    is_short = kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS
-    replays = dict[Any, Replay]() if is_short and _stays_inside_hosts(shard) else None
+    replays = None
+    if kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS:
+        size = world_of(shard.world_key).node_size
+        groups_here = [part.group for part in shard.parts if part.index >= 0]
+        # graphs whose exchanges go between hosts were never tried
+        if all(len({slot // size for slot in group.slots}) == 1 for group in groups_here):
+            replays = dict[Any, Replay]()
     return replace(call, kernel=kernel, parts=tuple(parts), replays=replays)
-
-
-def _stays_inside_hosts(shard: SequenceShard) -> bool:
-    """Graphs whose exchanges go between hosts were never tried."""
-    size = world_of(shard.world_key).node_size
-    return all(len({slot // size for slot in part.group.slots}) == 1 for part in shard.parts if part.index >= 0)
 
 
 def find_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int = 1) -> Members:

@@ -27,8 +27,9 @@ _compiled: dict[Hashable, Any] = {}
 
 
 @cache
-def kernel_module() -> Any:
-    return None if find_spec("triton") is None else import_module("longspan.attention.row_kernels")
+def kernel_module(name: str = "longspan.attention.row_kernels") -> Any:
+    """Return a module of Triton's kernels; None without Triton."""
+    return None if find_spec("triton") is None else import_module(name)
 
 
 def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:

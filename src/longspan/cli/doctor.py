@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         proof = compare_preset(flags.world, flags.backend, flags.timeout_seconds)
         ranks = asdict(proof.worlds[0])
-        checks = [*checks, *proof_checks(proof)]
+        checks += proof_checks(proof)
     except LongspanError as error:
         checks.append(Check("parity", "comparison", str(error), False))
     good = all(check.good is not False for check in checks)

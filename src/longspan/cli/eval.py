@@ -155,10 +155,13 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
     """Parse the flags of `eval`. With a run's configuration, keys of the layout that no flag gives have its values."""
     sections: dict[str, Any] = {}
     if config is not None:
-        encoder = EncoderLayout(config.encoder.tp, config.encoder.max_tokens)
-        sections = {"parallel": config.parallel, "context": config.context, "encoder": encoder}
-        sections["evaluation"] = EvaluationPlan(**config.evaluation.plan_keys)
-        sections["run"] = MachineSection(config.run.machine)
+        sections = {
+            "parallel": config.parallel,
+            "context": config.context,
+            "evaluation": EvaluationPlan(**config.evaluation.plan_keys),
+            "encoder": EncoderLayout(config.encoder.tp, config.encoder.max_tokens),
+            "run": MachineSection(config.run.machine),
+        }
     return parse_flags(EvalFlags, argv, PROG, sections)
 
 

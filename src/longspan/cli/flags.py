@@ -181,13 +181,11 @@ def parse_flags(
         name = flag if flag in types else _SAME.get(flag, flag)
         if not name:
             words += behind
-        elif hints.get(name[2:]) == Repeated:
-            value, further_words = _read_value(name, behind, str, joined=joined)
-            values[name] = (*values.get(name, ()), value)
-            words += further_words
-        else:
-            values[name], further_words = _read_value(name, behind, types[name], joined=joined)
-            words += further_words
+            continue
+        is_repeated = hints.get(name[2:]) == Repeated
+        value, further_words = _read_value(name, behind, str if is_repeated else types[name], joined=joined)
+        values[name] = (*values.get(name, ()), value) if is_repeated else value
+        words += further_words
     return make_flags(kind, words, values, prog, defaults or {})
 
 
@@ -299,11 +297,12 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
 
 def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -> None:
     """Raise ConfigError for the flags among the words that a verb with these flags does not have, with the nearest."""
-    texts = list[str]()
-    for flag, values in {flag: values for flag, values, _ in split_flags(argv) if flag}.items():
-        if flag in types or _SAME.get(flag) in types:
-            continue
-        texts.append(f"{flag_text(flag)}: {_flag_hint(flag, values, types, prog)}")
+    unknown = {
+        flag: values
+        for flag, values, _ in split_flags(argv)
+        if flag and flag not in types and _SAME.get(flag) not in types
+    }
+    texts = [f"{flag_text(flag)}: {_flag_hint(flag, values, types, prog)}" for flag, values in unknown.items()]
     if texts:
         raise ConfigError(f"{prog} has no flag {'; no flag '.join(texts)}")
 

@@ -98,7 +98,6 @@ def set_gpu_environment() -> None:
         return
     os.environ.update(allocator_environment())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longspan" / "kernels"
-    reason = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(folder, os.W_OK) else "it is not writable for this user"

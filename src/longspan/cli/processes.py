@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
@@ -133,18 +133,17 @@ def run_on_ranks(
     return run_local(fn, ranks, args, timeout=timeout, ignored=ignored)[0]
 
 
-@contextmanager
-def compile_attention_ahead(config: RunConfig, processes: Processes, *, backward: bool) -> Iterator[None]:
-    """Compile attention's kernels on GPUs while this context is open, those of backward passes too if `backward`: in
+def compile_attention_ahead(
+    config: RunConfig, processes: Processes, *, backward: bool
+) -> AbstractContextManager[None]:
+    """Compile attention's kernels on GPUs while a context is open, those of backward passes too if `backward`: in
     the first process of a host, for all processes there.
     """
     if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
-        yield
-        return
+        return nullcontext()
     from longspan.train.kernels_ahead import compile_kernels_ahead
 
     set_gpu_environment()
     gpus = find_gpus()
     slots = home_of(config.parallel, processes.ranks).slots
-    with compile_kernels_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward):
-        yield
+    return compile_kernels_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward)

@@ -78,12 +78,9 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
-    context = config.context
-    if context.context_parallel_size not in (NOT_GIVEN, 0):
-        config = _set_defaults(config, {"context.planner": "fixed"})
-    if (context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size) != (1, 0):
-        config = _set_defaults(config, {"context.planner": "dynamic"})
-    if config.evaluation.has_dynamic_degrees and config.evaluation.context_parallel_size == NOT_GIVEN:
+    if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
+        config = replace(config, context=replace(config.context, planner=planner))
+    if config.evaluation.planner_of_degrees == "dynamic" and config.evaluation.context_parallel_size == NOT_GIVEN:
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     config = _set_length(config)
@@ -155,7 +152,8 @@ def absolute_path(value: Any) -> Any:
 def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
     """Documents on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part."""
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
-    degrees = {"context": math.gcd(2, slots), "evaluation": math.gcd(4, slots)}
+    degree = 0 if config.context.planner == AUTO else math.gcd(2, slots)
+    degrees = {"context": degree, "evaluation": math.gcd(4, slots)}
     config = _set_defaults(
         config, {f"{key}.context_parallel_size": degree for key, degree in degrees.items()} | _DEMO
     )

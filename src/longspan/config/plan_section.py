@@ -28,8 +28,8 @@ class PlanSection(Section):
     planner: str = ""
     """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document; auto:
     dynamic, or fixed at the best degree where that is predicted as fast; or a function of your own by its dotted name
-    (docs/planning.md). Default: auto; fixed where context_parallel_size is given, dynamic where a smallest or largest
-    degree is; tiny presets: fixed."""
+    (docs/planning.md). Degrees that are given decide auto: fixed where context_parallel_size is given, dynamic where a
+    smallest or largest degree is. Default: auto; tiny presets: fixed."""
     context_parallel_size: NumberOrAuto = NOT_GIVEN
     """Slots that share a document in training (fixed and padded); 0: the degree at which the first steps are predicted
     fastest. Default: 0; tiny presets: 2, or 1 of an odd number of slots."""
@@ -53,8 +53,12 @@ class PlanSection(Section):
         return {key.name: getattr(self, key.name) for key in fields(PlanSection)}
 
     @property
-    def has_dynamic_degrees(self) -> bool:
-        return {self.min_dynamic_context_parallel_size, self.max_dynamic_context_parallel_size} != {NOT_GIVEN}
+    def planner_of_degrees(self) -> str:
+        """The planner by the degrees that are given: fixed with one, dynamic with a smallest or largest, else ""."""
+        if self.context_parallel_size not in (NOT_GIVEN, 0, AUTO):
+            return "fixed"
+        limits = self.min_dynamic_context_parallel_size, self.max_dynamic_context_parallel_size
+        return "dynamic" if limits not in ((NOT_GIVEN, NOT_GIVEN), (1, 0)) else ""
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,8 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
 
 def fill_from_parent(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     """Fill the keys of a section that are not given from its parent's; a2a+p2p is not fitted to the degree."""
+    if section.planner == AUTO:
+        section = replace(section, planner=section.planner_of_degrees or AUTO)
     values = parent.plan_keys | {"planner": _default_planner(section, parent)}
     if section.context_parallel_size == AUTO:
         values["cp_comm_type"] = AUTO
@@ -239,6 +245,6 @@ def _default_planner(section: PlanSection, parent: PlanSection) -> str:
     """The parent's, dynamic with limits; with a degree fixed, unless the parent pads: "auto" compares packed ones."""
     degree = section.context_parallel_size
     if degree in (NOT_GIVEN, 0):
-        return "dynamic" if section.has_dynamic_degrees else parent.planner
+        return section.planner_of_degrees or parent.planner
     packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))
     return "fixed" if packs else parent.planner

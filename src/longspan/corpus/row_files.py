@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import accumulate, islice
@@ -279,17 +278,14 @@ _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader m
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
 
 
-@dataclass(eq=False)
 class RowFile(ABC):
     """A file of rows, read in order or one by one; rows of more than `most_bytes` (0: any) are bad ones."""
 
-    name: str
-    path: Path
-    most_bytes: int
-
-    @cached_property
-    def folder(self) -> str:
-        return str(self.path.absolute().parent)
+    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
+        self.name: str = name
+        self.path: Path = path
+        self.most_bytes: int = most_bytes
+        self.folder: str = str(path.absolute().parent)
 
     @abstractmethod
     def read_chunks(self) -> Iterator[RowChunk]:
@@ -317,16 +313,14 @@ def _arrow_errors() -> tuple[type[Exception], ...]:
     return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 
 
-@dataclass(eq=False)
 class LineFile(RowFile):
     """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
 
-    _stream: BinaryIO | None = None  # lines as `read_row_at` reads them
-    _close: Callable[[], object] = field(default=lambda: None)  # closes the file of the stream
-
-    @property
-    def _compressed(self) -> bool:
-        return self.name.endswith((GZIP, ZSTD))
+    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
+        super().__init__(name, path, most_bytes)
+        self._compressed = name.endswith((GZIP, ZSTD))
+        self._stream: BinaryIO | None = None  # lines as `read_row_at` reads them
+        self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
     def read_chunks(self) -> Iterator[RowChunk]:
         """Yield the file's lines in order, in chunks of CHUNK_BYTES and the rest of the line in which these end.

@@ -220,9 +220,11 @@ class CaseRun:
             options = replace(options, frozen=task.frozen)  # pyright: ignore[reportArgumentType]
         encoder: Any = None
         if first.encoder:
-            home = Layout(len(task.home.ranks), tp=first.encoder)
-            recompute = first.recompute
-            encoder = EncoderHome(home=home, recompute=recompute != "none", activation_checkpointing=recompute)
+            encoder = EncoderHome(
+                home=Layout(len(task.home.ranks), tp=first.encoder),
+                recompute=first.recompute != "none",
+                activation_checkpointing=first.recompute,
+            )
         try:
             with self.mode():
                 model: Any = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -34,7 +33,6 @@ _ERROR = "error"
 _MESSAGE = "work of the first rank"
 
 
-@dataclass(eq=False)
 class FirstRank:
     """The first rank works; the others wait, join its calls, and get its result, or its error.
 
@@ -44,10 +42,11 @@ class FirstRank:
     `calls` are what all ranks run together, by name (`call_on_others`). The work must not communicate in any other way.
     """
 
-    world: World
-    calls: Mapping[str, Callable[..., Any]]
-    _waiting: ExitStack | None = None  # while it is open, the other ranks wait
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # a rollout may call from threads of its own
+    def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
+        self.world: World = world
+        self.calls: Mapping[str, Callable[..., Any]] = calls
+        self._waiting: ExitStack | None = None  # while it is open, the other ranks wait
+        self._lock = threading.Lock()  # a rollout may call from threads of its own
 
     @property
     def is_working(self) -> bool:

@@ -59,11 +59,10 @@ class Feature:
     def connect(self, model: PreTrainedModel) -> None:
         """Let modules call longspan; a pass on the meta device tries the model that all features have connected."""
 
-    def convert(self, model: PreTrainedModel) -> None:
-        """Change, in the tried model, what that pass could not run, and note the description."""
-
-    def begin_placing(self, execution: Execution) -> None:
-        """Make what placing needs; entered by all ranks."""
+    def convert(self, model: PreTrainedModel, execution: Execution) -> None:
+        """Change, in the tried model, what that pass could not run, note the description, and make what placing needs;
+        entered by all ranks.
+        """
 
     def cut(self, model: PreTrainedModel) -> Sequence[tuple[nn.Module, PreTrainedModel]]:
         """Return the parts of the model that are here, as what is called and the model in it; () if not cut."""

@@ -90,7 +90,7 @@ class Float8Feature(Feature):
     def compare_ranks(self, model: PreTrainedModel) -> None:
         raise_first_error(self.world, self.rank_error(model))
 
-    def convert(self, model: PreTrainedModel) -> None:
+    def convert(self, model: PreTrainedModel, execution: Any) -> None:
         linears = float8_linears(model)
         experts = expert_modules(model)
         in_float8 = sum(linear.weight.numel() for linear in linears.values())

@@ -151,7 +151,7 @@ class LayerInputs:
         self._model = model
         self.noted: LayerCall | None = None
 
-    def note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def note_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the arguments of a call: a forward pre-hook."""
         self.noted = args, kwargs
 

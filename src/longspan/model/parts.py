@@ -123,7 +123,7 @@ def _trace_calls(
     returned = [x]
     calls = list[PartCall]()
 
-    def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    def note_call(part: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """What a part returns becomes a leaf, so that `_depends_on` can trace later calls back to it."""
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _argument_with_first_states(args, kwargs, returned)
@@ -175,7 +175,7 @@ class _StageEntry(Absent):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(x if self.rows is None else self.rows)
 
-    def take_rows(self, base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def take_rows(self, base: nn.Module, args: Any, kwargs: Any) -> None:
         self.rows = kwargs.get("inputs_embeds")
 
     def forget_rows(self, base: nn.Module, args: object, out: object) -> None:

@@ -144,15 +144,13 @@ def prepare_language_model(
     calls = check_kernel_for_calls(model, options.attention_kernel, record.calls, device=world.device, dtype=dtype)
     name_parameters(model)
     _set_configuration(model)
-    for feature in features:
-        feature.convert(model)
     reduce_dtype = sharding.mixed_precision_policy(model).reduce_dtype or dtype
     execution = Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel)
     add_row_loss(model)
     rules = _make_call_rules(model, record, options, world)
     weights = pop_deferred_weights(model)  # None: the model has its weights already
     for feature in features:
-        feature.begin_placing(execution)
+        feature.convert(model, execution)
     cuts = (feature.cut(model) for feature in features)
     parts = next(filter(None, cuts), [(model, model)])
     for root, part in parts:

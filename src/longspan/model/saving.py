@@ -288,7 +288,11 @@ def _save_weights(
 def _on_first_rank(world: World, target: Path, work: Callable[[], object]) -> object:
     """Return what the work on the first rank gives, None elsewhere; all ranks raise its error."""
     writes = world.rank == world.home.ranks[0]
-    return result_or_first_error(world, lambda: work() if writes else None, partial(_make_save_error, target))
+    return result_or_first_error(
+        world,
+        lambda: work() if writes else None,
+        lambda error: ModelError(f"the model could not be saved to {target}: {type(error).__name__}: {error}"),
+    )
 
 
 def _find_savable_encoders(model: Any) -> list[Encoder]:
@@ -335,10 +339,6 @@ def _save_adapter(
         replace_files(unfinished, target, OF_ADAPTER)
 
     _on_first_rank(world, target, write_files)
-
-
-def _make_save_error(folder: Path, error: Exception) -> ModelError:
-    return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
 
 
 def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:

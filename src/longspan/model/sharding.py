@@ -286,7 +286,7 @@ class _BlockHooks:
         if self._gradient_hook is not None:
             self._gradient_hook.remove()
 
-    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run FSDP2's hook where it does something; None leaves the inputs."""
         busy = self._state._is_root is not False or any(  # None: not known before the first pass
             not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
@@ -302,7 +302,7 @@ class _BlockHooks:
                 self._gradient_hook = trained.register_post_accumulate_grad_hook(self._add_later_gradients)
         return self._fsdp_hooks[0](module, args, kwargs) if self._runs_fsdp_hooks else None
 
-    def _end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    def _end_forward(self, module: nn.Module, args: Any, out: Any) -> Any:
         return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
 
     def _add_later_gradients(self, _: Tensor) -> None:

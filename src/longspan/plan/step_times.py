@@ -46,7 +46,11 @@ class GroupTable:
         rows = np.where(pad > 0, pad, lengths)
         first = np.cumsum(counts) - counts  # document of each group
         ways: dict[Way, int] = {}
-        way = _int_array([ways.setdefault(_type_size_and_partition(group), len(ways)) for _, group in groups])
+        way = list[int]()
+        for _, group in groups:
+            kind = main_type(group.cp_comm_type) if group.degree > 1 else "p2p"
+            size = (group.hierarchical_context_parallel_sizes or (1,))[0]
+            way.append(ways.setdefault((kind, size, group.partition), len(ways)))
         return cls(
             micro_batch=_int_array([m for m, _ in groups]),
             degree=degree,
@@ -57,7 +61,7 @@ class GroupTable:
             skipped=np.array([_count_skipped_rows(group) for _, group in groups], dtype=np.float64),
             group=np.repeat(np.arange(len(groups)), degree),
             slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
-            way=way,
+            way=_int_array(way),
             ways=tuple(ways),
         )
 
@@ -117,11 +121,6 @@ class GroupTable:
     def rows_by_slot(self, count: int, slots: int, row_multiple: int) -> Integers:
         rows = self.sums_by_slot(self.rows, count, slots).astype(np.int64)
         return -(-rows // row_multiple) * row_multiple
-
-
-def _type_size_and_partition(group: Group) -> Way:
-    kind = main_type(group.cp_comm_type) if group.degree > 1 else "p2p"
-    return kind, (group.hierarchical_context_parallel_sizes or (1,))[0], group.partition
 
 
 def _count_skipped_rows(group: Group) -> float:

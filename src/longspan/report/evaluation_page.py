@@ -11,7 +11,6 @@ from longspan.report.page import COLORS, Part, chart, curve, page, page_head, se
 from longspan.report.run_folder import EvalRow, RunFolder
 from longspan.run.facts import time_and_command
 
-Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
 NATS = "nats per predicted token"
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
@@ -58,8 +57,7 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
         yield section("Evaluation sets", {"charts": [losses]}, evaluation_table(rows))
     if len(sets) == 1 and (rows := next(iter(sets.values())))[0].step < rows[-1].step:
         last = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
-    positions, lengths = ({n: getattr(row, key) for n, row in last.items()} for key in ("by_position", "by_length"))
-    if charts := [*bucket_charts(positions, lengths, loss_unit(run))]:
+    if charts := [*bucket_charts(last, loss_unit(run))]:
         note = (
             "Mean loss of the tokens predicted at these positions, and of whole documents of these lengths, from each "
             "mark to the next. A model that fails on long documents shows a loss that rises to the right."
@@ -98,20 +96,21 @@ def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
     return table([*names, "documents", "tokens", "cp"], cells)
 
 
-def bucket_charts(
-    by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets], unit: str = NATS
-) -> Iterator[Part]:
+def bucket_charts(rows: Mapping[str, EvalRow], unit: str = NATS) -> Iterator[Part]:
     """The chart by position and that by length, with a curve for each of the first COLORS names; one bucket makes no
     chart.
     """
-    kinds = ("position", "position in the document, from"), ("document length", "tokens of the document, from")
-    for (kind, x_label), by_name in zip(kinds, (by_position, by_length), strict=True):
+    for key, kind, x_label in (
+        ("by_position", "position", "position in the document, from"),
+        ("by_length", "document length", "tokens of the document, from"),
+    ):
+        by_name = {name: getattr(row, key) for name, row in rows.items()}
         firsts = sorted({bucket[0] for buckets in by_name.values() for bucket in buckets})
         if len(firsts) > 1:
             curves = list[Part]()
             for color, (name, buckets) in enumerate([*by_name.items()][:COLORS]):
-                # of a bucket 0 is its beginning, 2 its loss: None if it has no targets
-                losses = {firsts.index(bucket[0]): bucket[2] for bucket in buckets if bucket[2] is not None}
+                # of a bucket 0 is its beginning, 2 its loss
+                losses = {firsts.index(bucket[0]): bucket[2] for bucket in buckets}
                 curves.append(curve(name, losses, losses.values(), color, "marks"))
             starts = [_position_text(first) for first in firsts]
             yield chart(f"Loss by {kind}", unit, *curves, format="loss", x_label=x_label, x_names=starts)
@@ -144,8 +143,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
     changes = [f"{row['key']} {row['before']} became {row['now']}" for row in record["changes"]]
     layout = " · ".join([kind, plural(record["world"], "rank"), *degrees])
-    by_position = dict[str, Any]()
-    by_length = dict[str, Any]()
+    charted = dict[str, EvalRow]()
     rows = list[tuple[EvalRow, dict[str, str]]]()
     for model in models:
         for values in model["evaluations"]:
@@ -153,8 +151,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
                 continue
             set_name = row.name or HELD_OUT
             name = set_name if len(models) == 1 else f"{model['target']}, {set_name}"
-            by_position.setdefault(name, row.by_position)  # degrees of one set have the same loss
-            by_length.setdefault(name, row.by_length)
+            charted.setdefault(name, row)  # degrees of one set have the same loss
             cells = {
                 "weights": str(model["target"]),
                 "set": set_name,
@@ -165,7 +162,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
     sections = [section("Evaluations", evaluation_table(rows))]
     differences = record.get("compare", {}).get("differences", ())
     sections += [_difference_section(Difference(**difference), names) for difference in differences]
-    if charts := [*bucket_charts(by_position, by_length)]:
+    if charts := [*bucket_charts(charted)]:
         sections.append(section("Where the loss is", {"charts": charts}))
     title = page_head(names[0], " · ".join(time_and_command()), layout, *changes)
     return page(f"{names[0]} · longspan", {"head": title, "sections": sections})

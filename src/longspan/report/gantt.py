@@ -135,14 +135,14 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, width: int = WIDTH) -> st
     )
 
 
-def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, at most about `count`."""
-    if not high > low:
-        return [low]
-    least_step = (high - low) / max(1, count)
+def axis_ticks(end: float, count: int) -> list[float]:
+    """Multiples of a round number (1, 2, 2.5 or 5 times a power of ten) from 0 to `end`, at most about `count`."""
+    if not end > 0:
+        return [0]
+    least_step = end / count
     power = 10.0 ** math.floor(math.log10(least_step))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= least_step * (1 - 1e-9))  # forgives rounding
-    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [k * step for k in range(math.floor(end / step + 1e-9) + 1)]
 
 
 class _Canvas:
@@ -219,7 +219,7 @@ class _Canvas:
             yield svg_element("path", class_="node", d=lines)
 
     def value_axis(self) -> Iterator[str]:
-        places = [(value, f"{value:g}") for value in axis_ticks(0, self.picture.end, 9 if self.right > 900 else 4)]
+        places = [(value, f"{value:g}") for value in axis_ticks(self.picture.end, 9 if self.right > 900 else 4)]
         if not self.timed:
             places = [(share * self.picture.end, f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
         words = "predicted seconds" if self.timed else "share of the step, as priced"

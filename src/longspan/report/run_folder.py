@@ -33,7 +33,6 @@ TRAIN_COLUMNS = (
     "seconds",
     "tokens_per_second",
     "memory_bytes",
-    "micro_batches",
     "efficiency",
     "tflops",
     "mfu",

@@ -250,10 +250,13 @@ def _curves_of_steps(
 def resume_events(run: RunFolder) -> list[tuple[int, str]]:
     """Where the run was resumed: the last step before each time, and words, with the ranks if they changed."""
     sessions = run.facts.sessions if run.facts is not None else ()
-    # a session, and the ranks before it
-    pairs = zip(sessions, (0, *(ranks for _, ranks in sessions)), strict=False)
-    words = ("resumed" if ranks == old else f"resumed on {plural(ranks, 'rank')}" for (_, ranks), old in pairs)
-    return [(step, word) for (step, _), word in zip(sessions, words, strict=True) if step]
+    events = list[tuple[int, str]]()
+    ranks_before = 0
+    for step, ranks in sessions:
+        if step:
+            events.append((step, "resumed" if ranks == ranks_before else f"resumed on {plural(ranks, 'rank')}"))
+        ranks_before = ranks
+    return events
 
 
 def step_sections(run: RunFolder) -> Iterator[Part]:
@@ -377,8 +380,8 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
             if name.startswith("step ")
             else predicts
         )
-        part = plan_part(plan, name, run.value_of_planned_step(name, "seconds"), measured=is_measured)
-        parts.append(part | {"name": f"{name}, the median" if name == run.median else name})
+        title = f"{name}, the median" if name == run.median else name
+        parts.append(plan_part(plan, title, run.value_of_planned_step(name, "seconds"), measured=is_measured))
     title = f"Plan of {names[0]}, the newest" if run.live else "Plan of a step"
     plans = {"plans": parts, "first": first}
     yield section(title, {"plans": plans}, {"note": _PLAN_NOTE}, key="plans")

@@ -1,4 +1,4 @@
-"""MLPs and experts over tiles of rows, and segments of layers: loss and gradients of the plain step, in float64."""
+"""What layers keep, tiles of rows of MLPs and experts, segments of layers: the plain step's loss and gradients."""
 
 import copy
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from longspan.model.activations.tiles import TiledForward, run_in_tiles
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import MtpLoss, run_step
+from tests.model.activations.test_host_arena import find_host_arena
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
@@ -38,9 +39,10 @@ MODELS = {
 def make_plan(home: Layout) -> Plan:
     if home.pp > 1 or home.slots != 2:
         return plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32, row_multiple=home.tp)
-    batches = (
-        MicroBatch((Group((0, 1), (2, 1, 4), (24, 1, 2), "a2a"), Group((0,), (0,), (13,)))),
-        MicroBatch((Group((1,), (3, 5), (7, 9)),)),
+    batches = (  # slot 0 has no rows in the last one
+        MicroBatch((Group((0, 1), (2, 1), (24, 1)), Group((1,), (0,), (13,)))),
+        MicroBatch((Group((1, 0), (3,), (7,), "all_gather"), Group((1, 0), (5,), (9,), "a2a"))),
+        MicroBatch((Group((1,), (4,), (2,)),)),
     )
     return Plan(2, LENGTHS, batches, targets=sum(LENGTHS) - len(LENGTHS)).check()
 
@@ -75,7 +77,10 @@ def _errors_in(home: Layout, cases: Sequence[Case], options: dict[str, Any], exa
             } | options
             tried = home == TWO and not errors  # trials of rows take as long as two steps
             model = (prepare if tried else prepare_untried)(MODELS[name](), world, **how)
+            arena = find_host_arena(model)
             here, of_rank = take_step(model, plan, world)
+            assert ("+host" in str(words)) == (arena is not None), (name, words)
+            assert arena is None or (not arena.bytes_in_use and (arena.bytes or home.pp > 1)), (name, words)
             errors[f"{name}, {words}, {size}, {rows}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
     return errors
 
@@ -88,9 +93,19 @@ SEGMENTS = [
     for word, size, rows in (("full", 2, 0), ("selective", 3, 5), ("selective+host", 8, 0))
 ]
 MIXED = [("tied embeddings", ("full", "none", "selective", "full+host"), 4, 3)]
+# Lists in which neighbours keep other things, which hold each word once, for four layers and for two.
+OF_FOUR = (("none", "selective+host", "exchanged", "full+host"), ("full+host", "selective", "full", "selective+host"))
+OF_TWO = (("full+host", "none"), ("selective", "selective+host"))
+OF_DEPTH = tuple((*words, "selective+host") for words in OF_TWO)
+LISTS = {"norms after the MLP": OF_TWO, "experts": OF_FOUR, "an adapter": OF_FOUR, "a hybrid with a depth": OF_DEPTH}
 TWO, TP, EP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, ep=2), Layout(ranks=2, pp=2)
 FEW: list[Row] = [
-    (TWO, [("norms after the MLP", "full", 0, 3), ("tied embeddings", "full+host", 4, 0)], {}),
+    (
+        TWO,
+        [("norms after the MLP", "full", 0, 3), ("tied embeddings", "full+host", 4, 0)]
+        + [("tied embeddings", words, 0, 0) for words in OF_FOUR],
+        {},
+    ),
     (EP, [("experts", "selective", 3, 5)], {}),
     (TP, [("experts", "none", 0, 7)], SEQUENCE_PARALLEL),
 ]
@@ -99,6 +114,7 @@ WHOLE: dict[str, Row] = {
     "tp 2": (TP, [*TILES[:9], *SEGMENTS[:9]], {}),
     "split backward": (PP, [*TILES[:2], *TILES[6:8], *SEGMENTS[:2], *SEGMENTS[6:8]], SPLIT),
     "4 slots": (Layout(ranks=4, ep=2), [*TILES[6:9], *SEGMENTS[6:9]], {}),
+    "lists": (TWO, [(name, words, 0, 0) for name, lists in LISTS.items() for words in lists], {}),
     "mixed": (TWO, MIXED, {"reshard_after_forward": False}),
 }
 
@@ -106,7 +122,12 @@ WHOLE: dict[str, Row] = {
 OF_WHOLE = [pytest.param([row], marks=pytest.mark.whole, id=name) for name, row in WHOLE.items()]
 
 
-@pytest.mark.parametrize("rows", [pytest.param(FEW, id="few"), *OF_WHOLE])
+LIST_OF_STAGES: Row = (PP, [("experts", OF_FOUR[1], 0, 0)], SPLIT)
+
+
+@pytest.mark.parametrize(
+    "rows", [pytest.param(FEW, id="few"), pytest.param([LIST_OF_STAGES], id="2 stages a rank"), *OF_WHOLE]
+)
 def test_tiles_and_segments_are_the_plain_step(rows: list[Row]) -> None:
     """The few are compared with the stock model, whose loss counts for the step's and for the evaluation's."""
     exact = dict[str, Any]()

@@ -5,7 +5,7 @@ A few families stand for each kind of router and of block in CI; the others are 
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,13 +18,12 @@ from longspan.comm import World
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import run_step
+from tests import parity
 from tests.model.experts.moe_models import FAMILIES, MoeStock, family_model, router_losses
-from tests.model.stock import gradients_of, prepare_untried, texts, worst
+from tests.model.stock import gradients_of, texts
 from tests.mutation import mutated
 from tests.versions import transformers_before
 
@@ -97,22 +96,22 @@ def outcomes(rank: int, homes: dict[str, Sequence[str]], stock: dict[str, MoeSto
 
 def _error(family: str, world: World, stock: MoeStock, *, in_parts: bool) -> float:
     """Of CI's families rows are tried in one home, and one kind of messages is sent; of the others both are."""
-    home, settings = world.home, {"activation_checkpointing": True, "sequence_parallel": in_parts}
-    untried = family in CI and home != HOMES["cp 2"]
-    model = (prepare_untried if untried else prepare)(family_model(family, torch.float64), world, **settings)
-    errors: list[float] = []
-    for kind in ("p2p", "all_gather") if home.slots > 1 and family not in CI else ("p2p",):
-        multiple = home.tp if in_parts else 1
-        plan = plan_fixed(LENGTHS, home, cp=home.slots, cp_comm_type=kind, row_multiple=multiple)
-        result = run_step(model, plan, texts(LENGTHS), world, router=WEIGHTS if has_losses(family) else NONE)
-        gradients = gradients_of(model)
-        here = {name: stock.gradients[name] for name in (gradients if home.pp > 1 else stock.gradients)}
-        errors += [abs(result.loss / stock.loss - 1), worst(gradients, here)]
-        if has_losses(family):
-            assert result.router is not None
-            errors += [abs(result.router.balance / stock.balance - 1), abs(result.router.z / stock.z - 1)]
-        model.zero_grad()
-    return max(errors)
+    home, known = world.home, has_losses(family)
+    kinds = ("p2p", "all_gather") if home.slots > 1 and family not in CI else ("p2p",)
+    options: dict[str, Any] = {"cp": home.slots, "row_multiple": home.tp if in_parts else 1}
+    case = parity.Case(
+        partial(family_model, family, torch.float64),
+        home,
+        {kind: plan_fixed(LENGTHS, home, cp_comm_type=kind, **options) for kind in kinds},
+        texts(LENGTHS),
+        stock,
+        options={"activation_checkpointing": True, "sequence_parallel": in_parts},
+        step={"router": WEIGHTS if known else NONE},
+        more=stock.more if known else {},
+        tried=family not in CI or home == HOMES["cp 2"],
+    )
+    model = case.prepared(world)
+    return max(max(parity.step_errors(case, model, plan, world)[0]) for plan in case.plans.values())
 
 
 @cache

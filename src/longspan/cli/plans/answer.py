@@ -47,10 +47,10 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_rows
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
-from longspan.resolve.resolved import choose_partition, set_usual_mode, settle
+from longspan.resolve.resolved import choose_partition, settle
 from longspan.resolve.text import plan_type_text
-from longspan.resolve.ways import UNIT, Fit, Given, Way, fit_way, leanest_fit, rank_ways
-from longspan.run.checks import check_config, check_paths_exist
+from longspan.resolve.ways import UNIT, Fit, Given, fit_way, leanest_fit, rank_ways
+from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 from longspan.train.optim.schedule import Schedule
 
 Log = Callable[[str], None]
@@ -182,7 +182,7 @@ def planned_memory(fit: Fit) -> MemoryPlan:
 class Answer:
     """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first: its `config`.
 
-    Where nothing fits, the first way is the leanest, and `larger` has the fewest GPUs that do, with their keys.
+    Where nothing fits, the first way is the leanest, and `larger` has the fewest GPUs that do, with its keys.
     `longest` is the longest document that fits, in tokens, and `longest_nf4` the one that would, where nothing fits,
     with frozen weights in 4 bits (0: there is none, or they are packed). `steps` are those of a run (None: one step was
     asked about), of which `sampled` were planned.
@@ -196,7 +196,7 @@ class Answer:
     steps: int | None = None
     sampled: int = 0
     notes: tuple[str, ...] = ()
-    larger: tuple[GpuRun, RunConfig] | None = None
+    larger: GpuRun | None = None
     longest_nf4: int = 0
 
     @property
@@ -431,21 +431,18 @@ def _time_steps(answer: Answer, documents: RunDocuments) -> Answer:
 
 def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     config = run.config
-    notes = list[str]()
+    longest = facts.longest_document
     try:
         config, _ = choose_partition(config, facts)
         ranking = rank_ways(config, facts, run.given)
-        ways = ranking.fits
-        notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
-    except PlanError:  # the limit of rows that is given is below what the longest document needs
-        way = Way(set_usual_mode(config), facts).with_context(max_tokens_per_slot=0)
-        plans = way.plan_steps(facts.timed_steps)
-        ranking = None
-        ways = (Fit(way, tuple(plans), way.leanest_memory(plans), None),)
+    except PlanError:  # the limit of rows that is given may be below what the longest document needs
+        check_longest_training_document(config, run.home, longest, title, facts.heads)
+        raise
+    ways = ranking.fits
+    notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
     fits = ways[0].seconds is not None
-    longest = facts.longest_document
     larger = None
-    if fits and ranking:
+    if fits:
         chosen = settle(config, ranking).config
     else:
         chosen = ways[0].way.config
@@ -472,7 +469,7 @@ def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
     return find_longest(replace(config, model=replace(config.model, frozen="nf4")), facts)[0]
 
 
-def _fit_more_gpus(run: GpuRun, facts: Facts) -> tuple[GpuRun, RunConfig] | None:
+def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
     """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
     On each number the leanest layout is tried first: all slots, fewest rows.
     """
@@ -482,10 +479,8 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> tuple[GpuRun, RunConfig] | None
             larger = replace(run, gpus=replace(run.gpus, count=count))
             wider = facts.on_home(larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
-                ranking = rank_ways(run.config, wider, given)
-                return larger, scale_positions(
-                    settle(run.config, ranking).config, facts.model, facts.longest_document
-                )
+                config = settle(run.config, rank_ways(run.config, wider, given)).config
+                return replace(larger, config=scale_positions(config, facts.model, facts.longest_document))
     return None
 
 
@@ -590,11 +585,10 @@ def _refusal_line(answer: Answer) -> str:
     )
     line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; "
     if larger:
-        gpus = larger[0].gpus
-        keys = _run_keys(larger[1], answer.run.given_keys)
+        keys = _run_keys(larger.config, larger.given_keys)
         words = (f"--{key} {json.dumps(value)}" for key, value in keys.items())
         flags = re.sub('[],"[]', "", " ".join(words))  # as the command line takes strings and lists
-        line += f"it fits {gpus.count_and_name}, with {flags}"
+        line += f"it fits {larger.gpus.count_and_name}, with {flags}"
     else:
         line += f"it fits no number of GPUs up to {1024 * answer.run.gpus.count:,}; "
         line += "use a higher parallel.tp or parallel.pp"

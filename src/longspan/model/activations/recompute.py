@@ -276,7 +276,7 @@ class RecomputationFeature(Feature):
                     "checkpointing; switch it off"
                 )
 
-    def begin_placing(self, execution: Execution) -> None:
+    def convert(self, model: PreTrainedModel, execution: Execution) -> None:
         """Make the store in which layers keep tensors on the host, if any do. ModelError for no room.
 
         A "selective" layer's backward repeats the all-to-all before attention, but not attention: its kernels must be

@@ -236,7 +236,7 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
     _tried_modes(model).add(backward)
 
 
-def try_rows_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def try_rows_before_call(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Try a prepared model before its first call in a mode, unless a step did so: a hook, for loops of one's own."""
     shard = kwargs.get("shard")
     if (

@@ -7,8 +7,6 @@ and SiLU gates are Triton kernels, without atomic sums: gradients do not depend 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.functional import silu
 from transformers.integrations import moe
 
+from longspan.attention.rows import kernel_module
 from longspan.model.kinds import find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
@@ -29,13 +28,7 @@ def find_row_kernels(*tensors: Tensor | None) -> Any:
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
             return None
-    return kernel_module()
-
-
-@cache
-def kernel_module() -> Any:
-    """Return the module of the kernels; None without Triton."""
-    return None if find_spec("triton") is None else import_module("longspan.model.experts.row_kernels")
+    return kernel_module("longspan.model.experts.row_kernels")
 
 
 _MOST_COLUMNS = 2048

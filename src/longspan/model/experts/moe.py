@@ -5,7 +5,7 @@ alls forward, two backward, in every layer and micro-batch, behind attention's c
 against circles of waiting. Padding rows get zeros. Capacities, and experts outside the interface, are not covered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,7 @@ def connect_experts(model: PreTrainedModel) -> None:
         model.register_forward_pre_hook(_turn_off_router_losses, with_kwargs=True)
 
 
-def _turn_off_router_losses(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _turn_off_router_losses(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """transformers' own loss would count only local rows, padding included."""
     if kwargs.get("output_router_logits"):
         raise ModelError(

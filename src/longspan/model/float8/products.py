@@ -7,14 +7,12 @@ are products in float8 too, those of weights are not.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from longspan.attention.rows import kernel_module
 from longspan.model.kinds import FLOAT8_WEIGHTS
 from longspan.model.weights.local_tensors import local_tensor
 
@@ -108,13 +106,7 @@ def _scaling_factors(most: Tensor) -> Tensor:
 def _find_quantise_kernels(x: Tensor) -> Any:
     if not x.is_cuda or x.stride(-1) != 1:
         return None
-    return kernel_module()
-
-
-@cache
-def kernel_module() -> Any:
-    """Return the module of the kernels; None without Triton."""
-    return None if find_spec("triton") is None else import_module("longspan.model.float8.quantise_kernels")
+    return kernel_module("longspan.model.float8.quantise_kernels")
 
 
 # ---- products of scaled values

@@ -6,10 +6,12 @@ groups may hold parameters of other types beside it; it gathers such a group as 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +32,15 @@ if missing := [
         f"frozen weights in 4 or 8 bits take the place of FSDP2's parameters, and torch {torch.__version__} has no "
         f"{', '.join(missing)} of them; use torch 2.11 to 2.14, or whole weights"
     )
+
+
+def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+
+# Before 2.13 FSDP2 gives every shard a gradient first, which integers refuse, and takes it away in its next line.
+if torch.__version__ < (2, 13):
+    _fsdp_param.nn = SimpleNamespace(Parameter=_make_parameter, Module=nn.Module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)

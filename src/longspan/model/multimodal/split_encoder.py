@@ -247,8 +247,12 @@ def split_encoder(
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split_module_ids = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
-        _split_linears(part, world)
-        if not part.several:  # else each linear sums by itself, in `_split_linears`
+        for name, style in part.styles.items():
+            linear = part.module.get_submodule(name)
+            split_linear(linear, style, world, widths=part.widths)
+            if part.several and style != ROWWISE:
+                sum_input_gradients(linear, world)
+        if not part.several:
             for child in part.module.modules():  # such as a norm of heads: its gradients are of this rank's heads
                 for name, _ in child.named_parameters(recurse=False) if id(child) not in split_module_ids else ():
                     sum_partial_gradients(child, world.key, name)
@@ -274,14 +278,6 @@ def split_encoder(
     if rates:
         module.register_forward_pre_hook(refuse_dropout, prepend=True)
     return trials
-
-
-def _split_linears(part: SplitModule, world: World) -> None:
-    for name, style in part.styles.items():
-        linear = part.module.get_submodule(name)
-        split_linear(linear, style, world, widths=part.widths)
-        if part.several and style != ROWWISE:
-            sum_input_gradients(linear, world)
 
 
 def _trial_units(

@@ -170,7 +170,7 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
     return arguments.pop() if only_layers_read and len(arguments) == 1 else None
 
 
-def _pass_embedding(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -> Any:
     """Put `argument` into the `TakenEmbedding` on the first stage; on others replace it by the embedding."""
     kwargs = dict(kwargs)
     embedding = kwargs.pop(KEYWORD)

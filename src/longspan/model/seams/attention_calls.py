@@ -140,7 +140,7 @@ def _arguments_to_note(keywords: Mapping[str, Any]) -> RunningLayer:
     return RunningLayer(None, keywords["shard"], keywords.get("attention_kernel"), keywords.get("router"))
 
 
-def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _note_arguments(layer: nn.Module, args: Any, kwargs: Any) -> None:
     _running.set(_arguments_to_note(kwargs)._replace(layer=layer, outer=_running.get()))
 
 
@@ -308,9 +308,7 @@ def _first_head_index(module: nn.Module, heads: int, shard: SequenceShard) -> in
     return world.coordinates.tp * heads
 
 
-def check_model_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[()], dict[str, Any]]:
+def check_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
     """Refuse what would not be exact, on the host, before any collective: a forward pre-hook of a prepared model.
 
     Returns keyword arguments as the model takes them, with a batch dim; calls with a `Probe` are not checked.

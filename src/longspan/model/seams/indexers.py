@@ -68,7 +68,7 @@ class IndexerFeature(Feature):
     def connect(self, model: PreTrainedModel) -> None:
         shard_indexers(model)
 
-    def convert(self, model: PreTrainedModel) -> None:
+    def convert(self, model: PreTrainedModel, execution: Any) -> None:
         dtype = self.options.sharding(self.world).dtype_of(model)
         indexed = [module for module in model.modules() if is_indexed(module)]
         self.description["latents"] = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
@@ -88,7 +88,7 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
                 vars(module)["expand_kv"] = partial(_expand_or_keep, module)
 
 
-def _put_empty_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """These classes cut the indexer's part out of a mask, which a prepared model has none of."""
     if kwargs.get("attention_mask") is not None:
         return args, kwargs

@@ -94,9 +94,7 @@ _READS: dict[Any, Callable[..., Any]] = {
 class _MadeUpValues(TorchFunctionMode):
     """Answers reads of values on the meta device with zeros."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and args[0].is_meta:
             return _READS[func](*args, **(kwargs or {}))
         if func is Tensor.__getitem__:
@@ -177,9 +175,7 @@ class _CallNames(TorchFunctionMode):
         super().__init__()
         self.running = ""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = kwargs or {}
         name = getattr(func, "__name__", "")
         if "dropout" in name and "attention" not in name:
@@ -203,9 +199,7 @@ class _Draws(TorchDispatchMode):
         self._names = names
         self._calls = calls
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and _draws_numbers(func, args, kwargs or {}):
             tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -214,7 +208,7 @@ class _Draws(TorchDispatchMode):
         return out
 
 
-def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _draws_numbers(operator: Any, args: Any, kwargs: Any) -> bool:
     parameters = operator._schema.arguments
     values = {parameter.name: parameter.default_value for parameter in parameters}
     values |= dict(zip(values, args, strict=False)) | dict(kwargs)

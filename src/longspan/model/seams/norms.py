@@ -7,9 +7,7 @@ kernel (`norm_kernels.py`): float32, rounded once where transformers' code round
 import copy
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
+from longspan.attention.rows import kernel_module
 from longspan.errors import ModelError
 from longspan.model.features import Call, Feature
 from longspan.model.seams.call_rules import has_forward_of_others
@@ -26,6 +25,7 @@ from longspan.model.seams.call_rules import has_forward_of_others
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 16384  # features of a group, which a program holds
 _TILE = 4096  # features that a program of four warps has at a time
+_KERNELS = "longspan.model.seams.norm_kernels"
 _PROGRAMS = 512  # at most in backward, each with its own sum of the weight's gradient
 
 
@@ -53,7 +53,7 @@ class NormFormula:
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
         """Compute the norm by the kernel; None if it cannot take these tensors, by type, device or width."""
         tensors = (x, weight) if gate is None else (x, weight, gate)
-        if any(not t.is_cuda or t.dtype not in _DTYPES for t in tensors) or _norm_kernels() is None:
+        if any(not t.is_cuda or t.dtype not in _DTYPES for t in tensors) or kernel_module(_KERNELS) is None:
             return None
         if weight.numel() // self.groups > _WIDEST or bool(self.gate) != (gate is not None) or not x.numel():
             return None
@@ -70,7 +70,7 @@ class _OnePass(torch.autograd.Function):
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         width, blocks, constants = _launch_sizes(rows, formula)
-        _norm_kernels().norm_rows_kernel[blocks, formula.groups](
+        kernel_module(_KERNELS).norm_rows_kernel[blocks, formula.groups](
             *(rows, gates, weight, out, inverse, len(rows), width, rows.stride(0), _row_stride(gates), eps),
             **constants,
         )
@@ -91,7 +91,7 @@ class _OnePass(torch.autograd.Function):
         width, blocks, constants = _launch_sizes(rows, formula)
         programs = min(blocks, _PROGRAMS)
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
-        _norm_kernels().norm_rows_backward_kernel[programs, formula.groups](
+        kernel_module(_KERNELS).norm_rows_backward_kernel[programs, formula.groups](
             *(rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), width),
             *(rows.stride(0), _row_stride(gates), dout.stride(0)),
             **constants,
@@ -129,11 +129,6 @@ def _flatten_rows(x: Tensor) -> Tensor:
 
 def _row_stride(rows: Tensor | None) -> int:
     return 0 if rows is None else rows.stride(0)
-
-
-@cache
-def _norm_kernels() -> Any:
-    return None if find_spec("triton") is None else import_module("longspan.model.seams.norm_kernels")
 
 
 MOST = 2**31 - 1  # elements of a call, which torch's kernels count in 32 bits

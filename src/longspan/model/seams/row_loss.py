@@ -287,9 +287,7 @@ class _Watched(Tensor):
         return watched
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The result is not watched, as what is made of the values was noted with the first reading.
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):

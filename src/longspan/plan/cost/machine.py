@@ -117,8 +117,9 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     tokens = sum(laid_out)
     squares = sum(length * length for length in laid_out)
     typical = squares / max(1, tokens)
-    counts = np.array([tokens, call.squares(laid_out), degree, together, squares, sizes[1]], dtype=np.float64)
-    rows, pairs, members, neighbours, causal, ring = counts
+    rows, pairs, members, neighbours, causal, ring = np.array(
+        [tokens, call.squares(laid_out), degree, together, squares, sizes[1]], dtype=np.float64
+    )
     even = call.window or call.chunk or not call.causal  # members of a ring see about as much as each other
     price = PricedRows(
         tokens=rows,

@@ -215,7 +215,7 @@ class ItemTable:
         overlaps = np.flatnonzero(start[1:] < stop[:-1])
         if len(overlaps):
             earlier = int(overlaps[0])
-            later = int(overlaps[0]) + 1
+            later = earlier + 1
             earlier_item, later_item = int(index[earlier]), int(index[later])
             position = int(start[later] - document[later] * self._stride)
             raise DataError(

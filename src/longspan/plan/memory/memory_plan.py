@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, combinations_with_replacement, product
 from statistics import mean
 from typing import Any
 
@@ -172,12 +172,10 @@ class MemoryNeeds:
         groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
         counts = Counter(slot for group in groups if 1 < len(group) < slots for slot in group)
         most_groups = min(max(counts.values(), default=0), MOST_GROUPS)
-        waiting = (_count_waiting_micro_batches(home, settings, rank, micro_batches) for rank in range(home.pp))
-        stages = zip(make_stages(numbers, home, settings), waiting, strict=True)
-        places = (
-            StageBytes(read, home, settings, numbers, stage, count, most_groups, micro_batches)
-            for stage, count in stages
-        )
+        places = list[StageBytes]()
+        for rank, stage in enumerate(make_stages(numbers, home, settings)):
+            waiting = _count_waiting_micro_batches(home, settings, rank, micro_batches)
+            places.append(StageBytes(read, home, settings, numbers, stage, waiting, most_groups, micro_batches))
         return cls(tuple(places), loads)
 
     @property
@@ -510,9 +508,8 @@ def memory_choices(
             summed_once=summed_once,
         )
         changed = replace(needs, places=tuple(replace(place, settings=choice) for place in needs.places))
-        for i, fast in enumerate(words):
-            for slow in words[i:]:
-                yield changed, slow, fast
+        for fast, slow in combinations_with_replacement(words, 2):
+            yield changed, slow, fast
 
 
 def _leanest_choices(

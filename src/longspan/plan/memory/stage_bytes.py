@@ -24,13 +24,13 @@ from longspan.plan.shape.layers import (
     ConfigReader,
     LayerKind,
     MixerShape,
-    Weights,
     attention_weights,
     attention_widths,
     depth_kinds,
     feed_forward_weights,
     has_latent_attention,
     layer_kinds,
+    layer_parts,
     read_mixer_shape,
 )
 from longspan.plan.shape.model_shape import ModelShape
@@ -153,10 +153,7 @@ def _count_layer_parameters(
     the two norms are whole. Adapters alone are trained: rank · (inputs + outputs) of each linear that has one. `all` of
     Weights has only the experts that a token visits, so that experts are counted apart.
     """
-    parts = [attention_weights(read)] if kind.attention else []
-    if kind.mixes and mixer:
-        parts.append(Weights(mixer.weights, mixer.last))
-    parts.append(feed_forward_weights(read, kind.feeds))
+    parts = layer_parts(read, kind, mixer)
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
     dense = sum(weights.all - weights.of_experts for weights in parts)
     norms = (1 + bool(kind.feeds)) * read.count("hidden_size")

@@ -404,6 +404,13 @@ class MixerShape:
         return forward + (4 if self.delta else 2) * self.state
 
 
+def layer_parts(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[Weights]:
+    """Return the weights of what a layer has, in the order in which rows go through it."""
+    parts = [attention_weights(read)] if kind.attention else []
+    parts += [Weights(mixer.weights, mixer.last)] if kind.mixes and mixer else []
+    return parts + ([feed_forward_weights(read, kind.feeds)] if kind.feeds else [])
+
+
 def mixer_kind(read: ConfigReader) -> str:
     """The kind of a configuration's state-space layers, by the names of their sizes; "" without such layers, and for
     Mamba 1.

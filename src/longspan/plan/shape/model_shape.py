@@ -18,14 +18,13 @@ from longspan.plan.shape.layers import (
     LayerKind,
     MixerShape,
     Weights,
-    attention_weights,
     attention_widths,
     depth_kinds,
     experts_per_token,
-    feed_forward_weights,
     has_latent_attention,
     key_value_heads,
     layer_kinds,
+    layer_parts,
     layer_types,
     mixer_kind,
     read_mixer_shape,
@@ -156,9 +155,7 @@ class ModelShape:
 
 def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
     """The last product of a layer is that of its MLP, or else mixer, or else attention."""
-    parts = [attention_weights(read)] if kind.attention else []
-    parts += [Weights(mixer.weights, mixer.last)] if kind.mixes and mixer else []
-    parts += [feed_forward_weights(read, kind.feeds)] if kind.feeds else []
+    parts = layer_parts(read, kind, mixer)
     every, _, of_experts, unvisited = (sum(numbers) for numbers in zip(*parts, strict=True))
     return Weights(every, parts[-1].last, of_experts, unvisited)
 

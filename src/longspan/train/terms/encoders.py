@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -76,7 +76,7 @@ class _LocalWave:
         self.deliveries: list[tuple[Tensor, Tensor | None]] = []  # leaves, and which of their rows are of this wave
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ModalityPass:
     """The waves of one modality on this rank; `training` is the mode of the encoder's modules."""
 
@@ -87,12 +87,17 @@ class ModalityPass:
     width: int
     training: bool
 
-    def __post_init__(self) -> None:
-        self.trains: bool = self.training and not self.encoder.frozen  # whether gradients come back to the encoder
+    @cached_property
+    def trains(self) -> bool:
+        """Whether gradients come back to the encoder."""
+        return self.training and not self.encoder.frozen
+
+    @cached_property
+    def waves(self) -> list[_LocalWave]:
         gradient: RowGradient = "partial" if self.trains else "none"
         if self.trains and self.world.home.tp > 1 and not self.plan.split_over_tp:
             gradient = "partial_over_slots"  # a slot's tp ranks use, and so differentiate, alike
-        self.waves: list[_LocalWave] = [
+        return [
             _LocalWave(wave, self.plan, self.encoder, self.world, gradient=gradient) for wave in self.plan.waves
         ]
 
