@@ -97,7 +97,7 @@ class FrozenFeature(Feature):
                 f'{"; ".join(reasons)}; or use frozen="whole" (model.frozen)'
             )
 
-    def convert(self, model: PreTrainedModel) -> None:
+    def convert(self, model: PreTrainedModel, execution: Any) -> None:
         sizes = packed_sizes(model, self._formats)
         names = " and ".join(sorted({packed.name for packed in self._formats.values()}))
         self.description["frozen"] = (

@@ -39,7 +39,7 @@ def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
 
 
 # Before 2.13 FSDP2 gives every shard a gradient first, which integers refuse, and takes it away in its next line.
-if torch.__version__ < (2, 13):
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
     _fsdp_param.nn = SimpleNamespace(Parameter=_make_parameter, Module=nn.Module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
