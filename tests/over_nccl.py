@@ -54,10 +54,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         "model/test_prepare.py::test_every_parameter_is_sharded_and_freed_after_evaluation",
         "model/test_prepare.py::test_the_shard_passes_through_fsdp2_unchanged",
         "model/tensor_parallel/test_tensor_parallel.py::test_equals_the_stock_model few",
+        "model/frozen/test_reading.py::test_each_rank_packs_what_it_reads 2",
     ),
     "mixers": (
         "kernels/test_on_gpus.py::test_results_and_gradients_are_those_of_float64",
         "kernels/test_on_gpus.py::test_many_rows_of_few_features",
+        "kernels/test_frozen_on_gpus.py::test_bytes_and_values_are_those_of_the_host 9216",
         "kernels/test_long_rows.py::test_rows_are_those_of_the_same_rows_alone",
         "ssm/test_parity.py::test_the_whole_table 2-7",
         "ssm/test_parity.py::test_the_whole_table 4-7",

@@ -1,7 +1,8 @@
-"""Weights that are packed as they are read: of a folder, drawn, under every home; what is given out again; one peak."""
+"""Weights of a folder are packed as they are read, under every home, and given out again as they are computed with."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import transformers
 from torch import Tensor
 
 from longspan.comm import World
+from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, weights_by_name
+from longspan.model.frozen import packed_param
 from longspan.model.frozen.frozen_weights import weights_to_pack
 from longspan.model.frozen.packed_format import packed_format
 from longspan.model.lora import NewAdapter, add_lora
@@ -66,7 +69,7 @@ def _differences(
     for name, layout in layouts.items():
         with mutated(change), World(layout, backend=backend(), timeout=60) as world:
             model = prepare_untried(lora_over(folder), world, frozen="nf4", compute_dtype=torch.bfloat16)
-            weights = {n: x for n, x in weights_by_name(model, world) if "lora_" not in n}
+            weights = {n: x.cpu() for n, x in weights_by_name(model, world) if "lora_" not in n}
             assert weights.keys() == wanted.keys()
             found[name] = [n for n, x in weights.items() if not torch.equal(x, wanted[n])]
     return found
@@ -90,3 +93,9 @@ def test_other_values_are_noticed(tmp_path: Path, name: str) -> None:
     layouts = {"tp 2": Layout(ranks=2, tp=2)}
     for found in run_ranks(_differences, 2, str(write_folder(tmp_path, "llama")), layouts, MUTATIONS[name]):
         assert found["tp 2"]
+
+
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(packed_param.FSDPParam, "init_dtype_attrs")
+    with pytest.raises(ModelError, match=r"torch .* has no init_dtype_attrs of them; use torch 2.11 to 2.14, or whole"):
+        run_path(packed_param.__file__)
