@@ -187,7 +187,7 @@ def test_what_has_no_adapter_is_not_compared_with_its_base(
 # ---- the base model, by its weights and not by its path alone
 
 
-def run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
+def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
     """One step of a run over a base model, in this process."""
     changes = {**ALONE, **LORA, "train__steps": 1, "evaluation__every": 0, "checkpoint__every": 1, **keys}
     config = set_local_folders(small_config(folder, model__path=base, model__dtype="float64", **changes))
@@ -228,7 +228,7 @@ def test_a_base_is_known_by_its_weights(
     other.save_pretrained(tmp_path / "there" / "base")
     monkeypatch.chdir(base.parent)
     write_texts(Path("texts"))
-    run_over("base", tmp_path, data__path="texts", checkpoint__dir="saved")
+    _run_over("base", tmp_path, data__path="texts", checkpoint__dir="saved")
     monkeypatch.chdir(tmp_path / "there")  # with a base of its own, without texts and checkpoints
     loss = _eval_loss(run, capfd)
     assert cli_main(["export", run, str(out), "--merge"]) == 0
@@ -294,7 +294,7 @@ def test_a_base_of_the_hub_is_named_with_its_commit(tmp_path: Path, monkeypatch:
             (repo / "snapshots" / commit / file.name).symlink_to(blob)
     link = tmp_path / "link"
     link.symlink_to(repo / "snapshots" / commits[0])
-    config = run_over(str(link), tmp_path)
+    config = _run_over(str(link), tmp_path)
     saved = json.loads((Path(config.run.dir) / "model/adapter_config.json").read_text())
     assert (saved["base_model_name_or_path"], saved["revision"]) == ("acme/m", commits[0])
     where: Any = {"cache_dir": tmp_path / "hub", "local_files_only": True, "dtype": torch.float64}

@@ -8,13 +8,13 @@ from safetensors.torch import load_file
 
 from longspan.cli.main import main as cli_main
 from tests.model.frozen.formats.folders import quantise_float8, read_float8
-from tests.run.runs.test_lora_run import adapter, run_over, write_base
+from tests.run.runs.test_lora_run import _run_over, adapter, write_base
 
 
 def test_a_base_in_8_bits_merges_into_dequantised_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base = write_base(tmp_path / "base")
     quantise_float8(base, weight_block_size=None, activation_scheme="static")
-    config = run_over(str(base), tmp_path)
+    config = _run_over(str(base), tmp_path)
     assert cli_main(["export", config.run.dir, str(tmp_path / "out"), "--merge", "--dtype", "float64"]) == 0
     exact = {name: x.double() for name, x in read_float8(base, torch.float64).items()}
     merged = load_file(tmp_path / "out" / "model.safetensors")
