@@ -323,9 +323,13 @@ def _prepare_options(
 def _frozen_weights(config: RunConfig, model: PreTrainedModel) -> Literal["whole", "nf4", "stored"]:
     if not config.lora.rank:
         return "whole"
-    if config.model.frozen == AUTO:
-        return "stored" if stored_formats(model) else "whole"
-    return config.model.frozen
+    if config.model.frozen != AUTO:
+        return config.model.frozen
+    if not stored_formats(model):
+        return "whole"
+    from longspan.model.frozen.frozen_weights import choose_formats
+
+    return "stored" if choose_formats(model, "stored") else "whole"  # a tiny model may have no weight large enough
 
 
 def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ LENGTHS = (13, 1, 30, 7, 2, 18)
 MUTATIONS: dict[str, Change] = {  # noticed in losses and gradients, or as an error
     "the weight of an earlier gather": (
         "model.frozen.packed_param",
-        "record.format.unpack(packed, weight.view(-1, record.columns))",
+        "record.unpack(packed, weight)",
         "pass",
     ),
     "another type": ("model.frozen.packed_param", "dtype=record.dtype, device=self.device", "device=self.device"),

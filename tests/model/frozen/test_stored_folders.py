@@ -21,7 +21,7 @@ from tests.model.stock import gradients_of, prepare_untried, texts
 
 CASES: Any = pytest.importorskip("tests.model.frozen.formats.folders").CASES
 LENGTHS = (13, 1, 30, 7)
-FEW = ("nf4", "float8 in blocks", "float8 of experts")
+FEW = ("nf4", "float8 in blocks", "float8 of experts", "mxfp4")
 EVERY = ("nf4, scales quantised", "int8", "float8, one scale", "compressed by channel", "compressed by block")
 
 
@@ -66,9 +66,8 @@ def test_losses_and_gradients_are_those_over_dequantised_weights(
     layouts = {"1": Layout(ranks=1)} if ranks == 1 else {"cp 2": Layout(ranks=2), "pp 2": Layout(ranks=2, pp=2)}
     for found in run_ranks(_compare, ranks, folders, layouts, timeout=250):
         assert len(found) == len(layouts) * len(folders)
-        assert all(equal and text.startswith(("bitsandbytes", "float8", "int8")) for equal, text in found.values()), (
-            found
-        )
+        names = ("bitsandbytes", "float8", "int8", "mxfp4")
+        assert all(equal and text.startswith(names) for equal, text in found.values()), found
 
 
 def _refused_cut(rank: int, folder: str) -> str:

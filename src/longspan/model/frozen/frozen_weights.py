@@ -68,7 +68,8 @@ def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) ->
         weight = model.get_parameter(name)
         numbers += weight.numel()
         whole_bytes += weight.nbytes
-        packed_bytes += weight.numel() // weight.shape[-1] * packed.row_bytes(weight.shape[-1])
+        columns = weight.shape[-2 if packed.transposed else -1]
+        packed_bytes += weight.numel() // columns * packed.row_bytes(columns)
     own = sum(p.numel() for name, p in model.named_parameters() if not belongs_to_adapter(name))
     return PackedSizes(numbers, whole_bytes, packed_bytes, numbers / own)
 
@@ -116,7 +117,8 @@ class FrozenFeature(Feature):
         for entries in sharing.values():
             name, module, attribute = entries[0]
             parameter: Any = getattr(module, attribute)
-            columns = getattr(parameter, "_local_tensor", parameter).shape[-1]
+            side = -2 if self._formats[name].transposed else -1
+            columns = getattr(parameter, "_local_tensor", parameter).shape[side]
             read_dtype = None if self.options.frozen == "stored" else parameter.dtype
             record = PackedWeight(self._formats[name], columns, dtype, read_dtype)
             pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device)
@@ -154,8 +156,12 @@ class FrozenFeature(Feature):
         reasons = dict[str, str]()
         for name, packed in self._formats.items():
             *_, rows, columns = model.get_parameter(name).shape
+            if packed.transposed:
+                rows, columns = columns, rows
             parts = tp if name_without_adapter(name) in cut else 1
-            if parts > 1 and self.options.frozen == "stored":
+            if tp > 1 and packed.transposed:
+                reasons[name] = f"tp {tp} would cut matrices that the folder holds transposed; use ep, or tp 1"
+            elif parts > 1 and self.options.frozen == "stored":
                 reasons[name] = f"tp {tp} would cut its rows, which are packed as the folder holds them; use tp 1"
             elif reason := packed.reason_against(rows, columns // parts):
                 reasons[name] = reason + (f" on each of {tp} tensor-parallel ranks; use tp 1" if parts > 1 else "")

@@ -19,6 +19,7 @@ class PackedFormat(ABC):
     """
 
     name: str  # "nf4", "float8", "mxfp4", "int8"
+    transposed: bool = False  # rows are columns of the model's matrices, as in gpt-oss
 
     @abstractmethod
     def row_bytes(self, columns: int) -> int:

@@ -61,20 +61,33 @@ class PackedWeight:
         """Bytes of a row."""
         return self.format.row_bytes(self.columns)
 
+    def rows_first(self, weight: Tensor) -> Tensor:
+        """Return the model's weight as (…, rows, columns) of the format."""
+        return weight.mT if self.format.transposed else weight
+
+    def unpack(self, packed: Tensor, weight: Tensor) -> None:
+        """Write bytes (…, rows, bytes) as the model's weight."""
+        if not self.format.transposed:
+            self.format.unpack(packed.view(-1, self.row_bytes), weight.view(-1, self.columns))
+            return
+        for matrix, out in zip(packed, weight, strict=True):  # an expert after another
+            self.format.unpack(matrix, out.mT)
+
     def count_numbers(self, packed: Tensor) -> int:
         """Return how many numbers bytes of this weight stand for."""
         return packed.numel() // self.row_bytes * self.columns
 
     def whole_shape(self, packed: Tensor) -> tuple[int, ...]:
         """Return the shape of the weight of the bytes of all ranks, whose parts of a row lie side by side."""
-        return (*packed.shape[:-1], packed.shape[-1] // self.row_bytes * self.columns)
+        *others, rows, held = packed.shape
+        columns = held // self.row_bytes * self.columns
+        return (*others, columns, rows) if self.format.transposed else (*others, rows, columns)
 
     def unpack_whole(self, packed: Tensor) -> Tensor:
         """Return the weight of the bytes of all ranks."""
-        parts = packed.reshape(-1, self.row_bytes)
-        values = torch.empty((len(parts), self.columns), dtype=self.dtype, device=packed.device)
-        self.format.unpack(parts, values)
-        return values.view(self.whole_shape(packed))
+        values = torch.empty(self.whole_shape(packed), dtype=self.dtype, device=packed.device)
+        self.unpack(packed.contiguous(), values)
+        return values
 
     def source_part(self, part: LocalPart) -> LocalPart:
         """Return which part of the weight the bytes of `part` are made of: whole rows of the rank's columns."""
@@ -105,6 +118,7 @@ def pack_parameter(
     local = parameter.detach()
     if isinstance(parameter, DTensor):
         local = parameter._local_tensor.detach()
+    local = packed_weight.rows_first(local)
     rows = local.flatten(0, -2)
     packed = packed_weight.format.pack(rows if local.is_meta else rows.to(device))
     packed = packed.to(local.device).unflatten(0, local.shape[:-1])
@@ -131,7 +145,9 @@ class PackedParam(FSDPParam):
         (gathered,) = self.all_gather_outputs
         record = self.packed_weight
         if not hasattr(self, "_unsharded_param"):
-            weight = torch.empty((*self._orig_size[:-1], record.columns), dtype=record.dtype, device=self.device)
+            *others, rows, _ = self._orig_size
+            matrix = (record.columns, rows) if record.format.transposed else (rows, record.columns)
+            weight = torch.empty((*others, *matrix), dtype=record.dtype, device=self.device)
             self._unsharded_inner_tensors = [weight]
             # of tensor or expert parallelism; torch 2.11 has it under the second name
             spec = getattr(self, "_unsharded_dtensor_spec", None) or getattr(self, "_tp_spec", None)
@@ -142,9 +158,9 @@ class PackedParam(FSDPParam):
         (weight,) = self._unsharded_inner_tensors
         alloc_storage(weight)
         # Shards of rows are padded to one size.
-        packed = gathered[: self._orig_size.numel()].view(-1, record.row_bytes)
+        packed = gathered[: self._orig_size.numel()].view(self._orig_size)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
-            record.format.unpack(packed, weight.view(-1, record.columns))
+            record.unpack(packed, weight)
         free_storage(gathered)
 
 

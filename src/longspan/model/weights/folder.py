@@ -144,7 +144,7 @@ class FolderWeights:
     def _find_format(self, name: str, slices: _Slices) -> Any:
         recipe = self._recipes[name]
         tensors = [slices[key] for keys in recipe.sources.values() for key in keys]
-        formats = {None if getattr(x, "transposed", False) else getattr(x, "format", None) for x in tensors}
+        formats = {getattr(x, "format", None) for x in tensors}
         return formats.pop() if len(formats) == 1 and recipe.keeps_rows(self._shapes[name][0]) else None
 
     def check_complete(self) -> None:

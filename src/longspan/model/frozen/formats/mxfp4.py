@@ -26,6 +26,7 @@ class MXFP4(StoredFormat):
     """A row of C numbers is C / 2 bytes of codes, the earlier number in the lower half, then C / 32 exponents."""
 
     name: str = field(default="mxfp4", init=False)
+    transposed: bool = field(default=True, init=False)
 
     def row_bytes(self, columns: int) -> int:
         return columns // 2 + columns // _BLOCK
@@ -65,5 +66,4 @@ def mxfp4_weight(name: str, tensors: Tensors) -> StoredWeight:
         MXFP4(),
         lambda part: blocks[part].flatten(2),
         lambda part: scales[part].view(torch.float8_e8m0fnu),
-        transposed=True,
     )

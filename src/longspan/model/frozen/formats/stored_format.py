@@ -48,7 +48,7 @@ class StoredWeight:
     """A weight that several tensors of a folder's files make: packed rows by `read`, numbers where it is indexed.
 
     `shape` (…, rows, columns) is that of the packed rows, `codes` and `scales` read them of a part of dim 0, (…, rows,
-    bytes) and (…, rows, scales). `transposed`: the model has each matrix as (columns, rows).
+    bytes) and (…, rows, scales).
     """
 
     name: str
@@ -56,7 +56,6 @@ class StoredWeight:
     format: PackedFormat
     codes: Callable[[slice], Tensor]
     scales: Callable[[slice], Tensor]
-    transposed: bool = False
 
     def read(self, part: slice | None = None) -> Tensor:
         """Return packed rows, uint8 (…, rows, row_bytes), of a part of dim 0: of rows, or of experts.
@@ -76,7 +75,7 @@ class StoredWeight:
     def get_shape(self) -> list[int]:
         """Return the shape of the model's weight, as a slice of safetensors does."""
         *others, rows, columns = self.shape
-        return [*others, columns, rows] if self.transposed else [*self.shape]
+        return [*others, columns, rows] if self.format.transposed else [*self.shape]
 
     def get_dtype(self) -> str:
         """Return the dtype of what indexing gives, by the name that it has in safetensors."""
@@ -89,7 +88,7 @@ class StoredWeight:
             values = torch.empty((*packed.shape[:-1], self.shape[-1]), dtype=torch.float32)
         for matrix, into in zip(packed, values, strict=True) if packed.ndim > 2 else [(packed, values)]:
             self.format.unpack(matrix, into)
-        return (values.mT if self.transposed else values)[(slice(None), *others)]
+        return (values.mT if self.format.transposed else values)[(slice(None), *others)]
 
 
 def tensor_shape(tensor: Any) -> tuple[int, ...]:
