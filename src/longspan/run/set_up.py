@@ -67,6 +67,8 @@ def write_model_files(
     architecture: str,
     log: LogLine,
     ends: Ends,
+    *,
+    adapter: bool = False,
 ) -> None:
     """Write config.json, as the run trains the model, and generation_config.json, which also stops at learnt `ends`."""
     source = Path(settings.source)
@@ -85,9 +87,10 @@ def write_model_files(
     stops, missing = _add_stops(directory, config, ends)
     if missing:
         name = settings.source or settings.preset_name
+        alone = "; with the adapter alone give it to generate()" if adapter else ""
         log(
-            f"answers end with {' and '.join(missing)}, at which {name} does not stop: saved and merged models get "
-            f"eos_token_id {stops} in generation_config.json; with an adapter alone give it to generate()"
+            f"answers end with {' and '.join(missing)}, at which {name} does not stop: "
+            f"{'merged' if adapter else 'saved'} models get eos_token_id {stops} in generation_config.json{alone}"
         )
     if dtype != torch_dtype(settings.dtype):
         log(
@@ -147,7 +150,10 @@ def set_up_model(
     run_dir = Path(config.run.dir)
     architecture = type(model).__name__
     ends = data.corpus.manifest.ends
-    keep = partial(write_model_files, run_dir, config.model, configuration, architecture, log, ends)
+    adapter = config.lora.rank > 0
+    keep = partial(
+        write_model_files, run_dir, config.model, configuration, architecture, log, ends, adapter=adapter
+    )
     run_on_first_rank(world, keep, RunFolderError)
     prepared = prepare_run_model(config, world, model, memory=memory, images=images)
     refuse_randomness(find_language_model(prepared))
