@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,7 +46,7 @@ from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
-from longspan.resolve.resolved import choose_partition, settle
+from longspan.resolve.resolved import Reasons, choose_partition, settle
 from longspan.resolve.text import plan_type_text
 from longspan.resolve.ways import UNIT, Fit, Given, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
@@ -195,6 +195,7 @@ class Answer:
     sampled: int = 0
     notes: tuple[str, ...] = ()
     larger: GpuRun | None = None
+    reasons: Reasons = field(default_factory=Reasons)
 
     @property
     def seconds(self) -> float | None:
@@ -235,6 +236,7 @@ class Answer:
             "gpu_bytes": gpus.bytes,
             "host_bytes": gpus.host_bytes,
             "notes": list(self.notes),
+            "reasons": self.reasons.to_json(),
         }
 
 
@@ -429,7 +431,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     config = run.config
     longest = facts.longest_document
     try:
-        config, _ = choose_partition(config, facts)
+        config, partition = choose_partition(config, facts)
         ranking = rank_ways(config, facts, run.given)
     except PlanError:  # the limit of rows that is given may be below what the longest document needs
         check_longest_training_document(config, run.home, longest, title, facts.heads)
@@ -438,8 +440,11 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
     fits = ways[0].seconds is not None
     larger = None
+    reasons = Reasons(partition=partition)
     if fits:
-        chosen = settle(config, ranking).config
+        resolved = settle(config, ranking)
+        chosen = resolved.config
+        reasons = replace(resolved.reasons, partition=partition)
     else:
         chosen = ways[0].way.config
         larger = _fit_more_gpus(run, facts)
@@ -454,6 +459,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
         longest=find_longest(run.config, facts)[0],
         notes=tuple(notes),
         larger=larger,
+        reasons=reasons,
     )
 
 
