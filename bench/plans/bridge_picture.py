@@ -50,7 +50,8 @@ def picture() -> str:
         parts += [_text(20, _y(rank) - 10, f"rank {rank}"), _text(RIGHT, _y(rank) - 10, f"rank {rank}")]
         rows = wave.have.rows(rank).tolist()
         parts += [_box(20 + SIDE * i, _y(rank), plan, row) for i, row in enumerate(rows)]
-        places = dict(zip(*(index.tolist() for index in plan.needed[rank][0]), strict=True))  # rows of images by place
+        local, row = plan.needed[rank][0]
+        places = dict(zip(local.tolist(), row.tolist(), strict=True))  # rows of images by place
         parts += [_box(RIGHT + SIDE * i, _y(rank), plan, places.get(i)) for i in range(LENGTHS[0] // 2)]
         parts += [_arrow(exchange, rank, to, plan) for to in HOME.ranks if exchange.moves(rank).sends[to]]
     moved = sum(map(exchange.received_rows, HOME.ranks))

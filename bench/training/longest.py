@@ -37,8 +37,8 @@ from longspan.model.layers import decoder_layers, vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, home_of, query_heads
+from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
-from longspan.train.world_facts import gather_facts, resolve_on_ranks
 from longspan.versions import versions
 
 

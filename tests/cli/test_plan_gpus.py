@@ -222,6 +222,17 @@ def test_the_planner_is_the_one_that_training_chooses(
     dynamic, fixed = ways.pop(("dynamic", None)), min(ways.values())
     assert dynamic <= fixed * 1.001, "both are cases of a dynamic plan that is as fast, or faster"
     assert (answer["keys"]["context.planner"] == "fixed") == (fixed < 1.01 * dynamic)
+    reasons = answer["reasons"]
+    assert reasons == json.loads(json.dumps(resolved.reasons.to_json()))
+    assert reasons["planner"] == resolved.reasons.planner and reasons["ways"][0] == {
+        "planner": keys["context.planner"],
+        "degree": keys.get("context.context_parallel_size", 0),
+        "rows": keys["context.max_tokens_per_slot"],
+        "seconds": answer["step_seconds"],
+        "priced": True,
+    }
+    known = {(way["planner"], way["degree"] or None): way["seconds"] for way in reasons["ways"]}
+    assert known == {("dynamic", None): dynamic} | ways
 
 
 def test_every_planner_is_compared_at_rows_that_memory_holds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,6 +450,7 @@ def test_it_tells_what_a_run_would_take(config: str, tmp_path: Path, capsys: pyt
     assert answer["fits"] and answer["gpus"] == 4 and answer["gpu_bytes"] == 80 << 30 and answer["steps"] > 1
     assert answer["keys"]["context.context_parallel_size"] == 2 and answer["keys"]["context.max_tokens_per_slot"] > 0
     assert [degree["degree"] for degree in answer["degrees"]] == [2]
+    assert answer["reasons"]["partition"] == "" and answer["reasons"]["ways"] == []  # the planner is given
     assert not (tmp_path / "run").exists()
     assert main(words) == 0
     text = capsys.readouterr().out

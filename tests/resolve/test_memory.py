@@ -27,10 +27,10 @@ from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import UNIT, Fit, Way, rank_ways, set_usual_mode
 from longspan.run import warm_up
 from longspan.run.set_up import resolve_with_kept_rows
+from longspan.run.world_facts import gather_facts
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.state_numbers import optimizer_state_numbers
 from longspan.train.starts import Starts
-from longspan.train.world_facts import gather_facts
 from tests.train.small import small_config
 
 GIB = 1 << 30

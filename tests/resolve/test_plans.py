@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from longspan.comm import World
+from longspan.comm.world_machine import set_world_machine
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
 from longspan.config.plan_section import EvaluationSection
@@ -24,14 +26,13 @@ from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps
 from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import find_run_cost
+from longspan.resolve.memory import KEY, find_run_cost, read_run_machine
 from longspan.resolve.resolved import choose_degree, resolve
 from longspan.resolve.text import RankedWay, planner_reason
 from longspan.resolve.ways import Way, set_usual_mode
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.world_facts import set_world_machine
 from tests.resolve.own_things import Slow, slow
 from tests.train.small import small_config, train_rank, write_texts
 
@@ -141,9 +142,9 @@ def _use(rank: int, files: Sequence[str]) -> None:
         with World(Layout(2), backend="gloo", timeout=60) as world:
             if message:
                 with pytest.raises(ConfigError, match=f"^run.machine {file} {message}"):
-                    set_world_machine(config_of(run__machine=file), world)
+                    set_world_machine(world, partial(read_run_machine, config_of(run__machine=file)), KEY)
             else:
-                set_world_machine(config_of(run__machine=file), world)
+                set_world_machine(world, partial(read_run_machine, config_of(run__machine=file)), KEY)
             assert world.machine == (Machine.cpus() if message else replace(MEASURED, source=file))
 
 

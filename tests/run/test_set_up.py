@@ -22,11 +22,11 @@ from longspan.model import preset_config
 from longspan.plan import Link, Machine, Plan, plan_dynamic
 from longspan.resolve.choice import PlannerConfig, home_of
 from longspan.resolve.facts import Facts
+from longspan.resolve.memory import set_node_size
 from longspan.resolve.resolved import choose_partition, set_default_partition
 from longspan.run.checks import check_config
 from longspan.testing import backend, run_ranks
 from longspan.train.training import scale_positions
-from longspan.train.world_facts import set_node_size
 from tests.run.runs.homes import ALONE, lines_of
 from tests.train.small import small_config
 
@@ -170,9 +170,9 @@ def on_hosts(rank: int, config: RunConfig, ranks: int, local: int) -> str:
 def resolve(rank: int, config: RunConfig, ranks: int, local: int) -> tuple[Any, str]:
     os.environ["LOCAL_WORLD_SIZE"] = str(min(local, ranks - rank // local * local))
     with World(home_of(config.parallel, ranks), backend=backend()) as world:
-        size = set_node_size(config, world).context.node_size
+        size = set_node_size(config, world.node_size).context.node_size
         try:
-            set_node_size(replace(config, context=ContextConfig(node_size=5)), world)
+            set_node_size(replace(config, context=ContextConfig(node_size=5)), world.node_size)
         except ConfigError as error:
             return size, str(error)
         return size, ""

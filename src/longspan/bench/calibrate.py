@@ -28,6 +28,7 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import prints_results, run_on_ranks
 from longspan.comm import SequenceShard, World, bind
 from longspan.comm.channel import Channel
+from longspan.comm.device_memory import device_name
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
@@ -41,7 +42,6 @@ from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.profile import wait_for_gpu
 from longspan.train import run_step
-from longspan.train.world_facts import device_name
 from longspan.versions import versions
 
 Floats = NDArray[np.float64]

@@ -215,6 +215,11 @@ class World:
             vars(self).pop(name, None)
         destroy_groups(groups, default=self._made_default, patient=error is None)
 
+    @property
+    def ranks_of_host(self) -> int:
+        """Ranks of this world on one host."""
+        return min(len(self.home.ranks), self.node_size * self.home.tp)
+
     def open_inner(self, home: Layout) -> "World":
         """Open a world of another home over the same ranks, left with this one; it is this one where homes are equal.
 

@@ -23,6 +23,7 @@ from longspan.comm.all_ranks import (
     run_on_first_rank,
     silence_warnings_of_other_ranks,
 )
+from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import corpus_line, documents_with_images
@@ -55,7 +56,7 @@ from longspan.model.weights.tokenizer_files import vocabulary_files
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.kept_rows import set_eval_rows_of_training
-from longspan.resolve.memory import find_run_cost
+from longspan.resolve.memory import KEY, find_run_cost, read_run_machine, set_node_size
 from longspan.resolve.resolved import choose_degree, set_default_partition
 from longspan.train.starts import Starts
 from longspan.train.training import (
@@ -67,7 +68,6 @@ from longspan.train.training import (
     read_model_configuration,
     scale_positions,
 )
-from longspan.train.world_facts import set_node_size, set_world_machine
 
 Sets = dict[str, CorpusDocuments]  # by name; "" is the name of the documents that a run holds out
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
@@ -294,7 +294,7 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     context = (
         first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context
     )
-    usual = set_node_size(set_default_partition(replace(subject.config, context=context)), world)
+    usual = set_node_size(set_default_partition(replace(subject.config, context=context)), world.node_size)
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
     choice = PlannerConfig.evaluation(config, heads=heads)
     is_cap_fixed = "evaluation.max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
@@ -316,7 +316,7 @@ class _Evaluator:
         images = any(getattr(documents, "items", ()) for documents in fit.sets.values())
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
-        set_world_machine(fit.config, self.world)
+        set_world_machine(self.world, partial(read_run_machine, fit.config), KEY)
         gpu = self.world.device.type == "cuda"
         slots = self.world.home.slots
         price = partial(find_run_cost, fit.config, model.config, self.log, gpu=gpu, slots=slots)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from longspan.comm import World, raise_first_error
+from longspan.comm.device_memory import measure_added_peak, unused_bytes
 from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
@@ -37,7 +38,6 @@ from longspan.model.sharding import (
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.resolve.choice import PlannerConfig
-from longspan.train.device_memory import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments

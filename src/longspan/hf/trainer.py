@@ -43,9 +43,9 @@ from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode
+from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train import PlannerConfig
 from longspan.train.training import options_of_memory_plan
-from longspan.train.world_facts import gather_facts, resolve_on_ranks
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
 OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}

@@ -6,8 +6,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig, chooses_measures, given_checkpointing
-from longspan.errors import PlanError
+from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST
@@ -40,6 +41,17 @@ def read_run_machine(config: RunConfig) -> Machine | None:
 def run_machine(config: RunConfig, *, gpu: bool) -> Machine:
     """Return the machine that prices a run: `run.machine`, else H200s or CPUs."""
     return read_run_machine(config) or (Machine.known("H200") if gpu else Machine.cpus())
+
+
+def set_node_size(config: RunConfig, slots: int) -> RunConfig:
+    """Set how many slots a host of the world has, in place of "auto"; ConfigError for a key with another number."""
+    number = config.context.node_size
+    if number not in (AUTO, slots):
+        raise ConfigError(
+            f"context.node_size is {number}, and this world has {plural(slots, 'slot')} a host "
+            f'(LOCAL_WORLD_SIZE / tp); use {slots}, or "{AUTO}", its default'
+        )
+    return replace(config, context=replace(config.context, node_size=slots))
 
 
 def find_run_cost(

@@ -5,7 +5,8 @@ degrees of evaluations. Evaluations with "auto" have training's planner and rows
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig
@@ -35,6 +36,9 @@ class Reasons:
     @property
     def planner(self) -> str:
         return planner_reason(self.ways) if self.ways else ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"planner": self.planner}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from longspan.comm.all_ranks import (
     run_on_every_rank,
     signal_of_any_rank,
 )
+from longspan.comm.device_memory import peak_memory_bytes
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, RunFolderError
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -41,7 +42,6 @@ from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
-from longspan.train.device_memory import peak_memory_bytes
 from longspan.train.starts import Starts
 
 

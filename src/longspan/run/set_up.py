@@ -16,6 +16,7 @@ from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
+from longspan.comm.world_machine import set_world_machine
 from longspan.config.defaults import absolute_path, warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
@@ -33,10 +34,12 @@ from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, copy_generation_settings, read_stop_token_ids
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import keep_rows, read_kept_rows, set_rows
+from longspan.resolve.memory import KEY, read_run_machine, set_node_size
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
+from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
 from longspan.train.run_depths import depths_line
 from longspan.train.starts import Starts
@@ -50,7 +53,6 @@ from longspan.train.training import (
     read_model_configuration,
     scale_positions,
 )
-from longspan.train.world_facts import gather_facts, resolve_on_ranks, set_node_size, set_world_machine
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -65,6 +67,8 @@ def write_model_files(
     architecture: str,
     log: LogLine,
     ends: Ends,
+    *,
+    adapter: bool = False,
 ) -> None:
     """Write config.json, as the run trains the model, and generation_config.json, which also stops at learnt `ends`."""
     source = Path(settings.source)
@@ -83,9 +87,10 @@ def write_model_files(
     stops, missing = _add_stops(directory, config, ends)
     if missing:
         name = settings.source or settings.preset_name
+        alone = "; with the adapter alone give it to generate()" if adapter else ""
         log(
-            f"answers end with {' and '.join(missing)}, at which {name} does not stop: saved and merged models get "
-            f"eos_token_id {stops} in generation_config.json; with an adapter alone give it to generate()"
+            f"answers end with {' and '.join(missing)}, at which {name} does not stop: "
+            f"{'merged' if adapter else 'saved'} models get eos_token_id {stops} in generation_config.json{alone}"
         )
     if dtype != torch_dtype(settings.dtype):
         log(
@@ -145,7 +150,10 @@ def set_up_model(
     run_dir = Path(config.run.dir)
     architecture = type(model).__name__
     ends = data.corpus.manifest.ends
-    keep = partial(write_model_files, run_dir, config.model, configuration, architecture, log, ends)
+    adapter = config.lora.rank > 0
+    keep = partial(
+        write_model_files, run_dir, config.model, configuration, architecture, log, ends, adapter=adapter
+    )
     run_on_first_rank(world, keep, RunFolderError)
     prepared = prepare_run_model(config, world, model, memory=memory, images=images)
     refuse_randomness(find_language_model(prepared))
@@ -288,8 +296,8 @@ def open_run_documents(
             config, evaluation=replace(config.evaluation, documents=state["config"]["evaluation"]["documents"])
         )
     node_size = config.context.node_size
-    config = set_node_size(config, world)
-    set_world_machine(config, world)
+    config = set_node_size(config, world.node_size)
+    set_world_machine(world, partial(read_run_machine, config), KEY)
     if checkpoint is not None:
         run_on_first_rank(world, partial(check_base, Path(config.run.dir), config), ModelError)
     model_config = run_on_every_rank(

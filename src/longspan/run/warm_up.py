@@ -15,6 +15,7 @@ import torch
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
+from longspan.comm.device_memory import peak_memory_bytes
 from longspan.comm.watch import is_out_of_memory
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import synthetic_documents
@@ -27,7 +28,6 @@ from longspan.plan.step_times import slot_rows
 from longspan.resolve.choice import StepPlanner
 from longspan.resolve.kept_rows import SlotRowsError
 from longspan.run.run_data import TrainingRun
-from longspan.train.device_memory import peak_memory_bytes
 from longspan.train.optim.optimizer import allocate_adam_states
 from longspan.train.run_depths import mtp_loss
 from longspan.train.starts import Starts

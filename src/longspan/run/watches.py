@@ -10,17 +10,12 @@ import torch
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
+from longspan.comm.device_memory import allocator_retries, peak_memory_bytes, peak_reserved_bytes
 from longspan.comm.watch import error_in_one_line, is_out_of_memory
 from longspan.comm.world import open_worlds
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.run.run_data import TrainingRun
-from longspan.train.device_memory import (
-    allocator_retries,
-    allocator_retries_text,
-    peak_memory_bytes,
-    peak_reserved_bytes,
-)
 
 WARNED_AFTER = 3  # steps one after another in which an allocator had to give memory back
 
@@ -50,6 +45,15 @@ class AllocatorWatch:
         self._is_warned = True
         retries = sum(self._last_retries) / WARNED_AFTER
         return allocator_retries_text(retries, peak_memory_bytes(self._device), peak_reserved_bytes(self._device))
+
+
+def allocator_retries_text(times: float, in_use: int, reserved: int) -> str:
+    """Return a warning of an allocator that ran out of memory `times` a step; `in_use`, `reserved` are peak bytes."""
+    return (
+        f"the GPU's allocator ran out of memory {times:.3g} times a step: each time it waits for the GPU, gives back "
+        f"what is free and takes it again ({bytes_text(reserved)} taken at most, {bytes_text(in_use)} in use); a lower "
+        "train.device_memory_limit leaves it room (docs/memory.md)"
+    )
 
 
 @contextmanager

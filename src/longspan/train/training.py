@@ -3,6 +3,7 @@
 Nothing here needs a corpus or a run's folder: `longspan train` and `longspan bench step` build on the same functions.
 """
 
+import math
 import warnings
 import zlib
 from collections.abc import Callable
@@ -18,12 +19,13 @@ from torch.optim import Optimizer
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, silence_warnings_of_other_ranks
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings_of_other_ranks
 from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import ModelConfig, RunConfig, given_checkpointing
 from longspan.errors import ConfigError, LongspanError, ModelError, plural
+from longspan.host import free_host_bytes
 from longspan.hub import hub_name
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
@@ -38,10 +40,11 @@ from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.rope import scale_rope, smallest_scaling_factor
 from longspan.model.weights.fill import defer_to_checkpoint, stored_formats
 from longspan.model.weights.hf_folder import read_configuration
+from longspan.plain_text import gib_text
 from longspan.plan import Cost, Plan
+from longspan.plan.memory.settings import MOMENTS
 from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.resolve.choice import PlannerConfig, query_heads
-from longspan.train.device_memory import check_model_fits
 from longspan.train.optim.offload_states import offload_optimizer_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups
@@ -284,6 +287,52 @@ def prepare_run_model(
         check_model_fits(config, model, world, training=training, frozen=options.frozen)
     encoder: Any = _encoder_home(config, world, compute_dtype=options.compute_dtype) if images else None
     return prepare(adapted_model, world, encoder=encoder, options=options)
+
+
+def check_model_fits(
+    config: RunConfig, model: PreTrainedModel, world: World, *, training: bool, frozen: str = "whole"
+) -> None:
+    """Raise ConfigError, on every rank, where any rank has less room than its shards need, on its GPU or its host.
+
+    `model` is not yet prepared, and is with its weights `frozen`. Without `training` only weights count. All is taken
+    as split: more is needed, never less.
+    """
+    saved = 0
+    if frozen != "whole":
+        from longspan.model.frozen.frozen_weights import choose_formats, packed_sizes
+
+        sizes = packed_sizes(model, choose_formats(model, frozen))
+        saved = sizes.whole_bytes - sizes.packed_bytes
+
+    def check_rank_has_room() -> None:
+        home = world.home
+        train = config.train
+        gpu = world.device.type == "cuda"
+        shards = home.tp * home.pp * home.slots // home.dp_replicate
+        weights = (sum(p.nbytes for p in model.parameters()) - saved) // shards
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards
+        moments = 0 if train.offload_optimizer_states else MOMENTS.get(config.optimizer.class_, 0)
+        parts = {"weights": weights, "gradients": trained, "optimizer states": int(moments * trained)}
+        needed = sum(parts.values())
+        ranks = world.ranks_of_host
+        free = torch.cuda.mem_get_info(world.device)[0] if gpu else free_host_bytes(swap=True)
+        if free is not None and not gpu:
+            free //= ranks
+        if free is None or needed <= free:
+            return
+        figures = ", ".join(f"{name} {gib_text(size)}" for name, size in parts.items() if size)
+        gpus = plural(math.ceil(needed / max(1, free)) * len(home.ranks), "such GPU")
+        where = f"rank {world.rank}, one of {ranks} on its host,"
+        advice = "use GPUs, hosts with more memory, or a smaller model (are all sizes in its configuration?)"
+        if gpu:
+            where = f"the GPU of rank {world.rank}"
+            advice = f"use at least {gpus}, parameters of fewer bytes (model.dtype), or a smaller model"
+        raise ConfigError(
+            f"the model does not fit: a rank needs at least {gib_text(needed)} before any activation ({figures}), and "
+            f"{where} has {gib_text(free)} free; {advice}"
+        )
+
+    run_on_every_rank(world, check_rank_has_room, ConfigError)
 
 
 def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: bool) -> Any:

@@ -102,8 +102,10 @@ TWO, TP, EP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, ep=2),
 FEW: list[Row] = [
     (
         TWO,
-        [("norms after the MLP", "full", 0, 3), ("tied embeddings", "full+host", 4, 0)]
-        + [("tied embeddings", words, 0, 0) for words in OF_FOUR],
+        [
+            *(("norms after the MLP", "full", 0, 3), ("tied embeddings", "full+host", 4, 0)),
+            *(("tied embeddings", words, 0, 0) for words in OF_FOUR),
+        ],
         {},
     ),
     (EP, [("experts", "selective", 3, 5)], {}),

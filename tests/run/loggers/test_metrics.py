@@ -15,6 +15,7 @@ import torch
 
 from longspan.comm import all_ranks as stop_module
 from longspan.comm.all_ranks import StopSignal
+from longspan.comm.device_memory import peak_memory_bytes
 from longspan.launch.output import FILE, outlive_output
 from longspan.launch.stop_signals import SIGNALS
 from longspan.layout import Layout
@@ -24,7 +25,6 @@ from longspan.run import progress
 from longspan.run.metrics import MetricsLog, read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import PlanLog
-from longspan.train.device_memory import peak_memory_bytes
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from longspan.cli.eval import main as eval_main
 from longspan.cli.main import main
 from longspan.cli.plans.answer import open_run_documents
+from longspan.cli.plans.gpu_run import GpuRun
+from longspan.cli.plans.question import choose_gpus
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
@@ -159,8 +161,9 @@ def test_a_saved_model_stops_at_the_end_that_its_chats_teach(tmp_path: Path, lor
         tmp_path, base, path, train__steps=25, optimizer__lr=2e-2, **keys, **ALONE, evaluation__every=0
     )
     printed, run = lines_of(0, config, 1), Path(config.run.dir)
-    assert printed.count(f"answers end with <|im_end|>, at which {base} does not stop: saved and merged") == 1
-    assert "get eos_token_id [256, 257] in generation_config.json; with an adapter alone" in printed
+    assert printed.count(f"answers end with <|im_end|>, at which {base} does not stop: ") == 1
+    kind, alone = ("merged", "; with the adapter alone give it to generate()") if lora else ("saved", "")
+    assert f": {kind} models get eos_token_id [256, 257] in generation_config.json{alone}\n" in printed + "\n"
     saved = [] if lora else [run / "model"]
     assert main(["export", str(run), str(tmp_path / "out"), *(["--merge"] if lora else [])]) == 0
     for folder in (*saved, tmp_path / "out"):
@@ -230,9 +233,10 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(
     assert re.search(rf"{read} times; 3 texts (of \d+ documents )?held out \(evaluation.documents\)", out)
     assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
     assert re.search(rf"\nsteps +{len(rows)}, each of up to {min(tokens, epoch):,} tokens\n", out)
-    with open_run_documents(config, lambda line: None, estimate=False) as planned:
-        assert planned.steps == len(rows)
-        assert [sum(planned.order.lengths_of_step(step)) for step in range(len(rows))] == [r["tokens"] for r in rows]
+    run = GpuRun(config, choose_gpus(config, ranks, on_gpus=False), config.model.preset)
+    with open_run_documents(run, lambda line: None, estimate=False) as planned:
+        assert planned.facts.steps == len(rows)
+        assert [sum(planned.facts.lengths_of_step(step)) for step in range(len(rows))] == [r["tokens"] for r in rows]
         assert re.match(read, planned.line)
 
 

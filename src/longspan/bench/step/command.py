@@ -17,6 +17,8 @@ from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, 
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
 from longspan.comm import World
+from longspan.comm.device_memory import allocator_retries, peak_reserved_bytes
+from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
@@ -29,13 +31,14 @@ from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import read_kept_rows, set_rows
+from longspan.resolve.memory import KEY, read_run_machine, set_node_size
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.ways import Way
 from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu
-from longspan.train.device_memory import allocator_retries, allocator_retries_text, peak_reserved_bytes
+from longspan.run.watches import allocator_retries_text
+from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
-from longspan.train.world_facts import gather_facts, resolve_on_ranks, set_node_size, set_world_machine
 from longspan.versions import versions
 
 Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each
@@ -46,13 +49,10 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
     """Open a world, time every planner, then the peers; returns the record, which is equal on every rank. The cost and
     the plan of memory, which all planners share, move from their rows to the record.
     """
-    with World(
-        settings.home,
-        backend=None if settings.backend == "nccl" else "gloo",
-        timeout=settings.flags.timeout_seconds,
-    ) as world:
-        settings = replace(settings, config=set_node_size(settings.config, world))
-        set_world_machine(settings.config, world)
+    backend = None if settings.backend == "nccl" else "gloo"
+    with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
+        settings = replace(settings, config=set_node_size(settings.config, world.node_size))
+        set_world_machine(world, partial(read_run_machine, settings.config), KEY)
         record: dict[str, Any] = {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json()}
         about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
         record |= {"memory": None, **about, "rows": []}

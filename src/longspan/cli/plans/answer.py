@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -47,7 +47,7 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_rows
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
-from longspan.resolve.resolved import choose_partition, settle
+from longspan.resolve.resolved import Reasons, choose_partition, settle
 from longspan.resolve.text import plan_type_text
 from longspan.resolve.ways import UNIT, Fit, Given, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
@@ -59,41 +59,25 @@ BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabu
 
 @dataclass(frozen=True)
 class RunDocuments:
-    """The documents of a run: the configuration with its number of steps, their order, and what they are. `longest` is
-    the longest that a planner receives, `target_share` the share of tokens that are predicted, and `image_rows` the
-    mean rows of images in a step; `line` says in words what they are.
-    """
+    """A run with its number of steps, the facts of its documents, and a line that says what they are."""
 
-    config: RunConfig
-    order: StepOrder
-    longest: int
+    run: GpuRun
+    facts: Facts
     line: str
-    target_share: float = 1.0
-    image_rows: float = 0.0
-
-    @property
-    def steps(self) -> int:
-        return self.config.train.steps
-
-    def facts(self, run: GpuRun) -> Facts:
-        order = self.order
-        return run.facts(
-            order.lengths_of_step,
-            self.steps,
-            targets_of_step=order.targets_of_step,
-            longest=self.longest,
-            target_share=self.target_share,
-            image_rows=self.image_rows,
-        )
 
 
 @contextmanager
-def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
+def open_run_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
     """Open the documents of a run; with `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer.
     Without it a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
     """
+    config = run.config
     if estimate and tokenizer_folder(config.data.tokenizer, config.model.source) is None:
-        yield _estimate_documents(config, log)
+        texts = _estimate_texts(config, log)
+        lengths = np.concatenate(texts)
+        order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(texts)), [*map(len, texts)]))
+        documents = _describe_documents(run, order, lengths, log)
+        yield replace(documents, line=f"{documents.line}; estimated")
         return
     from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
     from longspan.corpus.recipe import CorpusSettings
@@ -103,16 +87,14 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
         settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
         corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
-        config = _set_steps(config, order, log)
-        lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
-        rows = corpus.image_share * most_step_tokens(config, order)
-        longest_tokens = _longest_planned_length(order, lengths)
-        line = documents_line(config, order)
-        yield RunDocuments(config, order, longest_tokens, line, corpus.target_share, rows)
+        rows = corpus.image_share
+        lengths = np.asarray(corpus.lengths)
+        yield _describe_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
 
 
-def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
-    # Texts are cut, left out and ordered as in the run; a piece of one token has no target, and is left out.
+def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
+    # The tokens of the documents of each text. Texts are cut and left out as in the run; a piece of one token has no
+    # target, and is left out.
     data = config.data
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
@@ -121,29 +103,39 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     limit = data.max_document_tokens
     tokens = (size // BYTES_PER_TOKEN for size in sizes)
     cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)
-    counts = [*filter(None, ([n for n in text if n >= SHORTEST] for text in cut))]  # of the documents of each text
-    if not counts:
+    texts = [*filter(None, ([n for n in text if n >= SHORTEST] for text in cut))]
+    if not texts:
         raise DataError(f"--data {data.path!r} holds no text")
     log(
-        f"tokens are estimated as bytes / {BYTES_PER_TOKEN} of {plural(len(counts), 'text')}: neither data.tokenizer "
+        f"tokens are estimated as bytes / {BYTES_PER_TOKEN} of {plural(len(texts), 'text')}: neither data.tokenizer "
         "nor the model's folder has a tokenizer (--data.tokenizer FOLDER counts them)"
     )
-    lengths = np.concatenate(counts)
-    order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(counts)), [*map(len, counts)]))
-    config = _set_steps(config, order, log)
-    line = f"{documents_line(config, order)}; estimated"
-    return RunDocuments(config, order, _longest_planned_length(order, lengths), line)
+    return texts
 
 
-def _set_steps(config: RunConfig, order: StepOrder, log: Log) -> RunConfig:
-    config = set_epoch_steps(config, order, log)
+def _describe_documents(
+    run: GpuRun,
+    order: StepOrder,
+    lengths: npt.NDArray[Any],
+    log: Log,
+    *,
+    target_share: float = 1.0,
+    rows_of_token: float = 0.0,
+) -> RunDocuments:
+    """`rows_of_token` are the mean rows of images for a token."""
+    config = set_epoch_steps(run.config, order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
-    return config
-
-
-def _longest_planned_length(order: StepOrder, lengths: npt.NDArray[Any]) -> int:
+    run = replace(run, config=config)
     held_out = set(order.evaluation)
-    return max(int(n) for i, n in enumerate(lengths.tolist()) if i not in held_out)
+    facts = run.facts(
+        order.lengths_of_step,
+        config.train.steps,
+        targets_of_step=order.targets_of_step,
+        longest=max(n for i, n in enumerate(lengths.tolist()) if i not in held_out),
+        target_share=target_share,
+        image_rows=rows_of_token * most_step_tokens(config, order) if rows_of_token else 0.0,
+    )
+    return RunDocuments(run, facts, documents_line(config, order))
 
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
@@ -198,6 +190,7 @@ class Answer:
     notes: tuple[str, ...] = ()
     larger: GpuRun | None = None
     longest_nf4: int = 0
+    reasons: Reasons = field(default_factory=Reasons)
 
     @property
     def seconds(self) -> float | None:
@@ -239,6 +232,7 @@ class Answer:
             "host_bytes": gpus.host_bytes,
             "longest_nf4": self.longest_nf4,
             "notes": list(self.notes),
+            "reasons": self.reasons.to_json(),
         }
 
 
@@ -379,13 +373,13 @@ def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    with open_run_documents(run.config, log, estimate=estimate) as documents:
-        length = "train.epochs" if documents.config.train.epochs else "train.steps"
-        shown = run.given_keys | {"train.tokens_per_step", length}
-        run = replace(run, config=documents.config, given_keys=shown)
-        title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
-        answer = _answer_ways(title, run, documents.facts(run))
-        return _time_steps(replace(answer, steps=documents.steps), documents)
+    with open_run_documents(run, log, estimate=estimate) as documents:
+        run = documents.run
+        facts = documents.facts
+        length = "train.epochs" if run.config.train.epochs else "train.steps"
+        run = replace(run, given_keys=run.given_keys | {"train.tokens_per_step", length})
+        answer = _answer_ways(f"a run of {plural(facts.steps, 'step')}: {documents.line}", run, facts)
+        return _time_steps(replace(answer, steps=facts.steps), facts)
 
 
 def _answer_by_longest(run: GpuRun) -> Answer:
@@ -407,25 +401,25 @@ def _answer_by_longest(run: GpuRun) -> Answer:
     )
 
 
-def _time_steps(answer: Answer, documents: RunDocuments) -> Answer:
+def _time_steps(answer: Answer, facts: Facts) -> Answer:
     """Time plans of one degree, which are made fast, on more steps of the run; the choice stays the run's."""
     fitting = [fit for fit in answer.ways if fit.seconds is not None]
     if not fitting:
         return answer
     sampled = len(fitting[0].plans)
     if all(fit.way.choice.has_one_degree for fit in fitting):
-        sample = evenly(documents.steps, PRICED)
+        sample = evenly(facts.steps, PRICED)
         sampled = len(sample)
         for i, fit in enumerate(fitting):
             plans = tuple(fit.way.plan_steps(sample))
             fitting[i] = replace(fit, plans=plans, seconds=fit.way.step_seconds(plans, fit.memory))
         fitting[1:] = sorted(fitting[1:], key=lambda fit: fit.rank)
-    images = f"images: {documents.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
+    images = f"images: {facts.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
     return replace(
         answer,
         ways=(*fitting, *answer.ways[len(fitting) :]),
         sampled=sampled,
-        notes=(*[images] * bool(documents.image_rows), *answer.notes),
+        notes=(*[images] * bool(facts.image_rows), *answer.notes),
     )
 
 
@@ -433,7 +427,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     config = run.config
     longest = facts.longest_document
     try:
-        config, _ = choose_partition(config, facts)
+        config, partition = choose_partition(config, facts)
         ranking = rank_ways(config, facts, run.given)
     except PlanError:  # the limit of rows that is given may be below what the longest document needs
         check_longest_training_document(config, run.home, longest, title, facts.heads)
@@ -442,8 +436,11 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
     fits = ways[0].seconds is not None
     larger = None
+    reasons = Reasons(partition=partition)
     if fits:
-        chosen = settle(config, ranking).config
+        resolved = settle(config, ranking)
+        chosen = resolved.config
+        reasons = replace(resolved.reasons, partition=partition)
     else:
         chosen = ways[0].way.config
         larger = _fit_more_gpus(run, facts)
@@ -459,6 +456,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
         notes=tuple(notes),
         larger=larger,
         longest_nf4=0 if fits else _find_longest_in_nf4(run, facts),
+        reasons=reasons,
     )
 
 

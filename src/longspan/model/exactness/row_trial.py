@@ -276,7 +276,8 @@ class _RowTrial:
         self.model = model
         self.world = world
         rules = call_rules(model)
-        self.stages: tuple[Any, ...] = model.stages if is_pipeline(model) else (model,)
+        # what is called, and the model in it
+        self.parts = [(stage, stage.model) for stage in model.stages] if is_pipeline(model) else [(model, model)]
         dtype = model_execution(model).compute_dtype
         if torch.is_autocast_enabled(world.device.type):
             dtype = torch.get_autocast_dtype(world.device.type)
@@ -299,7 +300,7 @@ class _RowTrial:
 
     def find_error(self, *, every_module: bool) -> ModelError | None:
         differences = [
-            text for stage in self.stages for text in self._difference_texts(stage, every_module=every_module)
+            text for part in self.parts for text in self._difference_texts(*part, every_module=every_module)
         ]
         if not differences:
             return None
@@ -309,15 +310,12 @@ class _RowTrial:
             f"of that row alone, or leave it out{doctor_hint(self.model)}"
         )
 
-    def _model_of(self, stage: Any) -> Any:
-        return stage.model if is_pipeline(self.model) else stage
-
-    def _difference_texts(self, stage: nn.Module, *, every_module: bool) -> Iterator[str]:
-        model = self._model_of(stage)
+    def _difference_texts(self, stage: Any, model: Any, *, every_module: bool) -> Iterator[str]:
         mode = "training" if self.model.training else "evaluation"
-        first_pass = self._run_stage(stage, self.first, None, every_module=every_module)
+        run = partial(self._run_stage, stage, model, every_module=every_module)
+        first_pass = run(self.first, None)
         for rows in self.others:
-            observed = self._run_stage(stage, rows, first_pass, every_module=every_module)
+            observed = run(rows, first_pass)
             if (culprit := observed.find_module_at_fault()) is None:
                 continue
             module = dict(model.named_modules()).get(culprit[0])
@@ -332,9 +330,8 @@ class _RowTrial:
             )
 
     def _run_stage(
-        self, stage: nn.Module, rows: _TrialRows, before: _ObservedPass | None, *, every_module: bool
+        self, stage: Any, model: Any, rows: _TrialRows, before: _ObservedPass | None, *, every_module: bool
     ) -> _ObservedPass:
-        model = self._model_of(stage)
         same_shapes = len(rows.numbers) == len(self.first.numbers)
         observed = _ObservedPass(rows, self._allowed_difference(same_shapes=same_shapes), before)
         devices = [self.world.device] if self.world.device.type == "cuda" else []

@@ -1,24 +1,25 @@
 """What a world knows for `resolve`: slots of a host, its machine, free bytes; and `resolve` on all ranks together."""
 
-import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from hashlib import sha256
 from typing import Any
 
 import torch
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig, check_memory_keys, chooses_measures
-from longspan.errors import ConfigError, PlanError, plural
+from longspan.errors import ConfigError, PlanError
+from longspan.host import free_host_bytes
+from longspan.plan import MemoryBudget
+from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE
+from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import KEY, read_run_machine, run_machine
+from longspan.resolve.memory import run_machine
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.ssm.kernels.packages import fla_unsupported_reason
-from longspan.train.device_memory import memory_budget
 from longspan.train.optim.state_numbers import optimizer_state_numbers
 
 
@@ -85,41 +86,14 @@ def resolve_on_ranks(
     return resolved if facts.gpu or config.train.device_memory_limit else replace(resolved, memory=None)
 
 
-def set_node_size(config: RunConfig, world: World) -> RunConfig:
-    """Set how many slots a host of this world has, in place of "auto"; ConfigError, on all ranks, for another one."""
-    number = config.context.node_size
-    slots = world.node_size
-    if number not in (AUTO, slots):
-        raise ConfigError(
-            f"context.node_size is {number}, and this world has {plural(slots, 'slot')} a host "
-            f'(LOCAL_WORLD_SIZE / tp); use {slots}, or "{AUTO}", its default'
-        )
-    return replace(config, context=replace(config.context, node_size=slots))
-
-
-def set_world_machine(config: RunConfig, world: World) -> None:
-    """Let a world resolve "auto" by the machine of `run.machine`; entered by all ranks.
-
-    Raises ConfigError, on every rank, for a file of another device or of hosts of another size, CommError if files
-    differ.
-    """
-    if not config.run.machine:
-        return
-    machine = run_on_every_rank(world, partial(read_run_machine, config), ConfigError)
-    assert machine is not None
-    digest = sha256(json.dumps(machine.to_json(), sort_keys=True).encode()).hexdigest()
-    hint = f"{KEY} names a file that differs between hosts; copy one file to all of them"
-    world.control.compare_digests(digest, what="machines", hint=hint)
-    ranks = len(world.home.ranks)
-    ranks_of_host = min(ranks, world.node_size * world.home.tp)  # node_size counts slots, each of tp ranks
-    measured = machine.device, min(machine.world, machine.node_size)
-    if machine.world and measured != (device_name(world.device), ranks_of_host):
-        raise ConfigError(
-            f"{KEY} {machine.source} was measured on {measured[0]} with {plural(measured[1], 'rank')} on a host, and "
-            f"this run is on {device_name(world.device)} with {ranks_of_host}; measure again: longspan bench calibrate"
-        )
-    world.machine = machine
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
+    """Return the bytes that a rank may fill of device and host, the least of all ranks (host 0: not known)."""
+    host = int(HOST_SHARE * (free_host_bytes() or 0) / world.ranks_of_host)
+    device = config.train.device_memory_limit or host or sys.maxsize
+    if world.device.type == "cuda" and not config.train.device_memory_limit:
+        # The CUDA context exists by now, and a plan of memory counts its bytes too, CONTEXT_BYTES at most.
+        free, all_bytes = torch.cuda.mem_get_info(world.device)
+        device = int(GPU_SHARE * min(all_bytes, free + CONTEXT_BYTES))
+    # The control group has only a maximum.
+    negative_bytes = world.control.largest_over_ranks([-float(device), -float(host)], "the least free memory")
+    return MemoryBudget(device=int(-negative_bytes[0]), host=int(-negative_bytes[1]))
