@@ -15,9 +15,9 @@ EXACT = 1e-12
 FLOAT32 = 1e-6  # verl's worker makes a float32 of a loss
 PLANS = {
     "dynamic": {},
-    "degree 1": {"planner": "fixed", "max_tokens_per_slot": 200},
+    "degree 1": {"planner": "fixed", "context_parallel_size": 1, "max_tokens_per_slot": 200},
     "degree 2": {"planner": "fixed", "context_parallel_size": 2},
-    "tp 2": {"planner": "fixed", "tp": 2, "max_tokens_per_slot": 200},
+    "tp 2": {"planner": "fixed", "context_parallel_size": 1, "tp": 2, "max_tokens_per_slot": 200},
 }
 LOSSES: dict[str, dict[str, Any]] = {
     "token-mean": {},

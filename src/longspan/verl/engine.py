@@ -41,7 +41,7 @@ from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
 from longspan.model.saving import WholeWeights
 from longspan.model.score_heads import add_score_head, score_class
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
-from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed
+from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import CostSettings
 from longspan.train import MicroBatchLoss, MicroBatchTokens, clip_grad_norm, run_step, token_log_probs, token_scores
 from longspan.verl.samples import Samples, pad_answers, read_samples, read_temperature
@@ -233,7 +233,6 @@ class LongspanEngine(BaseEngine):
 
     def _plan(self, documents: Any, data: Any, *, forward_only: bool) -> Plan:
         settings = self.engine_config
-        home = self.world.home
         limit = settings.max_tokens_per_slot
         if limit is None:
             if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
@@ -246,15 +245,10 @@ class LongspanEngine(BaseEngine):
         of_items = isinstance(documents, MediaDocuments)
         lengths = [len(documents[d]) for d in range(len(documents))]
         targets = documents.targets if of_items else sum(document.targets for document in documents)
-        keywords: dict[str, Any] = {
-            "max_tokens_per_slot": limit,
-            "targets": targets,
-            "cost": self._cost(forward_only=forward_only),
-            **settings.plan,
-        }
-        if settings.planner == "fixed":
-            return plan_fixed(lengths, home, cp=settings.context_parallel_size, **keywords)
-        return plan_dynamic(lengths, home, **keywords)
+        cost = self._cost(forward_only=forward_only)
+        return settings.plan_samples(
+            lengths, self.world.home, max_tokens_per_slot=limit, targets=targets, cost=cost
+        )
 
     def _cost(self, *, forward_only: bool) -> Cost:
         home = self.world.home
@@ -266,7 +260,7 @@ class LongspanEngine(BaseEngine):
                     recomputation="full" if recomputes else "none",
                     frozen=self.model_config.lora_rank > 0,
                     shards=home.slots,
-                    tp=home.tp,
+                    weight_ranks=home.tp,
                     ep=home.ep,
                     forward=forward_only,
                 ),

@@ -1,13 +1,19 @@
 """What verl's configuration holds for this engine: `actor_rollout_ref.actor.engine` and the like."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.workers.config import EngineConfig  # pyright: ignore[reportMissingImports]
 
+from longspan.config.keys import AUTO
 from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.plan import Plan, PlanOptions
+from longspan.resolve.choice import PlannerConfig
+from longspan.resolve.ways import fastest_plan
 
-PLANNERS = ("dynamic", "fixed")
+PLANNERS = (AUTO, "dynamic", "fixed")
 
 
 @dataclass
@@ -15,13 +21,14 @@ class LongspanEngineConfig(EngineConfig):
     """`engine` of an actor, a reference or a critic; keys that are not here are those of verl's EngineConfig.
 
     Parameters are in `model_dtype`, arithmetic in `dtype` (bfloat16). `planner` "dynamic" gives each sample a degree of
-    its own, "fixed" all of them `context_parallel_size`. `max_tokens_per_slot` stands in place of verl's
-    max_token_len_per_gpu. `plan` holds further keywords of the planner, `prepare` those of `longspan.prepare`.
+    its own, "fixed" all of them `context_parallel_size`; "auto" and a degree 0 are chosen for each mini-batch.
+    `max_tokens_per_slot` stands in place of verl's max_token_len_per_gpu. `plan` holds further keywords of the planner,
+    `prepare` those of `longspan.prepare`.
     """
 
     strategy: str = "longspan"
     planner: str = "dynamic"
-    context_parallel_size: int = 1
+    context_parallel_size: int = 0
     max_tokens_per_slot: int | None = None
     tp: int = 1
     ep: int = 1
@@ -35,7 +42,7 @@ class LongspanEngineConfig(EngineConfig):
             raise ConfigError(f"engine.strategy is {self.strategy!r} of a LongspanEngineConfig; use 'longspan'")
         if self.planner not in PLANNERS:
             raise ConfigError(f"engine.planner is {self.planner!r}; use {' or '.join(PLANNERS)}")
-        if self.planner == "dynamic" and self.context_parallel_size != 1:
+        if self.planner == "dynamic" and self.context_parallel_size not in (0, 1):
             raise ConfigError(
                 f"engine.context_parallel_size is {self.context_parallel_size}, and dynamic plans choose degrees; set "
                 "engine.planner=fixed, or bound degrees by engine.plan.min_cp and engine.plan.max_cp"
@@ -45,3 +52,15 @@ class LongspanEngineConfig(EngineConfig):
                 f"engine.router_replay.mode is {self.router_replay.mode!r}, and longspan's routers choose experts "
                 "anew in each pass; set it to disabled"
             )
+
+    def plan_samples(self, lengths: Sequence[int], home: Layout, **keywords: Any) -> Plan:
+        """Plan a mini-batch; what the keys leave open is the fastest for it, as verl tells no lengths ahead.
+
+        `keywords` are options of plans, with the cost of one device; those of `plan` win.
+        """
+        options = {**keywords, **self.plan}
+        degrees = options.pop("min_cp", 1), options.pop("max_cp", None) or 0
+        degree = self.context_parallel_size
+        planner = "fixed" if self.planner == AUTO and degree else self.planner  # as of a run's keys
+        choice = PlannerConfig(planner, degree, *degrees, PlanOptions(**options), prefix="engine.")
+        return fastest_plan(choice, lengths, home)
