@@ -132,6 +132,8 @@ class FrozenFeature(Feature):
             yield "a copy of all weights on every rank (shard_parameters=False) is not packed; shard them"
         if self.options.frozen == "stored" and not self._formats:
             yield 'it is read from no folder in 4 or 8 bits (with sharded=True); use frozen="nf4"'
+        elif not self._formats:
+            yield "its decoder layers have no linears and no experts"
         if not any("lora_" in name for name, _ in model.named_parameters()):
             yield "it has no LoRA adapter, and packed weights are not trained; set lora.rank, or use peft"
             return
