@@ -42,6 +42,11 @@ SHORT = ATTENTION.replace(",a2a", "")
 NODES = "sh bench/two_nodes.sh --rate 1.25G"  # a link of 10 Gbit/s, the same at all times; without a rate it varies
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 YARN = "--model.rope_scaling yarn"
+NF4 = "--model.frozen nf4"
+ADAPTED = (
+    "{python} -m longspan bench step --world 1 --planners fixed --model.preset qwen3-8b --model.dtype bfloat16 "
+    f"--lora.rank 16 {YARN} --warmup 1 --repeats 2 --out {{out}}"
+)
 LONG = "--sequences 32768 --warmup 1 --repeats 2"
 CHOSEN = "--train.plan_memory false --train.activation_checkpointing selective"
 PYTEST = "{python} -m pytest -q --tb=short --resume {folder}/{name}.jsonl"  # which has the reasons of what failed
@@ -167,6 +172,21 @@ RUNS = (
         for stage, key in ((2, "--parallel.reshard_after_forward false"), (3, ""))
     ),
     GpuRun("step-16k", 60, f"{STEP} --sequences 16384"),
+    *(  # adapters over weights in 4 bits, and over whole ones
+        GpuRun(f"{name}-{rows >> 10}k", seconds, f"{ADAPTED} --sequences {rows}{frozen}", gpus=1)
+        for name, frozen in (("frozen", f" {NF4}"), ("whole", ""))
+        for rows, seconds in ((16384, 80), (65536, 110))
+    ),
+    GpuRun("frozen-24g", 110, f"{ADAPTED} {NF4} --sequences 65536 --train.device_memory_limit 23622320128", gpus=1),
+    GpuRun("frozen-peer", 400, "{python} bench/training/one_gpu_peer.py --mode qlora --out {out}", gpus=1),
+    GpuRun(
+        "frozen-70b",
+        560,
+        "{python} -m longspan bench step --world 1 --planners fixed --model.preset llama-3.3-70b-instruct "
+        f"--model.dtype bfloat16 --lora.rank 16 {NF4} --sequences 65536 --train.device_memory_limit 85899345920 "
+        "--warmup 1 --repeats 1 --out {out}",
+        gpus=1,
+    ),
     GpuRun("step-32k", 100, f"{STEP} {LONG}"),
     GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.device_memory_limit 118111600640"),  # 110 GiB
     *(
