@@ -261,12 +261,13 @@ def test_more_layers_of_the_slower_measure_where_the_host_is_small(slow: str, fa
 
 
 ROOM, TIGHT, HOST = (4096, 129, 128), (20480, 75, 0), (65536, 60, 64)  # rows, GiB of the device and of the host
+MIXED = (8192, 75, 64), (20480, 75, 8), (32768, 100, 16)  # a later choice of few slow layers beats the first that fits
 
 
 @pytest.mark.parametrize(
     ("fixed", "sizes"),
     [
-        *(({}, sizes) for sizes in (ROOM, TIGHT, HOST)),
+        *(({}, sizes) for sizes in (ROOM, TIGHT, HOST, *MIXED)),
         ({"gathered_once": False}, TIGHT),
         ({"offload": False}, HOST),
         ({"measure": "full"}, HOST),
