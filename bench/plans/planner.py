@@ -34,7 +34,7 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.dynamic import free, lockstep
-from longspan.resolve.evaluation import list_type_options
+from longspan.resolve.evaluation import options_by_comm_type
 from longspan.resolve.text import plan_type_text
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
@@ -91,7 +91,7 @@ def static_plan(lengths: list[int], slots: int, cap: int) -> tuple[float, int, s
         plan_fixed(lengths, home, cp, options=typed)
         for cp in (least, 2 * least, 4 * least)
         if slots % cp == 0
-        for typed in list_type_options(options, home, cp)
+        for typed in options_by_comm_type(options, home, cp)
     )
     best = min(plans, key=lambda plan: plan.predicted_seconds)
     return best.predicted_seconds, best.micro_batches[0].groups[0].degree, plan_type_text(best)

@@ -137,7 +137,7 @@ def test_progress_in_a_file_is_a_line_now_and_then(
 ) -> None:
     alone = ProofRanks(1, launch=lambda run, task, count, seconds: run(0, task))
 
-    def run(config: Any, cases: list[Case], ranks: ProofRanks) -> Proof:
+    def run(config: Any, cases: list[Case], ranks: ProofRanks, *_: Any) -> Proof:
         return run_proof(config, cases, replace(alone, show=ranks.show))
 
     monkeypatch.setattr(doctor_model, "run_proof", run)

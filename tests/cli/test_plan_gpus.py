@@ -24,7 +24,7 @@ from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import find_run_cost, run_memory_settings
+from longspan.resolve.memory import find_run_cost, memory_settings_of_run
 from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import UNIT, Ranking, Way, fit_way, rank_ways, set_usual_mode
 from longspan.run.checks import check_config
@@ -507,7 +507,7 @@ PRECISIONS: list[dict[str, Any]] = [
 def test_settings_without_torch_are_those_with_it(keys: dict[str, Any]) -> None:
     config = load_config(None, keys)
     for gpu, kind in ((True, "cuda"), (False, "cpu")):
-        assert run_memory_settings(config, gpu=gpu).compute_bytes == compute_dtype(config.model, kind).itemsize
+        assert memory_settings_of_run(config, gpu=gpu).compute_bytes == compute_dtype(config.model, kind).itemsize
 
 
 KNOWN_POSITIONS: list[tuple[str, dict[str, Any]]] = [
@@ -553,7 +553,10 @@ def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 # ---- frozen weights in 4 bits
 
 
-@pytest.mark.parametrize(("name", "values"), [("Llama-3.3-70B", LLAMA_70B), ("Qwen3-32B", QWEN3_32B)])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [pytest.param("Llama-3.3-70B", LLAMA_70B, marks=pytest.mark.whole), ("Qwen3-32B", QWEN3_32B)],
+)
 def test_large_models_are_proposed_in_four_bits(
     name: str, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

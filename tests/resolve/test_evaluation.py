@@ -20,7 +20,7 @@ from longspan.resolve.evaluation import (
     PartitionChoice,
     compare_degrees,
     compare_partitions,
-    list_type_options,
+    options_by_comm_type,
     plan_evaluation,
     widest_degree,
 )
@@ -305,7 +305,7 @@ def test_groups_are_priced_by_their_own_type_and_partition() -> None:
 )
 def test_types_at_a_degree(cp: int, heads: int | None, tp: int, partition: Any, expected: list[str]) -> None:
     options = PlanOptions(cp_comm_type="auto", heads=heads, partition=partition)
-    ways = list_type_options(options, Layout(48 * tp, tp=tp), cp)
+    ways = options_by_comm_type(options, Layout(48 * tp, tp=tp), cp)
     assert [comm_type_text(way.cp_comm_type, [way.hierarchical_context_parallel_sizes]) for way in ways] == expected
     for way in ways:
         plan_fixed([4800], Layout(48 * tp, tp=tp), cp, options=way)
@@ -313,7 +313,7 @@ def test_types_at_a_degree(cp: int, heads: int | None, tp: int, partition: Any, 
 
 def test_a_type_that_is_named_is_the_only_one() -> None:
     options = PlanOptions(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(4, 2))
-    (way,) = list_type_options(options, Layout(8), 2)
+    (way,) = options_by_comm_type(options, Layout(8), 2)
     assert way.hierarchical_context_parallel_sizes == (2, 1)
     assert plan_fixed([90], Layout(8), 2, options=way).cost == Cost().under("a2a+p2p", 2)
-    assert list_type_options(options, Layout(8)) == [options]
+    assert options_by_comm_type(options, Layout(8)) == [options]

@@ -22,7 +22,7 @@ from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.choice import home_of
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import FILE, SlotRows, keys_that_decide_rows
-from longspan.resolve.memory import fixed_memory_keys, run_memory_settings
+from longspan.resolve.memory import fixed_memory_keys, memory_settings_of_run
 from longspan.resolve.resolved import resolve
 from longspan.resolve.ways import UNIT, Fit, Way, rank_ways, set_usual_mode
 from longspan.run import warm_up
@@ -80,16 +80,16 @@ def test_numbers_of_state_are_counted_on_the_optimizer_itself() -> None:
 
 
 def test_settings_follow_the_keys() -> None:
-    usual = run_memory_settings(config_of(), gpu=True)
+    usual = memory_settings_of_run(config_of(), gpu=True)
     assert (usual.parameter_bytes, usual.compute_bytes, usual.state_numbers) == (4, 2, 2.0)
-    assert usual.fused_norms and not run_memory_settings(config_of(), gpu=False).fused_norms
+    assert usual.fused_norms and not memory_settings_of_run(config_of(), gpu=False).fused_norms
     keys = {"train__float8": "rowwise", "lora__rank": 8, "context__mode": "free", "mtp__num_layers": 1}
-    other = run_memory_settings(config_of(model__dtype="bfloat16", **keys), gpu=True)
+    other = memory_settings_of_run(config_of(model__dtype="bfloat16", **keys), gpu=True)
     assert (other.parameter_bytes, other.lora_rank, other.depths) == (2, 8, 1)
     assert other.free and other.float8 and not usual.float8
     # scans go by torch in float32, and on a GPU whose machine has no flash-linear-attention
     assert usual.scan_kernels and way_of(config_of()).memory_settings.scan_kernels
-    assert not run_memory_settings(config_of(model__compute_dtype="float32")).scan_kernels
+    assert not memory_settings_of_run(config_of(model__compute_dtype="float32")).scan_kernels
     assert not way_of(config_of(), scan_kernels=False).memory_settings.scan_kernels
 
 

@@ -18,11 +18,11 @@ def keep_base(run_dir: Path, config: RunConfig) -> None:
     """Write the sum of the folder over whose weights the run trains an adapter; without one, remove what is there."""
     (run_dir / BASE).unlink(missing_ok=True)
     if config.lora.rank and (folder := config.model.path):
-        record = {"folder": str(Path(folder).absolute()), "sum": weights_sum(Path(folder))}
+        record = {"folder": str(Path(folder).absolute()), "sum": weights_fingerprint(Path(folder))}
         write_atomically(run_dir / BASE, json.dumps(record, indent=1))
 
 
-def check_base(run_dir: Path, config: RunConfig) -> None:
+def check_base_weights_unchanged(run_dir: Path, config: RunConfig) -> None:
     """Raise ModelError where the base model of a run's adapter is gone, or has other weights than the run began with.
 
     A run without base.json, which an earlier version began, may have any.
@@ -38,7 +38,7 @@ def check_base(run_dir: Path, config: RunConfig) -> None:
     if not (run_dir / BASE).is_file():
         return
     old_sum = (old := read_json(run_dir / BASE))["sum"]
-    new_sum = weights_sum(folder)
+    new_sum = weights_fingerprint(folder)
     if new_sum != old_sum:
         raise ModelError(
             f"the adapter of {run_dir} began over the weights of {old['folder']} (model.path) with the sum "
@@ -46,7 +46,7 @@ def check_base(run_dir: Path, config: RunConfig) -> None:
         )
 
 
-def weights_sum(folder: Path) -> str:
+def weights_fingerprint(folder: Path) -> str:
     """Sum the sizes and blocks of a folder's files of weights, by SHA-256; of a small model every byte."""
     digest = hashlib.sha256()
     files = weight_files(folder, quantized=True)

@@ -120,7 +120,7 @@ def read_metadata(path: Path) -> Metadata:
     try:
         files = sorted((file for file in path.iterdir() if file.name.endswith(SUFFIX)), key=lambda file: file.name)
         with ThreadPoolExecutor(max_workers=8) as pool:
-            headers = list(pool.map(_read_header, files))
+            headers = list(pool.map(_read_stored_chunks, files))
     except OSError as error:
         name = Path(error.filename or "its folder").name
         raise CheckpointError(f"checkpoint {path}: {name} cannot be read ({error.strerror}); {_AGAIN}") from error
@@ -217,7 +217,7 @@ def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
     return part
 
 
-def _read_header(file: Path) -> list[StoredChunk]:
+def _read_stored_chunks(file: Path) -> list[StoredChunk]:
     try:
         with name_file_in_errors(file), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

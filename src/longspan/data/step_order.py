@@ -40,31 +40,31 @@ class StepBegins:
     def __init__(self, end_of_step: Callable[[int], int]) -> None:
         self._end_of_step = end_of_step
         self._begins = array("q", [0])
-        self._block = lru_cache(maxsize=2)(self._bounds_of_block)
+        self._block = lru_cache(maxsize=2)(self._compute_block)
 
     def begin_and_end(self, step: int) -> tuple[int, int]:
         """Return where a step begins and ends."""
         block, index = divmod(step, _STRIDE)
-        # each call computes the next 64 steps, and where the step after them begins
         while len(self._begins) <= block:
-            self._block(len(self._begins) - 1)
+            self._append_begin()
         return self._block(block)[index]
 
     def count_steps_before(self, place: int) -> int:
         """Count the steps that begin before a place."""
         while self._begins[-1] < place:
-            self._block(len(self._begins) - 1)
+            self._append_begin()
         block = max(0, bisect_left(self._begins, place) - 1)
         return block * _STRIDE + bisect_left(self._block(block), place, key=lambda bounds: bounds[0])
 
-    def _bounds_of_block(self, block: int) -> list[tuple[int, int]]:
+    def _append_begin(self) -> None:
+        self._begins.append(self._block(len(self._begins) - 1)[-1][1])
+
+    def _compute_block(self, block: int) -> list[tuple[int, int]]:
         begin = self._begins[block]
         steps = list[tuple[int, int]]()
         for _ in range(_STRIDE):
             steps.append((begin, self._end_of_step(begin)))
             begin = steps[-1][1]
-        if block == len(self._begins) - 1:  # else it was computed before, and dropped from the cache
-            self._begins.append(begin)
         return steps
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from longspan.checkpoint.base import check_base
+from longspan.checkpoint.base import check_base_weights_unchanged
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state
 from longspan.checkpoint.storage import read_metadata
@@ -128,7 +128,7 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    run_on_first_rank(world, lambda: check_base(subject.folder, subject.config), ModelError)
+    run_on_first_rank(world, lambda: check_base_weights_unchanged(subject.folder, subject.config), ModelError)
     configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)

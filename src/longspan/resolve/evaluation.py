@@ -26,7 +26,7 @@ MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline 
 NAMED = 4  # degrees after the best, in a line of reasons
 
 
-def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
+def options_by_comm_type(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
     """List the options under each type that comes into question at a degree (None: in a dynamic plan), rings first.
 
     A type of `options` other than "auto" is the only one. Types that exchange heads need them, and first levels inside
@@ -186,8 +186,8 @@ def compare_degrees(
     8
 
     `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
-    fastest type (`list_type_options`). Degrees (default: all that divide the slots) at which the longest document does
-    not fit, or that the heads do not allow, are left out. `max_tokens_per_slot` None takes the longest document.
+    fastest type (`options_by_comm_type`). Degrees (default: all that divide the slots) at which the longest document
+    does not fit, or that the heads do not allow, are left out. `max_tokens_per_slot` None takes the longest document.
     `dynamic_degrees` are the smallest and the largest (0: no limit) of the dynamic plan. Raises PlanError where no
     degree is possible.
     """
@@ -231,7 +231,7 @@ def compare_degrees(
 
 def _price_degree(lengths: tuple[int, ...], home: Layout, options: PlanOptions, cp: int) -> DegreeChoice:
     """The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan."""
-    first, *others = list_type_options(options, home, cp)
+    first, *others = options_by_comm_type(options, home, cp)
     planned = plan_evaluation(lambda way: plan_fixed(lengths, home, cp, options=way), lengths, home, first, cp)
     choices = [DegreeChoice(cp, planned, first)]
     for way in others:

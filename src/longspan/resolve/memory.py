@@ -72,14 +72,14 @@ def find_run_cost(
     model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
     """
     try:
-        settings = run_cost_settings(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
+        settings = cost_settings_of_run(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
         return (machine or run_machine(config, gpu=gpu)).cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}")
         return Cost() if gpu else replace(Cost(), source="")
 
 
-def run_cost_settings(
+def cost_settings_of_run(
     config: RunConfig,
     *,
     slots: int,
@@ -119,14 +119,14 @@ def _read_machine_once(file: str) -> Machine:
     return read_machine(file, KEY)
 
 
-def run_memory_settings(
+def memory_settings_of_run(
     config: RunConfig, *, gpu: bool = True, encoder_rows: int = 0, state_numbers: float | None = None
 ) -> MemorySettings:
     """Read the settings of a run's plan of memory; those that the plan may choose have the values of their keys.
 
     The optimizer keeps `state_numbers` for each weight (None: those of its name).
 
-    >>> run_memory_settings(RunConfig()).state_numbers
+    >>> memory_settings_of_run(RunConfig()).state_numbers
     2.0
     """
     train = config.train

@@ -32,7 +32,7 @@ from longspan.plan import (
 from longspan.plan.memory.memory_plan import leanest_plans, mean_step_seconds
 from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import can_be_free, find_run_cost, fixed_memory_keys, run_memory_settings
+from longspan.resolve.memory import can_be_free, find_run_cost, fixed_memory_keys, memory_settings_of_run
 from longspan.resolve.text import RankedWay
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
@@ -86,7 +86,7 @@ class Way:
         rows = math.ceil(UNEVEN * facts.image_rows / facts.home.slots)
         rows = min(rows, most or rows)
         numbers = facts.state_numbers
-        settings = run_memory_settings(self.config, gpu=facts.gpu, encoder_rows=rows, state_numbers=numbers)
+        settings = memory_settings_of_run(self.config, gpu=facts.gpu, encoder_rows=rows, state_numbers=numbers)
         return replace(settings, scan_kernels=settings.scan_kernels and facts.scan_kernels)
 
     @property

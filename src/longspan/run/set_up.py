@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from longspan.checkpoint.base import BASE, check_base, keep_base
+from longspan.checkpoint.base import BASE, check_base_weights_unchanged, keep_base
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
@@ -247,7 +247,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     fixed += (
         ["encoder.trainable"] if config.lora.rank else []
     )  # with an adapter, checkpoints hold only trained parts
-    # by which `check_base` compares it
+    # by which `check_base_weights_unchanged` compares it
     free = (*_FREE_KEYS, *["model.path"] * Path(config.run.dir, BASE).is_file())
     for name in (name for name in fixed if name not in free):
         section, _, key = name.partition(".")
@@ -299,7 +299,7 @@ def open_run_documents(
     config = set_node_size(config, world.node_size)
     set_world_machine(world, partial(read_run_machine, config), KEY)
     if checkpoint is not None:
-        run_on_first_rank(world, partial(check_base, Path(config.run.dir), config), ModelError)
+        run_on_first_rank(world, partial(check_base_weights_unchanged, Path(config.run.dir), config), ModelError)
     model_config = run_on_every_rank(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from longspan.checkpoint import base as base_module
-from longspan.checkpoint.base import weights_sum
+from longspan.checkpoint.base import weights_fingerprint
 from longspan.checkpoint.storage import read_metadata
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
@@ -310,7 +310,7 @@ def test_a_sum_covers_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def sum_of(**changes: Tensor) -> str:
         save_file(tensors | changes, tmp_path / "model.safetensors")
-        return weights_sum(tmp_path)
+        return weights_fingerprint(tmp_path)
 
     first = sum_of()
     for name, tensor in tensors.items():
@@ -327,7 +327,7 @@ def test_a_sum_covers_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = file.read_bytes()
     for changed in (whole[:-1] + b"x", b"x" + whole[1:], whole + b"x"):
         file.write_bytes(changed)
-        assert weights_sum(tmp_path) != first
+        assert weights_fingerprint(tmp_path) != first
 
 
 def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

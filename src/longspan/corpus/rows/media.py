@@ -275,7 +275,7 @@ class _PartMedia:
             if isinstance(content, str) and name_pattern.search(content):
                 content = [{"type": "text", "text": content}]
             if isinstance(content, list):
-                parts = [cut for part in content for cut in _split_text_part(part, name_pattern)]
+                parts = [cut for part in content for cut in _split_at_placeholders(part, name_pattern)]
                 parts = [self._extract_from_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
                 message = {**message, "content": parts}
             new_messages.append(message)
@@ -349,7 +349,7 @@ def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
             yield from (part for part in content if isinstance(part, dict))
 
 
-def _split_text_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
+def _split_at_placeholders(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
     text = part.get("text") if isinstance(part, dict) else None
     if not (isinstance(text, str) and name_pattern.search(text)):
         yield part

@@ -147,7 +147,7 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {evidence}"
     error = relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
     if error > _TOLERANCE:
-        first = _first_differing_module(all_rows, pieces, order)
+        first = _place_of_first_difference(all_rows, pieces, order)
         yield (
             f"rows influence each other outside attention, first in {first}: outputs differ by {error:.1e} {evidence}"
         )
@@ -156,7 +156,7 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
     yield from _expert_reasons(model)
 
 
-def _first_differing_module(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
+def _place_of_first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
     # A module that is not called equally often for each piece cannot be compared.
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):

@@ -443,7 +443,7 @@ class _Placing:
         ready = 0  # micro-batches whose free slots are bins
         while True:
             for m in range(ready, len(self.durations)):
-                for part in self.free[m].remaining_runs():
+                for part in self.free[m].usable_runs_left():
                     self.bins.add_bin(m, part, long=-1, seconds=0.0, rows=self.problem.cap)
             ready = len(self.durations)
             position = LeastLoaded(self.bins, self.durations, self.problem).place_items(

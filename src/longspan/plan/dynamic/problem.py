@@ -256,7 +256,7 @@ class FreeSlots:
     def has_block(self, width: int) -> bool:
         return bool(self._smallest_fit(width, avoid_remnant=False))
 
-    def remaining_runs(self) -> Parts:
+    def usable_runs_left(self) -> Parts:
         return [
             (start + size - left + offset, count)
             for (start, size), left in zip(self.blocks, self.left, strict=True)

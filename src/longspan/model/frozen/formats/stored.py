@@ -31,7 +31,8 @@ _ADVICE = (
 class StoredWeights:
     """How a folder holds its weights in 4 or 8 bits.
 
-    >>> stored_weights({"quant_method": "fp8", "weight_block_size": [128, 128]}).description
+    >>> weights: StoredWeights = stored_weights({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    >>> weights.description
     'float8 in blocks of 128 × 128 (fp8)'
 
     `endings` maps how the tensors beside a weight end to how the weight does; a weight has one of each set in `needed`.
@@ -108,7 +109,7 @@ def _fine_grained_float8(settings: Mapping[str, Any]) -> StoredWeights:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
-    blocks = list[tuple[int, int]]()
+    blocks = list[tuple[int, int]]()  # rows and columns that share a scale; 0: all
     texts = list[str]()
     for group in settings.get("config_groups", {}).values():
         weights = group.get("weights") or {}
@@ -128,8 +129,10 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
         texts.append(
             f"{strategies[strategy][0]} × {strategies[strategy][1]} blocks" if strategy == "block" else strategy
         )
+    if not blocks:
+        raise ModelError(f"compressed-tensors weights without config_groups are not read; {_ADVICE}")
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense" or not blocks:
+    if sparsity != "dense":
         raise ModelError(f"compressed-tensors weights of format {sparsity} are not read; {_ADVICE}")
     return StoredWeights(
         f"float8 by {' and '.join(dict.fromkeys(texts))} (compressed-tensors)",
