@@ -25,7 +25,7 @@ VLM    ?= runs/vlm
 # Every process would compile longspan anew in an environment that writes no bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train vlm docs test test-all test-gpu test-oldest test-newest test-verl predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
+.PHONY: train vlm docs test test-all test-gpu test-oldest test-newest test-verl test-formats predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
@@ -40,6 +40,7 @@ help:
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
 	@echo "#   make test-newest the tests with the newest torch, transformers and trl, on Python 3.13 (downloads several GB)"
 	@echo "#   make test-verl the tests of longspan.verl, with verl $(VERL_VERSION) beside what make test installs (TRANSFORMERS=5.10.4: and that one)"
+	@echo "#   make test-formats the tests of folders in 4 and 8 bits, with bitsandbytes, which writes to standard error wherever it is installed"
 	@echo "#   make predictions  measured steps of bench/records beside what planners say; fails off the bar"
 	@echo "#   make docs     the site of docs/ in build/site, with every link checked (needs no torch)"
 	@echo "#   make size     tokens of code and lines by folder"
@@ -96,6 +97,11 @@ test-oldest: $(OLDEST)/.dev
 
 test-newest: $(NEWEST)/.dev
 	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile
+
+test-formats: $(VENV)/.dev
+	$(PIP) 'bitsandbytes>=0.50'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "whole or not whole" tests/model/frozen tests/run/runs/test_stored_run.py; \
+		status=$$?; $(BIN)/python -m pip uninstall -q -y bitsandbytes; exit $$status
 
 # verl wants an older transformers, so it comes without what it depends on; the rest is that of $(VENV).
 $(VERL)/.dev: $(VENV)/.dev

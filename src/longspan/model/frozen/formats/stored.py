@@ -129,11 +129,11 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
         texts.append(
             f"{strategies[strategy][0]} × {strategies[strategy][1]} blocks" if strategy == "block" else strategy
         )
-    if not blocks:
-        raise ModelError(f"compressed-tensors weights without config_groups are not read; {_ADVICE}")
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise ModelError(f"compressed-tensors weights of format {sparsity} are not read; {_ADVICE}")
+    if not blocks:
+        raise ModelError(f"compressed-tensors weights without config_groups are not read; {_ADVICE}")
     return StoredWeights(
         f"float8 by {' and '.join(dict.fromkeys(texts))} (compressed-tensors)",
         {".weight_scale": ".weight"},
