@@ -26,7 +26,7 @@ _VALUES = (
 )
 
 
-def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+def _plain_arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
     """Without gradients; and scales are of float32 also where a mode widens casts, as in proofs in float64."""
 
     @wraps(function)
@@ -50,7 +50,7 @@ class _NF4(PackedFormat):
             return ""
         return f"its rows have {columns} numbers, which blocks of {BLOCK} do not divide"
 
-    @_without_modes
+    @_plain_arithmetic
     def pack(self, weight: Tensor) -> Tensor:
         rows, columns = weight.shape
         packed = weight.new_empty((rows, self.row_bytes(columns)), dtype=torch.uint8)
@@ -68,7 +68,7 @@ class _NF4(PackedFormat):
             into[:, columns // 2 :] = scales.view(torch.uint8)
         return packed
 
-    @_without_modes
+    @_plain_arithmetic
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         if packed.is_cuda and (kernels := _kernel_module()) is not None:
             kernels.unpack_nf4(packed, _values(packed.device), out, BLOCK)
