@@ -24,7 +24,7 @@ def _weight(dtype: torch.dtype) -> torch.Tensor:
     weight[3, 64:128] = 0.0  # a block of zeros
     weight[4, 5] = 30.0
     weight[5] *= 1e-30
-    limits = torch.tensor(nf4._VALUES)
+    limits = torch.tensor(nf4.VALUES)
     weight[6, :15], weight[6, 15] = (limits[:-1] + limits[1:]) / 2, 1.0  # between two codes
     return weight.to(dtype)
 
@@ -52,7 +52,7 @@ def test_codes_scales_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _weight(torch.float32)
     whole, values = packed_format("nf4").pack(weight), torch.empty_like(weight)
-    monkeypatch.setattr(nf4, "_PIECE", 5 * 448)
+    monkeypatch.setattr("longspan.model.frozen.packed_format._PIECE", 5 * 448)
     assert torch.equal(packed_format("nf4").pack(weight), whole)
     packed_format("nf4").unpack(whole, values)
     of_pieces = torch.empty_like(weight)

@@ -5,20 +5,19 @@ Codes, scales and values are those of bitsandbytes without double quantisation, 
 
 from collections.abc import Callable
 from functools import cache, wraps
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan.model.frozen.packed_format import PackedFormat
+from longspan.attention.rows import kernel_module
+from longspan.model.frozen.packed_format import PackedFormat, pair_pieces
 
 BLOCK = 64  # numbers that share a scale
 _SCALE_BYTES = 4
-_PIECE = 1 << 22  # numbers that are converted at once by torch
+_KERNELS = "longspan.model.frozen.nf4_kernels"
 _LEAST_SCALE = 1e-38  # of a block of zeros, by which it is divided
-_VALUES = (
+VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
@@ -58,7 +57,7 @@ class _NF4(PackedFormat):
             return packed
         values = _values(weight.device)
         limits = (values[:-1] + values[1:]) / 2
-        for piece, into in _pieces(weight, packed):
+        for piece, into in pair_pieces(weight, packed):
             blocks = piece.float().unflatten(1, (-1, BLOCK))
             scales = blocks.abs().amax(-1)
             # bitsandbytes multiplies by the reciprocal
@@ -70,12 +69,12 @@ class _NF4(PackedFormat):
 
     @_plain_arithmetic
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        if packed.is_cuda and (kernels := _kernel_module()) is not None:
+        if packed.is_cuda and (kernels := kernel_module(_KERNELS)) is not None:
             kernels.unpack_nf4(packed, _values(packed.device), out, BLOCK)
             return
         columns = out.shape[1]
         values = _values(packed.device)
-        for piece, into in _pieces(packed, out):
+        for piece, into in pair_pieces(packed, out):
             codes = piece[:, : columns // 2]
             scales = piece[:, columns // 2 :].contiguous().view(torch.float32)
             pairs = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
@@ -86,17 +85,6 @@ class _NF4(PackedFormat):
 NF4 = _NF4()
 
 
-def _pieces(source: Tensor, target: Tensor) -> Any:
-    """Pair rows of two matrices, so many at once as bound the memory of a conversion."""
-    rows = max(1, _PIECE // max(1, target.shape[1], source.shape[1]))
-    return zip(source.split(rows), target.split(rows), strict=True)
-
-
 @cache
 def _values(device: torch.device) -> Tensor:
-    return torch.tensor(_VALUES, dtype=torch.float32, device=device)
-
-
-@cache
-def _kernel_module() -> Any:
-    return None if find_spec("triton") is None else import_module("longspan.model.frozen.nf4_kernels")
+    return torch.tensor(VALUES, dtype=torch.float32, device=device)

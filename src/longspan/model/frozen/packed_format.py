@@ -1,6 +1,7 @@
 """How the rows of a frozen weight lie as bytes, which `packed_param.py` shards and gathers."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pkgutil import resolve_name
 
 from torch import Tensor
@@ -9,6 +10,13 @@ from longspan.errors import ModelError
 
 # Of a format its object; a format of a folder is parametrised by the folder, and is in `formats/`.
 _FORMATS = {"nf4": "longspan.model.frozen.nf4:NF4"}
+_PIECE = 1 << 22  # numbers that are converted at once by torch
+
+
+def pair_pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pair rows of two matrices, so many at once as bound the memory of a conversion."""
+    rows = max(1, _PIECE // max(1, target.shape[1], source.shape[1]))
+    return zip(source.split(rows), target.split(rows), strict=True)
 
 
 class PackedFormat(ABC):

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from longspan import load_model
 from longspan.errors import ModelError
-from longspan.model.frozen.formats import stored_format
+from longspan.model.frozen import packed_format
 from longspan.model.frozen.formats.stored import stored_weights
 from longspan.model.frozen.formats.stored_format import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
@@ -273,7 +273,7 @@ def test_a_configuration_says_how_weights_are_stored() -> None:
 
 def test_the_last_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the definition, as of DeepSeek's kv_a_proj (576 rows); transformers does not dequantise such a weight."""
-    monkeypatch.setattr(stored_format, "_PIECE", 5 * 160)  # rows that are converted at once
+    monkeypatch.setattr(packed_format, "_PIECE", 5 * 160)  # rows that are converted at once
     stored = stored_weights({"quant_method": "fp8", "weight_block_size": [64, 64]})
     assert stored is not None
     codes, scales = torch.randn(100, 160).to(torch.float8_e4m3fn), torch.rand(2, 3)

@@ -19,17 +19,12 @@ from longspan.model.frozen.formats.stored_format import (
     check_shape,
     tensor_shape,
 )
-from longspan.model.frozen.packed_format import packed_format
+from longspan.model.frozen.nf4 import BLOCK, NF4, VALUES
 
 _WRITER = "bitsandbytes "
 _STATE = ".quant_state.bitsandbytes__"
 _KINDS = {
-    "nf4": (
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ),
+    "nf4": VALUES,
     "fp4": (
         *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25),
         *(0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204),
@@ -37,7 +32,6 @@ _KINDS = {
     ),
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_OF_NF4 = 64  # numbers that share a scale, in the format that longspan writes
 
 
 @dataclass(frozen=True)
@@ -57,8 +51,8 @@ class FourBit(StoredFormat):
         return f"its rows have {columns} numbers, which blocks of {self.block} do not divide"
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        if packed.is_cuda and (self.name, self.block, self.dtype) == (f"{_WRITER}nf4", _OF_NF4, out.dtype):
-            packed_format("nf4").unpack(packed, out)  # its rows are the same, and it has a kernel
+        if packed.is_cuda and (self.name, self.block, self.dtype) == (f"{_WRITER}nf4", BLOCK, out.dtype):
+            NF4.unpack(packed, out)  # its rows are the same, and it has a kernel
         else:
             super().unpack(packed, out)
 

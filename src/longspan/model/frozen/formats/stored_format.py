@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from longspan.errors import ModelError
-from longspan.model.frozen.packed_format import PackedFormat
+from longspan.model.frozen.packed_format import PackedFormat, pair_pieces
 
 SCALE_BYTES = 4  # of a float32 scale
-_PIECE = 1 << 22  # numbers that are converted at once
 
 # Of the files, by name: each a Tensor, or a slice of safetensors, which is read when it is indexed.
 Tensors = Mapping[str, Any]
@@ -37,9 +36,8 @@ class StoredFormat(PackedFormat):
 
     @torch.no_grad()
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        rows = max(1, _PIECE // max(1, out.shape[1]))
         with torch._C.DisableTorchFunction():  # a mode may turn float32 into float64
-            for piece, into in zip(packed.split(rows), out.split(rows), strict=True):
+            for piece, into in pair_pieces(packed, out):
                 into.copy_(self.values(piece, out.shape[1]))
 
 
