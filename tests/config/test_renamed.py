@@ -98,6 +98,19 @@ def test_keys_in_another_form_are_refused() -> None:
         upgrade_text('train.lr = 1.0\ntrain.memory = "none"\n')
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nlr = 1.0\n[optimizer]\nlr = 2.0\n", "train.lr and optimizer.lr"),
+        ('[train]\nmemory = "none"\nplan_memory = true\n', "train.memory and train.plan_memory"),
+        ('[[eval]]\nname = "a"\n[[evaluation.sets]]\nname = "b"\n', "eval and evaluation.sets"),
+    ],
+)
+def test_a_key_by_both_of_its_names_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"by its old and its new name: {message}; leave one out"):
+        upgrade_text(text)
+
+
 def test_the_configuration_of_an_older_run_is_read_in_its_folder_alone(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(OLD)

@@ -52,7 +52,7 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     >>> upgrade_text('[train]\\nmemory = "none"  # by hand\\n')
     ('[train]\\nplan_memory = false  # by hand\\n', ['train.memory is train.plan_memory = false'])
 
-    Raises ConfigError for a file whose keys do not stand below [section], ValueError for a text that is not TOML.
+    Raises ConfigError for a file that gives a key twice or whose keys do not stand below [section], ValueError for a text that is not TOML.
     """
     import tomlkit
     from tomlkit.items import Table
@@ -61,6 +61,11 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     changes = list(_list_changes(tables))
     if not changes:
         return text, []
+    given = {f"{section}.{key}" for section, table in tables.items() if isinstance(table, Mapping) for key in table}
+    given |= {OLD_SETS} & tables.keys()
+    renamed = {OLD_SETS: SETS} | RENAMED
+    if twice := [f"{old} and {renamed[old]}" for old in renamed if {old, renamed[old]} <= given]:
+        raise ConfigError(f"the file gives a key by its old and its new name: {', '.join(twice)}; leave one out")
     document = tomlkit.parse(text)
     moved: dict[str, Any] = {}
     for section in [name for name, table in document.items() if isinstance(table, Table)]:
