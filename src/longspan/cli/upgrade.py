@@ -35,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         text = path.read_text(encoding="utf-8")
         new_text, changes = upgrade_text(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give a configuration file in TOML") from error
     if flags.dry_run:
@@ -52,7 +54,8 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     >>> upgrade_text('[train]\\nmemory = "none"  # by hand\\n')
     ('[train]\\nplan_memory = false  # by hand\\n', ['train.memory is train.plan_memory = false'])
 
-    Raises ConfigError for a file that gives a key twice or whose keys do not stand below [section], ValueError for a text that is not TOML.
+    Raises ConfigError for a file that gives a key twice, or whose keys do not stand below [section]; ValueError
+    for a text that is not TOML.
     """
     import tomlkit
     from tomlkit.items import Table
