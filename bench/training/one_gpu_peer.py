@@ -47,6 +47,12 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-8b", help="a preset, or a folder with config.json")
     parser.add_argument("--steps", default="4x8192,1x32768,1x65536", help="documents and tokens of a step, with commas")
     parser.add_argument("--repeats", type=int, default=3, help="steps that are timed, after one that is not")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "one_gpu_peer"),
+        help="under qlora, of the peer's weights",
+    )
     parser.add_argument("--kernel", default="", help="context.attention_kernel of ours")
     parser.add_argument("--out", type=Path, default=Path("one_gpu.json"), help="the record")
     parser.add_argument("--peer", default="", help=argparse.SUPPRESS)  # in the peer's own process: one step
@@ -58,7 +64,8 @@ def main() -> int:
     record: dict[str, Any] = {"command": command, "machine": machine_facts(), "versions": versions(), "rows": []}
     for step in options.steps.split(","):
         words = [sys.executable, __file__, "--peer", step, "--mode", options.mode, "--model", options.model]
-        row = {"step": step, "peer": read_last_line([*words, "--repeats", str(options.repeats)])}
+        words += ["--repeats", str(options.repeats), "--folder", str(options.folder)]
+        row = {"step": step, "peer": read_last_line(words)}
         row["ours"] = measure_ours(options, step)
         record["rows"].append(row)
         options.out.write_text(json.dumps(record, indent=1))
@@ -118,12 +125,10 @@ def build_peer(options: argparse.Namespace, attention: str) -> tuple[Any, bool]:
     config = preset_config(options.model)
     config.max_position_embeddings = 1 << 21
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cpu" if options.mode == "qlora" else "cuda"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-    torch.set_default_dtype(torch.float32)
     if options.mode == "qlora":
-        model = load_in_4_bits(model, attention)
+        model: Any = load_in_4_bits(config, options.folder, attention)
+    else:
+        model = draw_model(config, attention)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     if "lora" in options.mode:
@@ -135,17 +140,25 @@ def build_peer(options: argparse.Namespace, attention: str) -> tuple[Any, bool]:
     return model, liger
 
 
-def load_in_4_bits(model: Any, attention: str) -> Any:
+def draw_model(config: Any, attention: str) -> Any:
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def load_in_4_bits(config: Any, folder: Path, attention: str) -> Any:
     """The folder of the model as people load it: `BitsAndBytesConfig`, nf4, computed in bfloat16."""
     from transformers import BitsAndBytesConfig
 
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        del model
-        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=four, dtype=torch.bfloat16, attn_implementation=attention, device_map={"": 0}
-        )
+    if not (folder / "config.json").exists():
+        draw_model(config, "sdpa").save_pretrained(folder)
+        torch.cuda.empty_cache()
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=four, dtype=torch.bfloat16, attn_implementation=attention, device_map={"": 0}
+    )
 
 
 def time_peer(model: Any, count: int, tokens: int, repeats: int) -> dict[str, Any]:
