@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -306,12 +307,13 @@ def _set_limits(
     gpu: bool,
 ) -> RunConfig:
     """Set a cap of rows and a degree where flags give none. Documents listed by length are few and get no cap (0).
-    Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256 on CPUs. Sequences that
-    are timed one by one get all slots.
+    Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256 on CPUs; more where the
+    longest needs more on all slots. Sequences that are timed one by one get all slots.
     """
     context = config.context
     if context.max_tokens_per_slot == NOT_GIVEN:
-        cap = 0 if documents.listed else 8192 if gpu else 256
+        usual = 8192 if gpu else 256
+        cap = 0 if documents.listed else max(usual, ceil(max(documents.lengths) / home.slots))
         context = replace(context, max_tokens_per_slot=cap)
     if context.context_parallel_size == NOT_GIVEN:  # 0: the fastest, chosen later
         context = replace(context, context_parallel_size=home.slots if flags.sequences else 0)
