@@ -361,7 +361,7 @@ def _prepare_options(
         **options_of_memory_plan(config, memory, training=training),
         attention_kernel=config.context.attention_kernel or None,
         float8=float8,
-        frozen=_frozen_weights(config, model),
+        frozen=_frozen_weights(config, model) if config.lora.rank else "whole",
         compiled=config.train.compile,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=None if dtypes == {computed_dtype} else computed_dtype,  # None: parameters are in it already
@@ -369,8 +369,6 @@ def _prepare_options(
 
 
 def _frozen_weights(config: RunConfig, model: PreTrainedModel) -> Literal["whole", "nf4", "stored"]:
-    if not config.lora.rank:
-        return "whole"
     if config.model.frozen != AUTO:
         return config.model.frozen
     if not stored_formats(model):

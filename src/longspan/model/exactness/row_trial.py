@@ -20,7 +20,7 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error, to_devi
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.execution import model_execution
-from longspan.model.kinds import is_compiled, is_pipeline
+from longspan.model.kinds import IS_COMPILED, is_pipeline
 from longspan.model.layers import decoder_layers, has_experts, mtp_depths, preserve_modes
 from longspan.model.seams.attention_calls import SeparateRows
 from longspan.model.seams.call_rules import call_rules, doctor_hint, is_prepared
@@ -259,7 +259,8 @@ def _tried_modes(model: nn.Module) -> set[bool]:
 
 @contextmanager
 def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
-    with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+    is_compiled = any(IS_COMPILED in vars(module) for module in model.modules())
+    with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         try:
             yield
         finally:
