@@ -32,7 +32,7 @@ CHOICES = {"auto": "true --train.device_memory_limit 51539607552"} | {
     name: f"false --train.activation_checkpointing {keys}"
     for name, keys in {
         "selective": "selective",
-        "selective-on-the-host": "selective --train.offload_activations true",
+        "selective-on-the-host": "selective+host",
         "full": "full",
     }.items()
 }
@@ -195,7 +195,7 @@ RUNS = (
     ),
     GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN}"),
     GpuRun("step-64k-selective", 90, f"{STEP} --sequences 65536 {YARN} {CHOSEN}"),
-    GpuRun("step-64k-host", 110, f"{STEP} --sequences 65536 {YARN} {CHOSEN} --train.offload_activations true"),
+    GpuRun("step-64k-host", 110, f"{STEP} --sequences 65536 {YARN} {CHOSEN}+host"),
     GpuRun("step-packed", 180, f"{PEERS} {PACKED}"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rowwise"),
     GpuRun("step-128k", 130, f"{STEP} --sequences 131072 {YARN} --warmup 1 --repeats 2", gpus=4),

@@ -33,7 +33,7 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--out", str(out)]
     words += ["--context.max_tokens_per_slot", "40", "--run.machine", "h200"]
     words += ["--planners", OWN, "--layers", "1"]
-    words += ["--train.activation_checkpointing", "full", "--train.fused_norms", "off"]
+    words += ["--train.activation_checkpointing", "full"]
     assert bench_step([*words, "--json"], peer_cases) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads(out.read_text())

@@ -31,6 +31,10 @@ def old_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
             if name == SETS:
                 result[OLD_SETS] = value
                 continue
+            if name == "optimizer.arguments":
+                gone = {"betas": [0.8, 0.9], "fused_norms": "auto", "offload_activations": False}
+                result.setdefault("train", {}).update(gone, optimizer_arguments=[])
+                continue
             words = {new: old for old, new in VALUES.get(name, {}).items()}
             old_section, _, old_key = OLD_NAMES.get(name, name).partition(".")
             old_value = words[value] if isinstance(value, bool | str) and value in words else value
@@ -58,7 +62,11 @@ def write_old_names(run: Path) -> None:
 
 def test_a_run_of_0_3_goes_on_and_is_evaluated_and_exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sets = [{"name": "others", "path": str(write_texts(tmp_path / "others", 4)), "context_parallel_size": 1}]
-    keys: dict[str, Any] = {"data__split_turns": True, "train__plan_memory": False, "optimizer__betas": (0.8, 0.9)}
+    keys: dict[str, Any] = {
+        "data__split_turns": True,
+        "train__plan_memory": False,
+        "optimizer__arguments": ("betas=[0.8, 0.9]",),
+    }
     config = small_config(tmp_path, train__steps=4, checkpoint__every=2, evaluation__sets=sets, **keys)
     run_ranks(train_rank, 2, config, 2)
     run = Path(config.run.dir)

@@ -498,7 +498,7 @@ def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], mo
 PRECISIONS: list[dict[str, Any]] = [
     {},
     {"model.dtype": "bfloat16", "lora.rank": 8, "lora.target_modules": ["q_proj"]},
-    {"model.dtype": "float64", "optimizer.class": "sgd", "train.fused_norms": "off"},
+    {"model.dtype": "float64", "optimizer.class": "sgd"},
     {"model.compute_dtype": "float32", "encoder.trainable": "projector", "encoder.activation_checkpointing": True},
 ]
 

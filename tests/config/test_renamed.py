@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from longspan.cli.main import main
 from longspan.cli.upgrade import upgrade_text
 from longspan.config.file import config_keys, load_config
-from longspan.config.renamed import RENAMED, VALUES, upgrade_table, upgraded_tables
+from longspan.config.renamed import GONE, RENAMED, VALUES, upgrade_table, upgraded_tables
 from longspan.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "upgrade.md"
@@ -34,6 +34,11 @@ lr = 1e-3  # and down
 memory = "none"
 float8 = "rows"
 save_every = 2
+# rounding
+fused_norms = "off"
+betas = [0.8, 0.9]  # slower
+activation_checkpointing = "selective"  # not attention
+offload_activations = true
 
 [[eval]]
 name = "books"
@@ -54,12 +59,14 @@ planner = "fixed"
 steps = 3
 plan_memory = false
 float8 = "rowwise"
+# rounding
+activation_checkpointing = "selective+host"  # not attention
 """
 
 
 def test_every_new_key_is_a_key_and_no_old_one_is() -> None:
     assert set(RENAMED.values()) | set(VALUES) <= set(config_keys())
-    assert not set(RENAMED) & set(config_keys())
+    assert not {*RENAMED, *GONE} & set(config_keys())
 
 
 def test_the_page_has_the_table() -> None:
@@ -73,10 +80,13 @@ def test_a_file_is_rewritten_with_its_comments(tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert file.read_text() == OLD and text.startswith(NEW)
     assert main(["upgrade", str(file)]) == 0
-    assert "train.memory is train.plan_memory = false" in capsys.readouterr().out and file.read_text() == text
+    out = capsys.readouterr().out
+    assert "train.memory is train.plan_memory = false" in out and file.read_text() == text
+    assert all(f"{key} is gone: {advice}" in out for key, advice in GONE.items())
     assert "# the peak\nlr = 1e-3  # and down" in text and 'path = "books"  # on disk' in text
     assert tomllib.loads(text) == upgraded_tables(tomllib.loads(OLD))
     config = load_config(file)
+    assert config.optimizer.arguments == ("betas=[0.8, 0.9]",)
     assert (config.optimizer.lr, config.checkpoint.every, config.evaluation.sets[0].name) == (1e-3, 2, "books")
     assert main(["upgrade", str(file)]) == 0 and file.read_text() == text
     assert upgrade_text(text) == (text, [])
@@ -91,6 +101,25 @@ def test_any_old_keys_are_rewritten_where_they_stand_or_move(keys: set[str], com
     found = {f"{section}.{key}" for section, table in tomllib.loads(text).items() for key in table}
     assert found == {RENAMED[key] for key in keys} and len(changes) == len(keys)
     assert text.count("# why") == comments * len(keys)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("offload_activations = true", ""),
+        ("offload_activations = false", ""),
+        ('activation_checkpointing = "full"\noffload_activations = false', 'activation_checkpointing = "full"'),
+        ("activation_checkpointing = true\noffload_activations = true", 'activation_checkpointing = "full+host"'),
+        ("betas = [0.9, 0.95]", ""),
+        ('optimizer_arguments = ["eps=1"]\nbetas = [0.9, 1e-3]', ["eps=1", "betas=[0.9, 0.001]"]),
+    ],
+)
+def test_keys_that_are_gone(old: str, new: str | list[str]) -> None:
+    text, changes = upgrade_text(f"[train]\n{old}\n")
+    wanted = (
+        {"optimizer": {"arguments": new}} if isinstance(new, list) else tomllib.loads(f"[train]\n{new}" * (new != ""))
+    )
+    assert tomllib.loads(text) == wanted and any("is gone: " in change for change in changes)
 
 
 def test_keys_in_another_form_are_refused() -> None:

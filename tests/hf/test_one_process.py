@@ -170,8 +170,8 @@ def test_layers_are_compiled_as_in_a_run_and_keys_of_memory_hold_without_a_plan(
     options = [prepare_options(trainer, model_of(), None, training=training) for training in (True, False)]
     assert [option.compiled for option in options] == ["auto", "none"], "a reference is not"
     config = LongspanArguments().config()
-    config = replace(config, train=replace(config.train, offload_activations=True, mlp_tile_tokens=64))
+    config = replace(config, train=replace(config.train, mlp_tile_tokens=64))
     arguments = TrainingArguments(use_cpu=True, **{RECOMPUTES: True})
     trainer = SimpleNamespace(_stock_arguments=arguments, longspan=SimpleNamespace(config=lambda: config))
     chosen = prepare_options(trainer, model_of(), None, training=True)
-    assert (chosen.activation_checkpointing, chosen.offload_activations, chosen.mlp_tile_tokens) == ("full", True, 64)
+    assert (chosen.activation_checkpointing, chosen.mlp_tile_tokens) == ("full", 64)

@@ -63,7 +63,7 @@ def test_keys_by_hand_are_not_chosen() -> None:
         ({"train.activation_checkpointing": "selective"}, FixedMemory(measure="selective")),
         ({"train.activation_checkpointing": "none"}, FixedMemory(measure="none")),
         ({"train.activation_checkpointing": True}, FixedMemory(measure="full")),
-        ({"train.offload_activations": True}, FixedMemory(offload=True)),
+        ({"train.activation_checkpointing": "full+host"}, FixedMemory(measure="full", offload=True)),
         ({"parallel.reshard_after_forward": False}, FixedMemory(gathered_once=True)),
         ({"train.offload_optimizer_states": True}, FixedMemory(offload_optimizer_states=True)),
         ({"optimizer.class": "torch.optim.NAdam"}, FixedMemory(offload_optimizer_states=False)),
@@ -82,7 +82,6 @@ def test_numbers_of_state_are_counted_on_the_optimizer_itself() -> None:
 def test_settings_follow_the_keys() -> None:
     usual = memory_settings_of_run(config_of(), gpu=True)
     assert (usual.parameter_bytes, usual.compute_bytes, usual.state_numbers) == (4, 2, 2.0)
-    assert usual.fused_norms and not memory_settings_of_run(config_of(), gpu=False).fused_norms
     keys = {"train__float8": "rowwise", "lora__rank": 8, "context__mode": "free", "mtp__num_layers": 1}
     other = memory_settings_of_run(config_of(model__dtype="bfloat16", **keys), gpu=True)
     assert (other.parameter_bytes, other.lora_rank, other.depths) == (2, 8, 1)

@@ -148,19 +148,19 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
     said = list[str]()
     best = BestCheckpoint("eval_loss", tmp_path, world, said.append)
     losses = {10: 3.0, 20: 3.5, 30: 2.0, 40: 2.0, 50: None, 60: 1.0}
-    assert [step for step, loss in losses.items() if best.note_if_best(rows(loss), step)] == [10, 30, 60]
+    assert [step for step, loss in losses.items() if best.keep_if_best(rows(loss), step)] == [10, 30, 60]
     assert said[1] == "step 30 has the best eval_loss so far, 2 (before: 3 at step 10); its checkpoint is kept"
     resumed = BestCheckpoint("eval_loss", tmp_path, world, said.append)
     resumed.load_bests(60, [60, 30])
     assert resumed.step == 60
     resumed.load_bests(50, [50, 30])  # what came after the checkpoint that the run goes on from is made again
-    assert resumed.step == 30 and not resumed.note_if_best(rows(2.5), 60) and resumed.note_if_best(rows(1.5), 60)
+    assert resumed.step == 30 and not resumed.keep_if_best(rows(2.5), 60) and resumed.keep_if_best(rows(1.5), 60)
     higher = BestCheckpoint("code/eval_hits:higher", tmp_path, world, said.append)
     higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is of another figure" in said[-1]
-    assert higher.note_if_best(rows(1.0, eval_hits=0.5), 70) and not higher.note_if_best(rows(1.0, eval_hits=0.4), 80)
+    assert higher.keep_if_best(rows(1.0, eval_hits=0.5), 70) and not higher.keep_if_best(rows(1.0, eval_hits=0.4), 80)
     with pytest.raises(ConfigError, match=r"checkpoint.keep_best names eval_hits, and the evaluation has eval_loss"):
-        higher.note_if_best(rows(1.0), 90)
+        higher.keep_if_best(rows(1.0), 90)
     (tmp_path / "best.json").write_text("{")
     higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is damaged" in said[-1]

@@ -45,13 +45,13 @@ def test_a_slow_slot_is_named_once_with_its_host(tmp_path: Path) -> None:
 def test_a_slot_is_slow_by_the_median_of_its_steps() -> None:
     slots = SlowSlots()
     for _ in range(STEPS - 1):
-        slots.note_ratio(1.11)
-        slots.note_ratio(None)
+        slots.add_ratio(1.11)
+        slots.add_ratio(None)
     assert not slots.is_slow
-    slots.note_ratio(5.0)
+    slots.add_ratio(5.0)
     assert slots.is_slow
     for _ in range(STEPS):
-        slots.note_ratio(1.09)
+        slots.add_ratio(1.09)
     assert not slots.is_slow
 
 

@@ -166,8 +166,8 @@ def _head_slices_of_own_block(saved: Saved) -> list[slice]:
     """The own block is computed in one slice of key/value heads, or where messages are large in two: the first hides
     the first message around the ring, and the second the last. A message has a block's gradients in float32.
     """
-    rows, kv_heads, head_size = saved.k.shape
-    message = rows * kv_heads * (head_size + saved.v.shape[2]) * 4
+    rows, kv_heads, head_dim = saved.k.shape
+    message = rows * kv_heads * (head_dim + saved.v.shape[2]) * 4
     first_heads = kv_heads // 2 if message >= HALVES_BYTES else 0
     return [slice(0, first_heads), slice(first_heads, kv_heads)] if first_heads else [slice(0, kv_heads)]
 

@@ -355,8 +355,8 @@ class Partial:
     A row that has seen no key has out 0 and lse −inf.
     """
 
-    def __init__(self, rows: int, heads: int, head_size: int, like: Tensor) -> None:
-        self._shape = (rows, heads, head_size)
+    def __init__(self, rows: int, heads: int, head_dim: int, like: Tensor) -> None:
+        self._shape = (rows, heads, head_dim)
         self._like = like
         self._total: tuple[Tensor, Tensor] | None = None
 

@@ -199,7 +199,7 @@ class RunningSave:
         self.seconds: float = 0.0  # until it ended
         self.bytes: int = 0  # of all ranks' files
         self.given_up: bool = False  # nobody waits for it any more, and it is not published
-        self.noted: bool = False  # its figures are in the metrics, or about to be
+        self.has_figures: bool = False  # its figures are in the metrics, or about to be
         self.staged = threading.Event()
         self.ended = threading.Event()
 
@@ -213,7 +213,7 @@ class RunningSave:
     def run(self, group: ProcessGroup, planner: DefaultSavePlanner, *, best: Callable[[], int]) -> None:
         """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.
 
-        `best` is called last, for training may have changed it. An error is noted in `failure`.
+        `best` is called last, for training may have changed it. An error is kept in `failure`.
         """
         collectives = _DistWrapper(group, True, 0)  # torch's, of objects; rank 0 of the group coordinates
         folder = partial_path(self.path)
@@ -459,13 +459,13 @@ class CheckpointSaver:
         self.raise_failure()
         save.shown += time.monotonic() - started
         self._running = None
-        self._note_figures(save)
+        self._take_figures(save)
 
     def take_figures(self) -> SaveFigures | None:
         """Return what the last save took, once, after it is published; None before and after."""
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
-            self._note_figures(save)
+            self._take_figures(save)
         figures = self.figures
         self.figures = None
         return figures
@@ -524,7 +524,7 @@ class CheckpointSaver:
     def _is_over_time_limit(self, save: RunningSave) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
-    def _note_figures(self, save: RunningSave) -> None:
-        if not save.noted:
-            save.noted = True
+    def _take_figures(self, save: RunningSave) -> None:
+        if not save.has_figures:
+            save.has_figures = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)

@@ -107,8 +107,7 @@ def _value_text(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(str(choice) for choice in get_args(kind) if choice)
     if get_origin(kind) is tuple:
-        item, *further = get_args(kind)
-        return f"{_value_text(item)} …" if further == [...] else " ".join(map(_value_text, get_args(kind)))
+        return f"{_value_text(get_args(kind)[0])} …"
     if kind in _VALUES:
         return _VALUES[kind]
     return "|".join(map(_value_text, get_args(kind)))  # of several types
@@ -279,20 +278,15 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
     list_type = next((option for option in options if get_origin(option) is tuple), None)
     count = len(words) if list_type is not None and not (joined and not words[0].startswith("[")) else 1
     items = list(words[:count])
-    further_words = words[count:]
-    if list_type is not None:
-        item, *further = get_args(list_type)
-        if item in (int, float):
-            items = [number for text in items for number in re.split(r"[\[\],\s]+", text) if number]
-        if further != [...]:  # of so many entries
-            items, further_words = items[: 1 + len(further)], [*items[1 + len(further) :], *further_words]
+    if list_type is not None and get_args(list_type)[0] in (int, float):
+        items = [number for text in items for number in re.split(r"[\[\],\s]+", text) if number]
     value = read_words(items, kind)
     if value is None:
         text = f"is {' '.join(items)!r}" if items else "has no value"
         new = renamed_value(flag[2:], " ".join(items))
         now = f" ({items[0]} is {str(new).lower()} now)" if items and new != items[0] else ""
         raise ConfigError(f"{flag_text(flag)} {text}; it must be {kind_text(kind)}{now}")
-    return value, further_words
+    return value, words[count:]
 
 
 def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -> None:

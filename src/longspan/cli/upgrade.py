@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from longspan.cli.flags import Word, parse_flags
-from longspan.config.renamed import OLD_SETS, RENAMED, SETS, renamed_value, upgraded_tables
+from longspan.config.renamed import GONE, OLD_SETS, RENAMED, REPLACING, SETS, renamed_value, upgraded_tables
 from longspan.errors import ConfigError, plural
 from longspan.files import write_atomically
 
@@ -80,10 +80,14 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
             document.add(section, tomlkit.table())
         for key, item in items.value.body:
             document[section].append(key, item)
+    upgraded = upgraded_tables(tables)
+    for section, _, key in (name.partition(".") for name in REPLACING):
+        if (value := upgraded.get(section, {}).get(key)) != document.get(section, {}).get(key):
+            document.setdefault(section, tomlkit.table())[key] = value
     new_text = tomlkit.dumps(document).rstrip("\n") + "\n"
     if sets is not None:
         new_text += "\n" + "\n".join(f"[[{SETS}]]\n{tomlkit.dumps(table).strip()}\n" for table in sets)
-    if tomllib.loads(new_text) != upgraded_tables(tables):
+    if tomllib.loads(new_text) != upgraded:
         raise ConfigError(
             "this file's keys stand in another form than key = value below [section]: change them by hand"
         )
@@ -94,6 +98,8 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
     for section, table in tables.items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
             old = f"{section}.{key}"
+            if old in GONE:
+                yield f"{old} is gone: {GONE[old]}"
             new = RENAMED.get(old, old)
             new_value = renamed_value(new, value)
             if new != old or new_value != value:
@@ -119,6 +125,8 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
         name = None
         if key is not None:
             old = f"{section}.{key.key}"
+            if old in GONE:
+                continue
             new_section, _, name = RENAMED.get(old, old).partition(".")
             item = _with_new_value(f"{new_section}.{name}", item)
         place = table if new_section == section else moved.setdefault(new_section, tomlkit.table())

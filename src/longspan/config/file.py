@@ -200,7 +200,7 @@ def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str
 
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
     value = choice_of_bool(value, kind)
-    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:
+    if value in ([], ()) and get_origin(kind) is tuple:
         return ()  # not by `_value_if_it_fits`: where a list is one of several types, an empty list fits none
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         fitting = _value_if_it_fits(value, option)
@@ -254,8 +254,6 @@ def _value_if_it_fits(value: object, option: Any) -> object | None:
     if get_origin(option) is tuple:
         items = value if isinstance(value, list | tuple) else ()
         inner = [_value_if_it_fits(item, get_args(option)[0]) for item in items]
-        if get_args(option)[-1] is not ... and len(inner) != len(get_args(option)):
-            return None
         return tuple(inner) if inner and None not in inner else None
     if isinstance(value, bool) is not (option is bool):  # to Python a bool is an int, too
         return None
@@ -272,8 +270,7 @@ def kind_text(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:
-        count = "a list of" if get_args(kind)[-1] is ... else f"a list of {len(get_args(kind))}"
         item = get_args(kind)[0]
         names = {int: "integers", str: "strings", float: "numbers"}
-        return f"{count} {names[item] if item in names else ', '.join(map(repr, get_args(item)))}"
+        return f"a list of {names[item] if item in names else ', '.join(map(repr, get_args(item)))}"
     return words[kind]

@@ -21,6 +21,7 @@ NAMES = {
     "optimizer.lr": "learning_rate",
     "optimizer.lr_schedule": "lr_decay_style lr_scheduler lr_scheduler_type",
     "optimizer.warmup_steps": "lr_warmup_iters",
+    "optimizer.arguments (betas=[0.9, 0.95])": "adam_beta1 adam_beta2 betas",
     "optimizer.max_grad_norm": "clip_grad",
     "train.activation_checkpointing": "recompute_granularity gradient_checkpointing",
     "train.router_aux_loss_coef": "moe_aux_loss_coeff",

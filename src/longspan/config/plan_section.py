@@ -141,7 +141,7 @@ class EvalConfig(PlanSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_metric_names(self.metrics_key, self.metrics)
+        check_dotted_names(self.metrics_key, self.metrics)
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,10 @@ class EvaluationSection(EvaluationPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_metric_names("evaluation.metrics", self.metrics)
+        check_dotted_names("evaluation.metrics", self.metrics)
 
 
-def check_metric_names(key: str, names: tuple[str, ...]) -> None:
+def check_dotted_names(key: str, names: tuple[str, ...]) -> None:
     for name in names:
         if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
             like = "'my_package.my_metrics.top_five'"

@@ -1,6 +1,7 @@
 """Keys of version 0.3 and what they are now: for errors, `longspan upgrade`, the folders of older runs and their
 docs."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,6 @@ RENAMED = {
     "train.min_lr_ratio": "optimizer.min_lr_ratio",
     "train.optimizer": "optimizer.class",
     "train.optimizer_arguments": "optimizer.arguments",
-    "train.betas": "optimizer.betas",
     "train.stochastic_rounding": "optimizer.stochastic_rounding",
     "train.weight_decay": "optimizer.weight_decay",
     "train.max_grad_norm": "optimizer.max_grad_norm",
@@ -57,6 +57,13 @@ RENAMED = {
     "run.stopped_status": "checkpoint.preempted_exit_code",
     "run.save_on": "checkpoint.save_signals",
 }
+# Keys of 0.3 that are gone, and what to write instead: in `REPLACING`, or nothing.
+GONE = {
+    "train.offload_activations": 'train.activation_checkpointing = "full+host" or "selective+host"',
+    "train.fused_norms": "nothing: norms are fused on GPUs; in Python prepare(fused_norms=)",
+    "train.betas": 'optimizer.arguments = ["betas=[0.9, 0.95]"], the default of adamw',
+}
+REPLACING = ("train.activation_checkpointing", "optimizer.arguments")
 # By key of now: the values of 0.3 that are other ones now.
 VALUES: dict[str, dict[str, Any]] = {
     "data.split_turns": {"together": False, "split": True},
@@ -80,6 +87,8 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
     >>> renamed_hint("train.memory", "none"), renamed_hint("train.memory", "none", flag=True)
     ('it is train.plan_memory = false now', 'it is --train.plan_memory false now')
     """
+    if old in GONE:
+        return f"it is gone; write {GONE[old]}"
     if old not in RENAMED:
         return ""
     new = RENAMED[old]
@@ -109,7 +118,24 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
                 new = RENAMED.get(f"{section}.{key}", f"{section}.{key}")
                 new_section, _, new_key = new.partition(".")
                 result.setdefault(new_section, {})[new_key] = renamed_value(new, value)
+    _replace_gone_keys(result)
     return result
+
+
+def _replace_gone_keys(tables: dict[str, Any]) -> None:
+    train = tables.get("train", {})
+    if not isinstance(train, dict):
+        return
+    values = {key: train.pop(key.partition(".")[2]) for key in GONE if key.partition(".")[2] in train}
+    checkpointing = train.get("activation_checkpointing", "auto")
+    if values.get("train.offload_activations") and checkpointing not in ("auto", "none", False):
+        train["activation_checkpointing"] = ("full" if checkpointing is True else checkpointing) + "+host"
+    betas = values.get("train.betas", [0.9, 0.95])
+    if [*betas] != [0.9, 0.95]:
+        optimizer = tables.setdefault("optimizer", {})
+        optimizer["arguments"] = [*optimizer.get("arguments", ()), f"betas={json.dumps(betas)}"]
+    if values and not train:
+        del tables["train"]
 
 
 def flag_lines() -> Iterator[str]:
@@ -118,6 +144,8 @@ def flag_lines() -> Iterator[str]:
     for old, new in RENAMED.items():
         values = ", ".join(f"{a} is {str(b).lower()}" for a, b in VALUES.get(new, {}).items())
         yield f"    --{old:<{width}}--{new}" + (f" ({values})" if values else "")
+    for old, advice in GONE.items():
+        yield f"    --{old:<{width}}{advice}"
 
 
 def upgrade_table() -> str:
@@ -126,6 +154,7 @@ def upgrade_table() -> str:
     for old, new in RENAMED.items():
         rows.append(f"| `{old}` | `{new}` | {_value_texts(new)} |")
     rows += [f"| `{key}` | `{key}` | {_value_texts(key)} |" for key in VALUES if key not in RENAMED.values()]
+    rows += [f"| `{old}` |  | gone; write {advice} |" for old, advice in GONE.items()]
     return "\n".join(["| in 0.3 | in 0.4 | values |", "|---|---|---|", *rows])
 
 

@@ -307,8 +307,6 @@ class OptimizerSection(Section):
     """Steps of wsd's decay, the last ones; 0: a tenth of all steps."""
     min_lr_ratio: Annotated[float, AtLeast(0, most=1)] = 0.1
     """Learning rate of the last step, as a share of lr."""
-    betas: Annotated[tuple[float, float], AtLeast(0, below=1), Needs("optimizer.class", ("adamw",))] = (0.9, 0.95)
-    """Decay of adamw's two moments at each step."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices (adamw: decoupled)."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -344,11 +342,10 @@ class TrainConfig(Section):
     device_memory_limit: NonNegativeInt = 0
     """Bytes that a rank may fill of its device, weights included, where plan_memory or max_tokens_per_slot = "auto"
     decide; 0: 92 % of a GPU's free memory, on a CPU the host's free memory for max_tokens_per_slot = "auto"."""
-    activation_checkpointing: Literal["auto", "none", "full", "selective"] = "auto"
+    activation_checkpointing: Literal["auto", "none", "full", "full+host", "selective", "selective+host"] = "auto"
     """Recompute layers in the backward pass: none, full (true), selective (all but attention), or auto: plan_memory
-    chooses for each layer; where it chooses nothing, auto is none."""
-    offload_activations: bool = False
-    """Keep what checkpointed layers start from in the host's memory meanwhile; false: as plan_memory chooses."""
+    chooses for each layer; where it chooses nothing, auto is none. With +host what such layers start from waits in the
+    host's memory; without it as plan_memory chooses."""
     offload_optimizer_states: bool = False
     """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time. false:
     as plan_memory chooses."""
@@ -358,9 +355,6 @@ class TrainConfig(Section):
     compile: Literal["auto", "layers", "none"] = "auto"
     """Compile with torch.compile: layers (true: each in two halves around attention), none (false), or auto: layers on
     GPUs at tp 1, of models whose hidden states have 2048 features or more."""
-    fused_norms: Literal["auto", "on", "off"] = "auto"
-    """Run each RMS norm as one kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
-    it), on, or off."""
     float8: Literal["", "rowwise"] = ""
     """rowwise: multiply in float8 in the linears and experts of decoder layers, with one scale a row; gradients of
     weights, head, norms, routers and adapters in bfloat16. For GPUs of compute capability 8.9 or more
@@ -490,6 +484,7 @@ def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConf
 
 
 Checkpointing = Literal["none", "full", "selective"]
+ON_HOST = "+host"  # what layers start from waits in the host's memory
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
@@ -499,26 +494,14 @@ def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
 
 
 def given_checkpointing(train: TrainConfig) -> Checkpointing | None:
-    """Return the `activation_checkpointing` that is given; None: it is left to the plan of memory."""
-    return None if train.activation_checkpointing == AUTO else train.activation_checkpointing
+    """Return what layers recompute by a key that is given; None: it is left to the plan of memory."""
+    word: Any = train.activation_checkpointing.removesuffix(ON_HOST)
+    return None if word == AUTO else word
 
 
 def check_memory_keys(train: TrainConfig, *, gpu: bool | None = None) -> None:
-    """Raise ConfigError for keys of memory that contradict each other or the devices: GPUs, CPUs, or (None) any."""
-    kind = train.activation_checkpointing
+    """Raise ConfigError for keys of memory that contradict the devices: GPUs, CPUs, or (None) any."""
     if gpu and 0 < train.device_memory_limit < LEAST_OF_GPU:
         raise ConfigError(
             f"train.device_memory_limit is {train.device_memory_limit}: {bytes_hint(train.device_memory_limit)}"
-        )
-    where = ""
-    # None: as on a GPU, where more is allowed
-    if kind == AUTO and not chooses_measures(train, gpu=gpu is not False):
-        where = (
-            "on CPUs without train.device_memory_limit" if train.plan_memory else "under train.plan_memory = false"
-        )
-    if train.offload_activations and (kind == "none" or where):
-        kind = f'"{AUTO}", which is "none" {where}' if where else '"none"'
-        raise ConfigError(
-            "train.offload_activations is true: it moves what checkpointed layers keep, and "
-            f'train.activation_checkpointing is {kind}; use "full" or "selective"'
         )

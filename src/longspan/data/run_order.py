@@ -151,7 +151,7 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
 
 def source_lines(config: RunConfig, order: StepOrder) -> Iterator[str]:
     """Yield a line about each of several sources."""
-    sources = order.stream.sources if config.data.sources else ()
+    sources = order.stream.sources
     for table, source in zip(config.data.sources, sources, strict=True):
         share = source.weight / sum(other.weight for other in sources)
         yield (

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter
 from longspan.model.layers import MTP, base_model, decoder_layers, final_norm, mtp_blocks, mtp_depths
-from longspan.model.mtp import MtpBlocks, MtpDepth, MtpDepths, note_layer_inputs, translate_published_name
+from longspan.model.mtp import MtpBlocks, MtpDepth, MtpDepths, record_layer_inputs, translate_published_name
 from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.weights.fill import (
@@ -200,11 +200,11 @@ def _copy_module(module: nn.Module) -> Any:
 
 def _check_layer_inputs(model: PreTrainedModel) -> None:
     """On the meta device; where the model does not run there, its first step says what its layers take."""
-    with suppress(Exception), note_layer_inputs(model) as inputs:  # whatever a forward raises
+    with suppress(Exception), record_layer_inputs(model) as inputs:  # whatever a forward raises
         run_on_meta(model, None, gradients=True)
-    if inputs.noted is None:
+    if inputs.call is None:
         return
-    args, kwargs = inputs.noted
+    args, kwargs = inputs.call
     states = args[0] if args else kwargs["hidden_states"]
     size = model.config.get_text_config().hidden_size
     if (shape := tuple(states.shape)) != (1, 2, size):

@@ -196,11 +196,6 @@ def modules_and_worlds(model: Any, world: World) -> list[tuple[nn.Module, World]
 IS_COMPILED = "is_compiled_layer"
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether anything inside a model is compiled."""
-    return any(IS_COMPILED in vars(module) for module in model.modules())
-
-
 FLOAT8_WEIGHTS = "float8_weights"
 
 

@@ -145,19 +145,19 @@ _NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no to
 
 
 class LayerInputs:
-    """What the last decoder layer was called with, noted by a hook while a pass of the model runs."""
+    """What the last decoder layer was called with, recorded by a hook while a pass of the model runs."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self.noted: LayerCall | None = None
+        self.call: LayerCall | None = None
 
-    def note_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the arguments of a call: a forward pre-hook."""
-        self.noted = args, kwargs
+    def record_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the arguments of a call: a forward pre-hook."""
+        self.call = args, kwargs
 
     def make_call(self) -> LayerCall:
         """Return the inputs of a depth's layer beside hidden states. ModelError if they depend on parameters."""
-        args, kwargs = self.noted or ((), {})
+        args, kwargs = self.call or ((), {})
         call = args[1:], {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)):
             raise ModelError(
@@ -169,11 +169,11 @@ class LayerInputs:
 
 
 @contextmanager
-def note_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
-    """Note what a pass inside gives the last decoder layer, which depths copy."""
+def record_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
+    """Record what a pass inside gives the last decoder layer, which depths copy."""
     inputs = LayerInputs(model)
     last_layer = named_layer_list(model)[1][-1]
-    handle = last_layer.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
+    handle = last_layer.register_forward_pre_hook(inputs.record_call, with_kwargs=True, prepend=True)
     try:
         yield inputs
     finally:

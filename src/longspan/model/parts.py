@@ -123,7 +123,7 @@ def _trace_calls(
     returned = [x]
     calls = list[PartCall]()
 
-    def note_call(part: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+    def record_call(part: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """What a part returns becomes a leaf, so that `_depends_on` can trace later calls back to it."""
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _argument_with_first_states(args, kwargs, returned)
@@ -134,7 +134,7 @@ def _trace_calls(
 
     for name, module in bare.named_modules():
         if isinstance(module, Absent):
-            module.register_forward_hook(partial(note_call, name), with_kwargs=True)
+            module.register_forward_hook(partial(record_call, name), with_kwargs=True)
     with torch.enable_grad():
         positions = torch.arange(2, device=device)[None]
         return calls, bare(inputs_embeds=x, position_ids=positions, use_cache=False, **more)[0], returned

@@ -387,7 +387,7 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
     yield section(title, {"plans": plans}, {"note": _PLAN_NOTE}, key="plans")
 
 
-def note_sections(run: RunFolder) -> Iterator[Part]:
+def notes_sections(run: RunFolder) -> Iterator[Part]:
     folders = {"hang": "a collective failed or timed out", "memory": "memory was short"}
     here = (folder for folder in folders if (run.path / folder).is_dir())
     notes = [*run.notes, *(f"{folders[folder]}; what was recorded is in the folder {folder}" for folder in here)]
@@ -412,6 +412,6 @@ RUN_SECTIONS: tuple[Callable[[RunFolder], Iterator[Part]], ...] = (
     memory_sections,
     profile_sections,
     fact_sections,
-    note_sections,
+    notes_sections,
     configuration_sections,
 )

@@ -21,6 +21,7 @@ from longspan.plan.check import LongDocumentError, heads_allow_degree, replace_a
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords, Request
+from longspan.plan.shape.model_shape import read_query_heads
 from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_degree
 from longspan.resolve.memory import cost_without_model
 
@@ -44,9 +45,13 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
-def query_heads(model_config: Any) -> int | None:
-    """Return how many query heads each layer of a transformers configuration has; None if none attends."""
-    return getattr(model_config.get_text_config(), "num_attention_heads", None)
+def query_heads(model: Any) -> int | None:
+    """The query heads of each layer that attends; None if none does. `model` is a configuration, a dict like one or a
+    folder.
+    """
+    if hasattr(model, "get_text_config"):
+        return getattr(model.get_text_config(), "num_attention_heads", None)
+    return read_query_heads(model)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from longspan.layout import Layout
 from longspan.plan import Machine, MemoryBudget
 from longspan.plan.shape.model_shape import read_experts
+from longspan.resolve.choice import query_heads
 
 MOST_STEPS = 1024  # of a run whose documents are looked at
 TIMED_STEPS = 8  # whose seconds count, evenly apart
@@ -55,13 +56,7 @@ class Facts:
 
     @cached_property
     def heads(self) -> int | None:
-        """The query heads of each layer; None if none attends."""
-        config: Any = self.model
-        if hasattr(config, "get_text_config"):
-            return getattr(config.get_text_config(), "num_attention_heads", None)
-        from longspan.plan.shape.model_shape import read_query_heads
-
-        return read_query_heads(config)
+        return query_heads(self.model)
 
     @cached_property
     def expert_count(self) -> int:

@@ -22,8 +22,8 @@ _KEYS = {
     "data": ("tokenizer", "vocab_size"),
     "optimizer": ("class", "arguments", "stochastic_rounding"),
     "train": (
-        *("activation_checkpointing", "offload_activations", "plan_memory", "offload_optimizer_states"),
-        *("mlp_tile_tokens", "fused_norms", "float8", "device_memory_limit"),
+        *("activation_checkpointing", "plan_memory", "offload_optimizer_states"),
+        *("mlp_tile_tokens", "float8", "device_memory_limit"),
     ),
 }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig, chooses_measures, given_checkpointing
+from longspan.config.sections import ON_HOST, RunConfig, chooses_measures, given_checkpointing
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemorySettings
@@ -145,7 +145,6 @@ def memory_settings_of_run(
         summed_once=not parallel.sync_each_batch,
         offload_optimizer_states=train.offload_optimizer_states,
         mlp_tile_tokens=train.mlp_tile_tokens,
-        fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
         float8=bool(train.float8),
         compiled=train.compile,
         vpp=parallel.vpp,
@@ -170,7 +169,7 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     off = False if by_hand else None  # of a key that is not set
     return FixedMemory(
         measure=given_checkpointing(train) or ("none" if by_hand else None),
-        offload=train.offload_activations or off,
+        offload=train.activation_checkpointing.endswith(ON_HOST) or off,
         gathered_once=not config.parallel.reshard_after_forward or off,
         summed_once=not config.parallel.sync_each_batch or off,
         offload_optimizer_states=train.offload_optimizer_states

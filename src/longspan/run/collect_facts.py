@@ -88,12 +88,12 @@ def _fact_lines(
     optional = {
         "frozen": execution.frozen,
         "products": execution.float8,
-        "mixers": mixers_text(execution, run.world.device, config.context.partition),
+        "mixers": mixers_text(execution, run.world.device, config.context.partition) if execution.mixers else "",
         "compiled": execution.compiled,
         "latents": execution.latents,
         "mtp": depths if mtp.num_layers else "",
-        "encoder": _encoder_text(run),
-        "scores": _scores_text(run),
+        "encoder": _encoder_text(run, run.model) if isinstance(run.model, MultimodalModel) else "",
+        "scores": "" if run.corpus.labels is None else _scores_text(run, run.corpus.labels.shape[1]),
         "rows": run.reasons.partition,
     }
     yield from ((name, text) for name, text in optional.items() if text)
@@ -160,9 +160,7 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
 
 
 def mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
-    """Return in words how state-space layers run and how many states are sent; "" without such layers."""
-    if not execution.mixers:
-        return ""
+    """Return in words how state-space layers run and how many states are sent."""
     kernels = describe_kernels(execution.compute_dtype, device)
     layers = f"{plural(execution.mixers, 'state-space layer')} in {kernels}"
     if partition == "contiguous":
@@ -172,26 +170,22 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
     )
 
 
-def _scores_text(run: TrainingRun) -> str:
-    if run.corpus.labels is None:
-        return ""
+def _scores_text(run: TrainingRun, columns: int) -> str:
     from longspan.train.terms.scores import usual_problem
 
     scores = run.config.model.num_labels
     coefficient = run.config.train.center_rewards_coefficient
-    loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, run.corpus.labels.shape[1])
+    loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, columns)
     if run.corpus.unit > 1:
         loss = "-log σ(chosen - rejected - margin)"
         loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""
     return f"{plural(scores, 'score')} of the last token before padding (id {run.corpus.pad}); loss: {loss}"
 
 
-def _encoder_text(run: TrainingRun) -> str:
-    if not isinstance(run.model, MultimodalModel):
-        return ""
+def _encoder_text(run: TrainingRun, model: MultimodalModel) -> str:
     settings = run.config.encoder
     count = run.corpus.manifest.images
-    (encoder,) = run.model.encoder_settings.values()
+    (encoder,) = model.encoder_settings.values()
     parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
     trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[
         settings.trainable

@@ -80,7 +80,7 @@ class Steps:
             result = run.take_step(plan, documents, step, partial(reader.prepare_step, step + 1))
         seconds = time.perf_counter() - started
         if profiles is None or step + 1 not in profiles.steps:
-            self._slow_slots.note_ratio(result.slot_ratio)
+            self._slow_slots.add_ratio(result.slot_ratio)
         row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
         row |= {
             "grad_norm": result.grad_norm,

@@ -141,7 +141,7 @@ class TrainingRun(Training):
 def open_evaluation_sets(
     config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
-    """Open the held-out documents, if there are any, and the sets of the [[evaluation.sets]] tables, with their
+    """Open the held-out documents, if there are any, and the sets of the [[evaluation.sets]] tables, without their
     metrics."""
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.evaluation.sets:
@@ -156,13 +156,7 @@ def open_evaluation_sets(
     directory = Path(config.run.dir)
     byte_counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
     return tuple(
-        replace(
-            s,
-            metrics=load_metrics(s.config.metrics, s.config.metrics_key),
-            token_bytes=byte_counts,
-            trained_on=count,
-        )
-        for s, count in zip(sets, counts, strict=True)
+        replace(s, token_bytes=byte_counts, trained_on=count) for s, count in zip(sets, counts, strict=True)
     )
 
 
@@ -205,16 +199,19 @@ def open_data(
         for entry in config.evaluation.sets:
             _corpus_settings(config, entry).find_source_files(Path(config.run.dir))
 
-    def try_metrics() -> None:
+    def load_metrics_of_sets() -> dict[str, dict[str, Metric]]:
+        metrics = dict[str, dict[str, Metric]]()
         for entry in (held_out_set(config), *config.evaluation.sets):
+            metrics[entry.name] = load_metrics(entry.metrics, entry.metrics_key)
             try:
-                check_metric_names(load_metrics(entry.metrics, entry.metrics_key))
+                check_metric_names(metrics[entry.name])
             except EvaluationError as error:
                 raise ConfigError(f"{entry.metrics_key}: {error}") from error
+        return metrics
 
     # before a corpus is built
     run_on_first_rank(world, list_files, DataError)
-    run_on_every_rank(world, try_metrics, ConfigError)
+    metrics = run_on_every_rank(world, load_metrics_of_sets, ConfigError)
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
@@ -222,7 +219,10 @@ def open_data(
     run_dir = Path(config.run.dir)
 
     def add_images() -> tuple[EvaluationSet, ...]:
-        return tuple(replace(s, documents=documents_with_images(s.documents, model, run_dir)) for s in sets)
+        return tuple(
+            replace(s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics[s.config.name])
+            for s in sets
+        )
 
     sets = run_on_every_rank(world, add_images, DataError)
     longest = int(np.argmax(corpus.lengths))

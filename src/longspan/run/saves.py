@@ -106,7 +106,7 @@ class Saves:
 
     def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep this step's checkpoint if the `rows` of its evaluations have the best figure so far."""
-        if self._best is None or not rows or not self._best.note_if_best(rows, self.done):
+        if self._best is None or not rows or not self._best.keep_if_best(rows, self.done):
             return
         self.save_if_unsaved()
         self.saver.best = self.done
@@ -190,8 +190,8 @@ class BestCheckpoint:
         stored = run_on_first_rank(self._world, self._read_bests, RunFolderError)
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 
-    def note_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
-        """Note a step if its evaluations have a better figure, on the first rank, than all before."""
+    def keep_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
+        """Keep a step if its evaluations have a better figure, on the first rank, than all before."""
         try:
             value = self._world.control.broadcast_object(self.figure.figure_in_rows(rows))
         except ConfigError as error:  # every rank has the same rows, and raises it

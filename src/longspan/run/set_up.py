@@ -319,7 +319,7 @@ def open_run_documents(
     as_written = replace(
         config, context=replace(config.context, node_size=node_size), run=run, checkpoint=checkpoint_keys
     )
-    for line in source_lines(config, data.order):
+    for line in source_lines(config, data.order) if config.data.sources else ():
         log(line)
     if checkpoint is not None:
         check_steps_left(config, data, checkpoint, state, log)

@@ -129,7 +129,7 @@ class SlowSlots:
         self._ratios: deque[float] = deque(maxlen=STEPS)
         self._is_named = False
 
-    def note_ratio(self, ratio: float | None) -> None:
+    def add_ratio(self, ratio: float | None) -> None:
         if ratio is not None:
             self._ratios.append(ratio)
 

@@ -124,7 +124,7 @@ def _read_head_sizes(model: ModelConfig) -> Mapping[str, int]:
     size = int(getattr(text, "head_dim", 0) or text.hidden_size // heads)
     if getattr(text, "kv_lora_rank", None):
         raise ValueError("latent attention")
-    return {"heads": heads, "kv_heads": kv_heads or heads, "head_size": size}
+    return {"heads": heads, "kv_heads": kv_heads or heads, "head_dim": size}
 
 
 def compile_block_kernels(sizes: Mapping[str, int], kind: BlockKind) -> None:
@@ -140,7 +140,7 @@ def compile_block_kernels(sizes: Mapping[str, int], kind: BlockKind) -> None:
     documents = 1 + kind.several
     heads = sizes["heads"]
     kv_heads = sizes["kv_heads"]
-    size = sizes["head_size"]
+    size = sizes["head_dim"]
     with FakeTensorMode():
         right = 0 if kind.causal else None  # keys that a row sees after its own position; None: all
         starts = [document * _ROWS for document in range(documents)]

@@ -89,6 +89,9 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
             images = EncoderShape.of(model.config)
     except PlanError as error:
         uncounted = str(error)
+    dtype = str(model_execution(model).compute_dtype).removeprefix("torch.")
+    if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+        dtype = "tensorfloat32"
     # longspan's own prices of H200s count too
     known = cost.source == Machine.known("H200").source and "H200" in device
     return StepFigures(
@@ -97,7 +100,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         trained=trained,
         frozen=adapter_of_prepared_model(model) is not None,
         devices=len(world.home.ranks),
-        peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),
+        peak=peak_tflops(device, dtype),
         priced_here=known or bool(config.run.machine),
         uncounted=uncounted,
     )
@@ -105,9 +108,3 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
 
 def world_device_name(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-
-
-def _product_dtype(dtype: torch.dtype) -> str:
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tensorfloat32"
-    return str(dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings
 from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import ModelConfig, RunConfig, given_checkpointing
+from longspan.config.sections import ON_HOST, ModelConfig, RunConfig, given_checkpointing
 from longspan.errors import ConfigError, LongspanError, ModelError, plural
 from longspan.host import free_host_bytes
 from longspan.hub import hub_name
@@ -360,9 +360,8 @@ def _prepare_options(
         pipeline_schedule=config.parallel.pipeline_schedule,
         **options_of_memory_plan(config, memory, training=training),
         attention_kernel=config.context.attention_kernel or None,
-        fused_norms=config.train.fused_norms,
         float8=float8,
-        frozen=_frozen_weights(config, model),
+        frozen=_frozen_weights(config, model) if config.lora.rank else "whole",
         compiled=config.train.compile,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=None if dtypes == {computed_dtype} else computed_dtype,  # None: parameters are in it already
@@ -370,8 +369,6 @@ def _prepare_options(
 
 
 def _frozen_weights(config: RunConfig, model: PreTrainedModel) -> Literal["whole", "nf4", "stored"]:
-    if not config.lora.rank:
-        return "whole"
     if config.model.frozen != AUTO:
         return config.model.frozen
     if not stored_formats(model):
@@ -393,10 +390,9 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
             # of recomputing ones
             "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,
         }
-    checkpointing = given_checkpointing(config.train) or "none"
     return {
-        "activation_checkpointing": checkpointing,
-        "offload_activations": config.train.offload_activations and training and checkpointing != "none",
+        "activation_checkpointing": given_checkpointing(config.train) or "none",
+        "offload_activations": config.train.activation_checkpointing.endswith(ON_HOST) and training,
         "reshard_after_forward": config.parallel.reshard_after_forward,
         "sync_each_batch": config.parallel.sync_each_batch,
         "mlp_tile_tokens": config.train.mlp_tile_tokens,

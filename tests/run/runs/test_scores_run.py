@@ -109,7 +109,7 @@ def dense_loss(model: Any, rows: Sequence[Row], coefficient: float) -> tuple[Ten
 def dense_run(config: RunConfig, rows: Sequence[Row], model: Any) -> list[tuple[float, float]]:
     """The losses and gradient norms of a loop in one process over the rows of the run's steps, which it trains on."""
     order, results = make_step_order(config, Corpus(Path(config.run.dir) / "corpus")), list[tuple[float, float]]()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=config.optimizer.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     unit = len(texts_of(rows[:1]))
     for step in range(config.train.steps):
         documents = order.documents_of_step(step)

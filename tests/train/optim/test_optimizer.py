@@ -156,7 +156,6 @@ ARGUMENTS = [
     ("sgd", "momentum", r"has 'momentum'; write name=value"),
     ("sgd", "momentom=0.9", r"'sgd' has no argument 'momentom'; known: momentum, dampening, nesterov, "),
     ("sgd", "lr=1", r"has lr, which is optimizer.lr"),
-    ("adamw", "betas=[0.8, 0.9]", r"has betas, which is optimizer.betas"),
     ("adamw", "amsgrad=maybe", r"'adamw' is given amsgrad='maybe', which is true or false"),
     ("adamw", "foreach=1", r"'adamw' is given foreach=1, which is true or false"),
     ("sgd", "params=1", r"'sgd' has no argument 'params'; known: momentum"),

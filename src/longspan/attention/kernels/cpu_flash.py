@@ -20,7 +20,7 @@ _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N)."""
     assert call.softcap is None and call.dropout is None
-    head_size = v.shape[2]
+    head_dim = v.shape[2]
     dtype = accumulation_dtype(q.dtype)
     q, k, v = _pad_to_one_size(q, k, v)
     out = q.new_empty(q.shape, dtype=dtype)
@@ -36,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             scale=call.scale,
         )
         dense.write_or_merge_result(out, lse, part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1))
-    return out[..., :head_size], lse
+    return out[..., :head_dim], lse
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:

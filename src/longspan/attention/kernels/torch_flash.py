@@ -21,8 +21,8 @@ _BLOCK_ROWS = 128
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.softcap is None and call.dropout is None
-    head_size = v.shape[2]
-    size = _padded_head_size(q, v)
+    head_dim = v.shape[2]
+    size = _padded_head_dim(q, v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(pad_heads(x, size) for x in (q, k, v)),
         *launch.cu_seqlens,
@@ -36,13 +36,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     assert lse.shape == (q.shape[1], q.shape[0]), (
         f"log-sum-exp of {tuple(lse.shape)} from torch {torch.__version__}"
     )
-    return out[..., :head_size], lse.transpose(0, 1)
+    return out[..., :head_dim], lse.transpose(0, 1)
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
-    size = _padded_head_size(q, v)
+    size = _padded_head_dim(q, v)
     tensors = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse]
     at_once = _max_kv_heads(q, k, launch)
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
@@ -99,5 +99,5 @@ def _max_lengths(launch: Launch) -> tuple[int, int]:
     return max(queries, 2), max(queries, keys) if open_right else keys
 
 
-def _padded_head_size(q: Tensor, v: Tensor) -> int:
+def _padded_head_dim(q: Tensor, v: Tensor) -> int:
     return -(-max(q.shape[2], v.shape[2]) // 8) * 8

@@ -100,8 +100,8 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
-    if text := mixers_text(model_execution(model), world.device, config.context.partition):
-        log(text)
+    if (execution := model_execution(model)).mixers:
+        log(mixers_text(execution, world.device, config.context.partition))
     optimizer = make_optimizer(config, world, model, memory=memory)
     return Training(config, world, model, optimizer, resolved.cost, memory=memory)
 

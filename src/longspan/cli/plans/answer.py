@@ -146,7 +146,6 @@ OF_MEMORY = (
     "train.plan_memory",
     "train.device_memory_limit",
     "train.activation_checkpointing",
-    "train.offload_activations",
     "train.offload_optimizer_states",
     "train.mlp_tile_tokens",
     GATHERS,

@@ -294,7 +294,7 @@ class ParkedLayer:
             copies.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(copies):
                 on_host.copy_(x, non_blocking=True)
-            self._note_copies(copies)
+            self._record_copies(copies)
             # The copy may be under way: x stays until the layer's tensors are freed. On a CPU it is done.
             self._on_device[index], self._versions[index] = x, x._version
         return partial(self.fetch_tensor, index)
@@ -328,9 +328,9 @@ class ParkedLayer:
             for index in absent:
                 self._on_device[index].copy_(self._on_host[index][1], non_blocking=True)
         if copies is not None:
-            self._note_copies(copies)
+            self._record_copies(copies)
 
-    def _note_copies(self, copies: torch.cuda.Stream) -> None:
+    def _record_copies(self, copies: torch.cuda.Stream) -> None:
         self._copied = torch.cuda.Event()
         self._copied.record(copies)
 

@@ -73,7 +73,7 @@ class LayerSegments:
             keep = offload.open_layer(first=first)
         with saved_tensors_hooks(link.make_pack_hook(keep, x), lambda fetch: fetch()):
             out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
-        link.note_output(out[0] if isinstance(out, tuple) else out)
+        link.remember_output(out[0] if isinstance(out, tuple) else out)
         self._last_link = weakref.ref(link)
         return out
 
@@ -111,7 +111,7 @@ class _SegmentCall:
         same_place = out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
         return same_place and out.dtype == x.dtype
 
-    def note_output(self, out: Tensor) -> None:
+    def remember_output(self, out: Tensor) -> None:
         self._output = weakref.ref(out)
         self._version = out._version
 

@@ -20,7 +20,7 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error, to_devi
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.execution import model_execution
-from longspan.model.kinds import is_compiled, is_pipeline
+from longspan.model.kinds import IS_COMPILED, is_pipeline
 from longspan.model.layers import decoder_layers, has_experts, mtp_depths, preserve_modes
 from longspan.model.seams.attention_calls import SeparateRows
 from longspan.model.seams.call_rules import call_rules, doctor_hint, is_prepared
@@ -131,21 +131,23 @@ class _ObservedPass:
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
-                note_outputs: Callable[..., Any] = partial(self._note_outputs, name, name in layers)
-                note_inputs = partial(self._note_inputs, name)
-                before = module.register_forward_pre_hook(note_inputs, prepend=True, with_kwargs=True)
+                observe_outputs: Callable[..., Any] = partial(self._observe_outputs, name, name in layers)
+                observe_inputs = partial(self._observe_inputs, name)
+                before = module.register_forward_pre_hook(observe_inputs, prepend=True, with_kwargs=True)
                 stack.callback(before.remove)
-                stack.callback(module.register_forward_hook(note_outputs).remove)
+                stack.callback(module.register_forward_hook(observe_outputs).remove)
             yield
 
-    def _note_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _observe_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        self.note(name, (args, kwargs), call, out=False)
+        self.observe(name, (args, kwargs), call, out=False)
 
-    def _note_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
+    def _observe_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
         """A layer's callers get the rows of the pass before, so that an error counts in the layer that makes it."""
         call = self._calls[name]
-        self.note(name, out, call, added_to=self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None)
+        self.observe(
+            name, out, call, added_to=self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None
+        )
         before = self.before
         if not is_layer or before is None:
             return None
@@ -161,7 +163,7 @@ class _ObservedPass:
 
         return tree_map(replace_rows, out)
 
-    def note(
+    def observe(
         self, name: str, values: Any, call: int = 0, *, out: bool = True, added_to: Tensor | None = None
     ) -> None:
         """`added_to` is the input to which a layer has added its output.
@@ -257,7 +259,8 @@ def _tried_modes(model: nn.Module) -> set[bool]:
 
 @contextmanager
 def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
-    with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+    is_compiled = any(IS_COMPILED in vars(module) for module in model.modules())
+    with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         try:
             yield
         finally:
@@ -363,26 +366,26 @@ class _RowTrial:
         positions = rows.shard.position_ids[None]
         later = {"future_ids": rows.values_of_rows(self.later).t().contiguous()} if self.later.shape[2] else {}
 
-        def note_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
-            observed.note("the last hidden states", hidden)
-            observed.note("the logits", head(hidden))
+        def observe_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
+            observed.observe("the last hidden states", hidden)
+            observed.observe("the logits", head(hidden))
             for depth, x in enumerate(deeper):
-                observed.note(f"the hidden states of depth {depth + 1} of multi-token prediction", x)
+                observed.observe(f"the hidden states of depth {depth + 1} of multi-token prediction", x)
             return hidden.new_zeros(())
 
         if not is_pipeline(self.model):
-            stage(input_ids=ids, position_ids=positions, shard=rows.shard, row_loss=note_hidden, **later)
+            stage(input_ids=ids, position_ids=positions, shard=rows.shard, row_loss=observe_hidden, **later)
             return
         from longspan.model.pipeline.stages import StageInput
 
         def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-            return part(**arguments, row_loss=note_hidden, **later)
+            return part(**arguments, row_loss=observe_hidden, **later)
 
         x = ids if stage.first else self._make_hidden_states(stage, rows)
         out = stage(x, stage_input=StageInput(rows.shard, ids, make_output))
         if not stage.last:
             # Embedded rows behind the hidden states are no result: split over tp 2, both together look like all rows.
-            observed.note("the hidden states after its last layer", out[0].chunk(1 + stage.with_embedding)[0])
+            observed.observe("the hidden states after its last layer", out[0].chunk(1 + stage.with_embedding)[0])
 
     def _make_hidden_states(self, stage: Any, rows: _TrialRows) -> Tensor:
         """The same (1, T, D) for a row's number in every pass; behind them embedded rows, if stages hand these on."""

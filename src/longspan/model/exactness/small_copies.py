@@ -99,7 +99,7 @@ _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernel
 class Sizes:
     """The sizes of a small copy; with `true_heads`, heads are as large as those of the configuration."""
 
-    head_size: int = 16
+    head_dim: int = 16
     true_heads: bool = False
     heads: int = 4
     experts: int = 4
@@ -114,15 +114,15 @@ class _Rules:
 
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         self.values = values
-        self.hidden, self.heads, self.head_size, self.experts = (
+        self.hidden, self.heads, self.head_dim, self.experts = (
             next((x for name in names if type(x := values.get(name)) is int and x), None)
             for names in (_HIDDEN, _HEADS, _HEAD_SIZES, _EXPERTS)
         )
         if sizes.true_heads and self.hidden and self.heads:
-            sizes = replace(sizes, head_size=self.head_size or self.hidden // self.heads)
+            sizes = replace(sizes, head_dim=self.head_dim or self.hidden // self.heads)
         self.sizes = sizes
-        full = sizes.heads * sizes.head_size
-        differs = bool(self.head_size and self.hidden and self.heads and self.heads * self.head_size != self.hidden)
+        full = sizes.heads * sizes.head_dim
+        differs = bool(self.head_dim and self.hidden and self.heads and self.heads * self.head_dim != self.hidden)
         latent = values.get("kv_lora_rank") is not None
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
@@ -141,13 +141,13 @@ class _Rules:
             return value if fits or not value else 2  # None or an empty list: no such token
         if value is None:
             if name in _HEAD_SIZES and self.hidden and self.heads:
-                return self.sizes.head_size
+                return self.sizes.head_dim
             return self.sizes.heads if name in _KV_HEADS else None
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
         # by Granite's default, 1, a softmax sees one key alone
         if isinstance(value, float) and name in _SCORE_SCALES:
-            return min(value, 1.5 / math.sqrt(self.sizes.head_size))
+            return min(value, 1.5 / math.sqrt(self.sizes.head_dim))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
             return value
         return self._small_integer(name, value)
@@ -177,7 +177,7 @@ class _Rules:
         if name in _HEAD_SIZES:
             if value == self.values.get("qk_rope_head_dim"):
                 return value if true_heads else _FIXED["qk_rope_head_dim"]
-            return sizes.head_size * max(1, value // self.head_size if self.head_size else 1)
+            return sizes.head_dim * max(1, value // self.head_dim if self.head_dim else 1)
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
@@ -189,8 +189,8 @@ class _Rules:
             "mamba_d_ssm": expand * small,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2 * max(1, value // (self.values.get("linear_num_key_heads") or value)),
-            "query_pre_attn_scalar": self.sizes.head_size,
-            "rotary_dim": self.sizes.head_size // 2,
+            "query_pre_attn_scalar": self.sizes.head_dim,
+            "rotary_dim": self.sizes.head_dim // 2,
             "attention_head_dim": 2 * small // self.sizes.heads,
         }
         if name in derived:
@@ -228,7 +228,7 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 def _count_rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> int:
     share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
-    return int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * share) // 2
+    return int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_dim) * share) // 2
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:

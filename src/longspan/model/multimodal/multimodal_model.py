@@ -225,10 +225,10 @@ class _SpliceHook:
     def __init__(self, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
         self._encoders = encoders
         self._ahead = 0  # how many tokens ahead of its row the embedding is called now (multi-token prediction)
-        embedding.register_forward_pre_hook(self._note_lookahead, with_kwargs=True)
+        embedding.register_forward_pre_hook(self._take_lookahead, with_kwargs=True)
         embedding.register_forward_hook(self._splice_rows)
 
-    def _note_lookahead(
+    def _take_lookahead(
         self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         self._ahead = kwargs.get(AHEAD, 0)

@@ -184,7 +184,7 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
     called = set[str]()
     encoder = type(module).__name__
 
-    def note_call(name: str, *_: Any) -> None:
+    def refuse_second_call(name: str, *_: Any) -> None:
         if name in called:
             raise ModelError(
                 f"{name} was called twice in one forward pass of {encoder}, for each item by itself, it seems: its "
@@ -196,7 +196,9 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
 
     module.register_forward_pre_hook(lambda *_: called.clear(), prepend=True)
     for name, block in units.items():
-        block.register_forward_pre_hook(partial(note_call, f"{name} ({type(block).__name__})"), prepend=True)
+        block.register_forward_pre_hook(
+            partial(refuse_second_call, f"{name} ({type(block).__name__})"), prepend=True
+        )
 
 
 def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:

@@ -88,9 +88,9 @@ class SplitModule:
             linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):
                 heads, key_heads = self._read_count(HEADS), self._read_count(KEY_HEADS)
-                head_size = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
-                if head_size * (heads + 2 * key_heads) == linear.out_features:
-                    return heads * head_size, key_heads * head_size, key_heads * head_size
+                head_dim = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
+                if head_dim * (heads + 2 * key_heads) == linear.out_features:
+                    return heads * head_dim, key_heads * head_dim, key_heads * head_dim
                 third = linear.out_features // 3
                 return third, third, third
             if style != ROWWISE and isinstance(linear, nn.Linear):

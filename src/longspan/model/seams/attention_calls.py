@@ -67,7 +67,7 @@ def number_layers(model: PreTrainedModel) -> None:
 
 
 class RunningLayer(NamedTuple):
-    """What the running layer was called with, and, in `outer`, what was noted around it.
+    """What the running layer was called with, and, in `outer`, what runs around it.
 
     `layer` is None in recomputation, where a forward runs without its module.
     """
@@ -92,8 +92,8 @@ def hook_layer_arguments(model: PreTrainedModel) -> None:
     """Let attention in decoder layers look up what its layer, or a model around it, was called with, from here on."""
     # A pipeline stage calls the model inside alone.
     for layer in dict.fromkeys((model, decoder_model(model), *layers_and_mtp_blocks(model).values())):
-        layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
-        layer.register_forward_hook(_forget_arguments, always_call=True)
+        layer.register_forward_pre_hook(_enter_layer, with_kwargs=True)
+        layer.register_forward_hook(_leave_layer, always_call=True)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) or hasattr(module, "gradient_checkpointing"):
             module.register_forward_pre_hook(_wrap_checkpointing_functions)
@@ -107,45 +107,47 @@ def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
         # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
         if function is checkpoint:
             run = partial(run, use_reentrant=False)
-        if run is not None and function is not _checkpoint_with_note:
-            vars(part)["_gradient_checkpointing_func"] = partial(_checkpoint_with_note, run)
+        if run is not None and function is not _checkpoint_inside_layer:
+            vars(part)["_gradient_checkpointing_func"] = partial(_checkpoint_inside_layer, run)
 
 
-def _checkpoint_with_note(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return function(wrap_to_note_arguments(run), *args, **options)
+def _checkpoint_inside_layer(
+    function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    return function(keep_running_layer(run), *args, **options)
 
 
-def wrap_to_note_arguments(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a layer's forward, a `partial` of its keyword arguments, to note them at every call.
+def keep_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a layer's forward, a `partial` of its keyword arguments, to set them at every call.
 
-    Without a shard among them those of the layer around it are noted, and outside of one nothing is wrapped.
+    Without a shard among them those of the layer around it are set, and outside of one nothing is wrapped.
     """
-    arguments = _arguments_to_note(getattr(run, "keywords", {}))
+    arguments = _layer_from_keywords(getattr(run, "keywords", {}))
     if arguments.shard is None:
         return run
 
-    def run_and_note(*args: Any) -> Any:
+    def run_inside_layer(*args: Any) -> Any:
         token = _running.set(arguments)
         try:
             return run(*args)
         finally:  # torch ends a recomputation by an exception once it has the tensors that it needs
             _running.reset(token)
 
-    return run_and_note
+    return run_inside_layer
 
 
-def _arguments_to_note(keywords: Mapping[str, Any]) -> RunningLayer:
+def _layer_from_keywords(keywords: Mapping[str, Any]) -> RunningLayer:
     if keywords.get("shard") is None:  # the model does not hand keyword arguments on to its layers
         return _running.get()._replace(layer=None, outer=None)
     return RunningLayer(None, keywords["shard"], keywords.get("attention_kernel"), keywords.get("router"))
 
 
-def _note_arguments(layer: nn.Module, args: Any, kwargs: Any) -> None:
-    _running.set(_arguments_to_note(kwargs)._replace(layer=layer, outer=_running.get()))
+def _enter_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
+    _running.set(_layer_from_keywords(kwargs)._replace(layer=layer, outer=_running.get()))
 
 
-def _forget_arguments(layer: nn.Module, *_: Any) -> None:
-    """Also after an error, which may have come before the arguments were noted."""
+def _leave_layer(layer: nn.Module, *_: Any) -> None:
+    """Also after an error, which may have come before the arguments were set."""
     running = _running.get()
     if running.layer is layer and running.outer is not None:
         _running.set(running.outer)

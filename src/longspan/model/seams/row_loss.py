@@ -85,9 +85,9 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
         # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
         inputs_of_layer = nullcontext()
         if future_ids is not None:
-            from longspan.model.mtp import note_layer_inputs
+            from longspan.model.mtp import record_layer_inputs
 
-            inputs_of_layer = note_layer_inputs(model)
+            inputs_of_layer = record_layer_inputs(model)
         with inputs_of_layer as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
@@ -122,7 +122,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
     # Two rows must come out as two rows of logits, which depend on the hidden states; depths of multi-token prediction
     # must call longspan's attention.
 
-    def note_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
+    def record_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
         # The deepest states are cut off from the layers: a gradient can then come from them only.
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
@@ -132,7 +132,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
     ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
     deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
-        output = run_on_meta(model, probe, gradients=True, row_loss=note_logits, **deeper)
+        output = run_on_meta(model, probe, gradients=True, row_loss=record_logits, **deeper)
     except ModelError:
         raise
     except Exception as error:

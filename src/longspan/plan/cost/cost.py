@@ -105,12 +105,12 @@ class StateCost:
     def _scaled(self, factors: dict[str, float]) -> "StateCost":
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
-    def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
+    def seconds(self, group: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
         """Return a group's seconds of each slot: summaries, states on the wire, and latency; none where it is one slot.
-        `rows` are its tokens, the sum of its documents' squared lengths and their number; `speed` the bytes/s of a
+        `group` are its tokens, the sum of its documents' squared lengths and their number; `speed` the bytes/s of a
         slot.
         """
-        tokens, squares, documents = rows
+        tokens, squares, documents = group
         summarised = tokens / degree
         # the run that a boundary cuts, of a document as long as the typical row's
         if self.partition == "contiguous":
@@ -330,7 +330,7 @@ class Cost:
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
-        """Return the seconds on one slot, without communication, of documents with these sums of rows and squares."""
+        """Return the seconds on one slot, without communication, of these sums of tokens and squared lengths."""
         half = self.network.half_speed_rows if self.network else 0.0  # on short pieces kernels are slower
         row_seconds = self.linear_seconds + half * self.attention_seconds
         return row_seconds * _float_array(tokens) + self.attention_seconds * _float_array(squares)
@@ -346,7 +346,7 @@ class Cost:
         together: ArrayLike | None = None,
     ) -> Floats:
         """Return the seconds of each slot that a group takes, without `micro_batch_seconds`; arguments broadcast.
-        `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included), `documents`
+        `tokens` and `squares` sum its documents' lengths and their squares (padding included), `documents`
         their number (which counts for states); `inside` is whether all its slots share a node, `together` the fewest on
         one node (None: all nodes but the last are full). Seconds are of linear layers, attention, states and messages.
         """
@@ -508,7 +508,7 @@ def constants_of_shape(
 
 
 class PricedRows(NamedTuple):
-    """Groups to price, as arrays that broadcast: `tokens` and `squares` sum the documents' rows and their squares;
+    """Groups to price, as arrays that broadcast: `tokens` and `squares` sum the documents' lengths and their squares;
     `together` is the fewest members that share a host, `busiest` what the busiest member of a ring computes over the
     mean, `typical` the length of a typical row's document (None: squares / tokens). A row sees `window` rows at most;
     members of a narrow group fetch only the share `sent` of what a ring sends.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -67,20 +67,9 @@ class Link:
 
     @classmethod
     def from_json(cls, values: Any) -> "Link":
-        """Read a link from a JSON object. Raises PlanError for any other value. Version 0.2 wrote samples of (bytes,
-        seconds), of which the last two give latency and speed.
-        """
-        pairs: dict[str, tuple[float, float]] = {}
+        """Read a link from a JSON object. Raises PlanError for any other value."""
         try:
-            for kind in KINDS:
-                first, second = values[kind][-2:]
-                if isinstance(first, list):
-                    small, begun = cast(list[float], first)
-                    large, ended = second
-                    speed = (large - small) / (ended - begun)
-                    first = max(0.0, begun - small / speed)
-                    second = speed
-                pairs[kind] = float(first), float(second)
+            pairs = {kind: (float(values[kind][0]), float(values[kind][1])) for kind in KINDS}
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"a link is an object with seconds of a message and bytes a second for each of {', '.join(KINDS)}; "

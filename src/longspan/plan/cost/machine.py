@@ -396,7 +396,7 @@ class Machine:
         forward = self._add_row_seconds(cost, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6)
         # Such passes are short: what the host takes to launch them counts, in place of a micro-batch's seconds.
         forward = replace(forward, micro_batch_seconds=0.0).forward_only()
-        packed = packed_weights_of_model(model, settings.frozen_weights if frozen else "whole")
+        packed = packed_weights_of_model(model, settings.frozen_weights) if frozen else PackedWeights()
         forward = self._add_sharding_seconds(forward, shape, settings, 0.0, packed)
         if settings.forward:
             return forward.shared_by(settings.tp)

@@ -164,8 +164,8 @@ class _Queues:
         self.long_groups.append(LongDocument(micro_batch, item, parts, rows, seconds - self.launch))
 
     def place_small_items(self, items: list[int]) -> None:
-        """A queue is one bin here, with room for all rows. All bins are in one micro-batch of 0 seconds: how late they
-        end is then when they end.
+        """A queue is one bin here, with room for all tokens. All bins are in one micro-batch of 0 seconds: how late
+        they end is then when they end.
         """
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):

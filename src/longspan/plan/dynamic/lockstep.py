@@ -95,7 +95,7 @@ class Bins:
     width: list[int] = field(default_factory=list[int])
     long: list[int] = field(default_factory=list[int])  # index of the long document on these slots, or −1
     seconds: list[float] = field(default_factory=list[float])  # until it ends
-    room: list[int] = field(default_factory=list[int])  # rows that it can still hold
+    room: list[int] = field(default_factory=list[int])  # tokens that it can still hold
     short: list[list[int]] = field(default_factory=list[list[int]])  # items, longest first
 
     def add_bin(self, micro_batch: int, part: tuple[int, int], long: int, seconds: float, rows: int) -> None:
@@ -187,7 +187,7 @@ def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
     """The first of `count` micro-batches holds the longest document. The steep durations are the work of parts of equal
-    rows, longest documents first; a document counts in the part that holds its middle row.
+    tokens, longest documents first; a document counts in the part that holds its middle token.
     """
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
@@ -256,12 +256,12 @@ class DegreeTable:
 
     problem: Problem
     item_class: Ints  # (items,) −1: never long
-    longest: Ints  # (classes,) rows
+    longest: Ints  # (classes,) tokens
     degrees: Ints  # (degrees,) rising
     seconds: Floats  # (classes, degrees)
     rows: Ints  # (classes, degrees) a slot
     fits: NDArray[np.bool_]  # (classes, degrees) within the cap
-    short_density: float  # seconds a row of the documents that fill gaps
+    short_density: float  # seconds a token of the documents that fill gaps
     work: Floats  # (classes,)
     latency: Floats  # of groups of 1, 2, … slots of the widest block, however few rows they have
 
@@ -312,7 +312,7 @@ class DegreeTable:
         gap = np.maximum(room - SHOWN_LATENCY * latency, 0.0)
         fillable = np.minimum(gap, (self.short_density * (problem.cap - self.rows))[:, None, :])
         waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - self.work[:, None, None]
-        idle_of_short = np.maximum(durations - problem.short_row_seconds * problem.cap, 0.0)
+        idle_of_short = np.maximum(durations - problem.short_token_seconds * problem.cap, 0.0)
         waste = waste - reach * self.degrees * idle_of_short[:, None]
         waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
         best = waste.argmin(axis=2)
@@ -491,22 +491,22 @@ class LeastLoaded:
         late = self.late
         busy = self.bins.seconds
         short = self.bins.short
-        waiting = 0  # rows of the roomiest bin that waits
+        waiting = 0  # room of the roomiest bin that waits
         changed = self.heaps  # whose first may be too full
         for position in range(first, len(items)):
             item = items[position]
-            rows = tokens[item]
+            length = tokens[item]
             seconds = work[item]
             earliest = np.inf
             chosen = None
-            if rows <= waiting:
+            if length <= waiting:
                 waiting = 0
                 changed = self.heaps
             for _, idle, full in changed:
-                while full and -full[0][0] >= rows:
+                while full and -full[0][0] >= length:
                     b = heappop(full)[1]
                     heappush(idle, (late[b], b))
-                while idle and room[idle[0][1]] < rows:
+                while idle and room[idle[0][1]] < length:
                     b = heappop(idle)[1]
                     heappush(full, (-room[b], b))
                 if full:
@@ -522,7 +522,7 @@ class LeastLoaded:
             heapreplace(chosen[1], (earliest, b))
             late[b] = earliest
             busy[b] += seconds / chosen[0]
-            room[b] -= rows
+            room[b] -= length
             short[b].append(item)
         return len(items)
 
@@ -581,8 +581,8 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
         base_seconds = 0.0
         base_rows = 0
         if (long := bins.long[b]) >= 0 and len(candidate.long[long].parts) == 1:
-            rows = int(problem.tokens[candidate.long[long].item])
-            first = rows, rows * rows, 1
+            length = int(problem.tokens[candidate.long[long].item])
+            first = length, length * length, 1
         elif long >= 0:
             base_seconds = candidate.long[long].seconds
             base_rows = candidate.long[long].rows

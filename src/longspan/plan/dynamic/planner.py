@@ -201,8 +201,8 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
 
 
 def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
-    """Items are divided in two ways: into equal work, and, sorted, into parts of equal rows, so that the longest are
-    together; an item is in the part that holds its middle row. Micro-batches without items are left out.
+    """Items are divided in two ways: into equal work, and, sorted, into parts of equal tokens, so that the longest are
+    together; an item is in the part that holds its middle token. Micro-batches without items are left out.
     """
     tokens: list[int] = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
@@ -283,8 +283,8 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | 
 
 def _group_widths(problem: Problem, sizes: Ints) -> Ints | None:
     """The fewest slots of each group (groups,) with which the slowest ends earliest; None if there is no room. `sizes`
-    are rows, squared rows and documents of groups (3, groups). The slowest ends at one of the times of any group at any
-    degree, which are searched by halving: with more time groups never need more slots.
+    are tokens, squared lengths and documents of groups (3, groups). The slowest ends at one of the times of any group
+    at any degree, which are searched by halving: with more time groups never need more slots.
     """
     degrees = np.array(problem.degrees, dtype=np.int64)
     tokens, squares, documents = sizes[:, :, None]

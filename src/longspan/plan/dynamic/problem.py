@@ -28,13 +28,15 @@ EXACT_DEGREES = 40  # every degree up to this is considered, then multiples of t
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One step to plan: items in falling order of rows, and what a slot and a group may hold."""
+    """One step to plan: items in falling order of tokens, and what a slot and a group may hold. Documents have
+    tokens; a slot has rows, its share of them.
+    """
 
     request: Request
     degrees: DegreeSet  # that a group may have, at most the slots
     cap: int  # rows of a slot, in whole row multiples
     documents: tuple[tuple[int, ...], ...]  # of each item, ids
-    tokens: Ints  # (items,) rows
+    tokens: Ints  # (items,)
     squares: Ints  # (items,) sum of squared document lengths
     blocks: tuple[tuple[int, int], ...]  # first slot and number of slots
 
@@ -95,8 +97,8 @@ class Problem:
         return self.request.cost.work_seconds(self.tokens, self.squares)
 
     @cached_property
-    def short_row_seconds(self) -> float:
-        """Seconds of work for each row of short documents: of the shortest items, which hold half of all rows."""
+    def short_token_seconds(self) -> float:
+        """Seconds of work for each token of short documents: of the shortest items, which hold half of all tokens."""
         light = 2 * np.cumsum(self.tokens) > int(self.tokens.sum())
         tokens = int(self.tokens[light].sum())
         squares = int(self.squares[light].sum())
@@ -145,21 +147,21 @@ class Problem:
 
     @cached_property
     def least_micro_batches(self) -> int:
-        """Micro-batches below which the caps cannot hold all rows."""
+        """Micro-batches below which the caps cannot hold all tokens."""
         return max(1, -(-int(self.tokens.sum()) // (self.request.slots * self.cap)))
 
 
 def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """`order` are the documents by falling length, `lengths` their rows. Above `PACKED_ABOVE` documents a slot, those
-    of less than a pack's rows lie end to end, and a pack begins every `pack_rows`, at most a sixteenth of a slot's cap.
+    """`order` are the documents by falling length, `lengths` their tokens. Above `PACKED_ABOVE` documents a slot, those
+    of less than a pack's tokens lie end to end, and a pack begins every `pack_tokens`, at most a sixteenth of a cap.
     """
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:
         return tuple((d,) for d in ids), lengths, lengths * lengths
-    pack_rows = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
-    long = int(np.searchsorted(-lengths, -pack_rows, side="right"))
+    pack_tokens = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
+    long = int(np.searchsorted(-lengths, -pack_tokens, side="right"))
     starts = np.cumsum(lengths[long:]) - lengths[long:]
-    item = np.unique(np.concatenate((np.arange(long), long + starts // pack_rows)), return_inverse=True)[1]
+    item = np.unique(np.concatenate((np.arange(long), long + starts // pack_tokens)), return_inverse=True)[1]
     count = int(item[-1]) + 1
     tokens, squares = np.zeros((2, count), dtype=np.int64)
     np.add.at(tokens, item, lengths)

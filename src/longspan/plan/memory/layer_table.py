@@ -186,7 +186,7 @@ class LayerTable:
 
     @property
     def _norms_by_kernels(self) -> bool:
-        return self.compiled_parts == "layers" or (self.settings.gpu and self.settings.fused_norms)
+        return self.compiled_parts == "layers" or self.settings.gpu
 
     def norm_part(self, width: float, groups: float = 1, *, saves_input: bool = True) -> LayerPart:
         """An RMS norm of rows of `width` numbers, with a root for each of its `groups`; its output is not counted.
@@ -366,7 +366,6 @@ class LayerTable:
         if not heads:
             return part + LayerPart(self.bytes_of_rows(5 * inner), self.bytes_of_rows(4 * inner))
         kernels = settings.gpu and settings.scan_kernels
-        norm_kernel = settings.gpu and settings.fused_norms
         number = settings.compute_bytes if kernels else WIDE
         wide = self.bytes_of_rows(inner, WIDE)
         chunks = self.bytes_of_rows(mixer.state / tp / CHUNK)  # states before all chunks
@@ -378,10 +377,10 @@ class LayerTable:
         saved += self.load.runs * mixer.state / tp * WIDE
         if mixer.delta:
             saved += self.bytes_of_rows(heads * CHUNK) if kernels else self.bytes_of_rows(channels - inner, WIDE)
-            saved += self.bytes_of_rows(2 * inner) if norm_kernel else 3 * wide + 2 * self.bytes_of_rows(inner)
+            saved += self.bytes_of_rows(2 * inner) if settings.gpu else 3 * wide + 2 * self.bytes_of_rows(inner)
             work = 2 * chunks + 4 * self.bytes_of_rows(inner + mixer.heads * mixer.key_size / tp)
         else:
             saved += self.bytes_of_rows(channels)
-            saved += self.bytes_of_rows(2 * inner) if norm_kernel else 4 * wide + 2 * self.bytes_of_rows(inner)
+            saved += self.bytes_of_rows(2 * inner) if settings.gpu else 4 * wide + 2 * self.bytes_of_rows(inner)
             work = 3 * chunks + 3 * wide
         return part + LayerPart(saved, work if kernels else TORCH_SCANS[mixer.delta] * wide)

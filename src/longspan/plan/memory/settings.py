@@ -95,7 +95,6 @@ class MemorySettings:
     mlp_tile_tokens: int = 0
     segment_layers: int = 0
     loss_chunk_rows: int = 0
-    fused_norms: bool = True
     vpp: int = 1
     free: bool = False
     sequence_parallel: bool = False

@@ -477,7 +477,7 @@ class StageBytes:
         if stage.predicts:
             all_whole = in_place or settings.gathered_once
             of_layers = sum(whole) * all_whole + arrives * sent_whole[-1] * (not self.stays_whole)
-            tensors = AT_THE_LOSS + settings.depths + OF_WIDE_NORM * (not (settings.gpu and settings.fused_norms))
+            tensors = AT_THE_LOSS + settings.depths + OF_WIDE_NORM * (not settings.gpu)
             at_loss = {"gradients": gradients, "gathered": gathered + of_layers + whole_gradients * load.later}
             yield at_loss | {"kept": activations, "work": tensors * row, "logits": self._logit_bytes(load)}
         # gradients of the head, and of an embedding that depths read, wait from here on

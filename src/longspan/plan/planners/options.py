@@ -251,16 +251,11 @@ class Request(PlanOptions):
         none is).
         """
         lengths = tuple(self.lengths[d] for d in documents)
-        sizes = self.level_sizes(len(slots))
+        sizes = None  # of the levels of a2a+p2p: no layer has that, or the options name none
+        if "a2a+p2p" in self.types and self.hierarchical_context_parallel_sizes is not None:
+            sizes = fit_level_sizes(self.hierarchical_context_parallel_sizes, len(slots))
         partition = self.partition if len(slots) > 1 else "zigzag"  # a single slot has the same rows either way
         return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
-
-    def level_sizes(self, degree: int) -> tuple[int, int] | None:
-        """Return the two sizes of a group of this degree; None if no layer has a2a+p2p, or the options have no size."""
-        sizes = self.hierarchical_context_parallel_sizes
-        if "a2a+p2p" not in self.types or sizes is None:
-            return None
-        return fit_level_sizes(sizes, degree)
 
     def make_plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
         """Make the checked plan of these micro-batches, with its predicted time and lower bound. Dummy micro-batches

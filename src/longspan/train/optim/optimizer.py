@@ -28,7 +28,7 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 _ONE_PASS = {"betas", "eps", "maximize"}  # arguments that `OnePassAdamW` takes
 # Arguments that have a key of their own, and are refused in optimizer.arguments.
 _BY_KEY = {"lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay"}
-_BY_KEY_OF_ADAMW = {"betas": "optimizer.betas"}
+BETAS = (0.9, 0.95)  # adamw's, where optimizer.arguments has none
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times in a step, which a run does once",
     "SparseAdam": "it updates sparse gradients, and those of a run are dense",
@@ -54,7 +54,7 @@ class OptimizerChoice:
         """Read the choice of [optimizer]. Raises ConfigError for a class that cannot train, or for its arguments."""
         arguments = parse_optimizer_arguments(optimizer.class_, optimizer.arguments)
         if optimizer.class_ == "adamw":
-            arguments = {"betas": optimizer.betas} | arguments
+            arguments = {"betas": BETAS} | arguments
         return cls(optimizer.class_, optimizer.lr, optimizer.weight_decay, tuple(arguments.items()))
 
     @property
@@ -86,7 +86,7 @@ def build_optimizer(
     name: str = "adamw",
     lr: float | Mapping[str, float] = 1e-3,
     weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
+    betas: tuple[float, float] = BETAS,
     **arguments: Any,
 ) -> Optimizer:
     """Build an optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
@@ -224,9 +224,8 @@ def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]
             arguments[key] = json.loads(value)
         except ValueError:
             arguments[key] = value
-    config_keys = _BY_KEY | (_BY_KEY_OF_ADAMW if name == "adamw" else {})
-    for key in config_keys.keys() & arguments.keys():
-        raise ConfigError(f"optimizer.arguments has {key}, which is {config_keys[key]}")
+    for key in _BY_KEY.keys() & arguments.keys():
+        raise ConfigError(f"optimizer.arguments has {key}, which is {_BY_KEY[key]}")
     check_optimizer_arguments(name, arguments)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
