@@ -22,6 +22,7 @@ import tokenize
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,18 @@ def main() -> None:
     print("; ".join(f"{name} {number:,}" for name, number in counts.items()))
 
 
+@cache
 def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def name_faults() -> Iterator[str]:
@@ -169,7 +176,7 @@ def token_counts() -> dict[str, Any]:
         rows = code_tokens(path, tree)
         tokens += len(rows)
         lines += len(set(rows))
-        assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        assignments = [node for node in nodes(tree) if isinstance(node, ast.Assign)]
         parallel += sum(
             isinstance(node.value, ast.Tuple)
             and len(node.value.elts) > 1
@@ -179,10 +186,11 @@ def token_counts() -> dict[str, Any]:
     return {"tokens": tokens, "tokens per line": round(tokens / lines, 2), "parallel assignments": parallel}
 
 
+@cache
 def docstring_lines(tree: ast.Module) -> set[int]:
     texts = (
         node
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     )
     return {line for node in texts for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
@@ -199,8 +207,8 @@ def source_counts() -> dict[str, Any]:
         files = files + 1
         lines = lines + len(rows)
         text += len(prose) + sum(not row.strip() and n not in prose for n, row in enumerate(rows, 1))
-        mentions.update(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-        mentions.update(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        mentions.update(node.id for node in nodes(tree) if isinstance(node, ast.Name))
+        mentions.update(node.attr for node in nodes(tree) if isinstance(node, ast.Attribute))
         for node in functions(tree):
             body = node.body[ast.get_docstring(node, clean=False) is not None :]
             bodies.append((node.name, (node.end_lineno or 0) - body[0].lineno + 1 if body else 0))
@@ -230,7 +238,7 @@ def count_circles() -> int:
 
 def _imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
     """Modules that a file imports when it is loaded or run."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    waiting: list[ast.AST] = [trees()[path]]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

@@ -52,7 +52,7 @@ WITH_IMAGES = {
 # In the whole suite: other tests of this kind of attention or router compare these with the stock model in CI.
 WHOLE = ("gemma2", "mistral", "mixtral", "opt", "nemotron", "gpt_oss", "deepseek_v3+yarn", "phi3+longrope")
 WHOLE += ("granite", "cohere2", "qwen2_moe", "gpt_neox", "smolvlm", "llama+llama3", "qwen3+yarn", "llava_next")
-WHOLE += ("gemma3_text", "minicpm3", "gemma3n_text", "gpt2")
+WHOLE += ("gemma3_text", "minicpm3", "gemma3n_text", "qwen3_vl_moe")
 CASES = (Case(cp=2, plan="several", recompute="full"), Case(cp=2, cp_comm_type="all_gather"))
 IMAGE_CASES = (Case(cp=2, plan="several", recompute="full", encoder=1),)
 

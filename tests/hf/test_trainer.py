@@ -20,7 +20,19 @@ from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, Tr
 
 from longspan.errors import CommError, NonFiniteError
 from longspan.hf import steps
-from tests.hf.stock import AUTO, CP2, RECOMPUTES, Ran, Run, check, check_each, log_errors, ours_each, stock_each
+from tests.hf.stock import (
+    AUTO,
+    CP2,
+    RECOMPUTES,
+    Ran,
+    Run,
+    check,
+    check_each,
+    compare_each,
+    log_errors,
+    ours_each,
+    stock_each,
+)
 from tests.hf.tiny import VOCABULARY, model_of, pad
 from tests.mutation import Change, mutated
 
@@ -403,7 +415,7 @@ def broken(run: Run) -> Any:
 
 CASES = (
     *(own_loss, halved_loss, loss_function, cut_steps, flattening),
-    *(regularized, of_weights_alone, of_cross_entropy, two_passes, early_optimizer, early_scheduler),
+    *(regularized, of_weights_alone, two_passes, early_optimizer),
     (train, AUTO | {"eval_context_parallel_size": "1"}),
     (stopped, MEMORY | {"cp_comm_type": "auto"}),
     (own_loader, DYNAMIC | {"device_memory_limit": 1 << 30}),
@@ -450,6 +462,11 @@ def test_equals_one_process() -> None:
     assert "step 1: the loss of LongspanNotANumber has derivatives that are not" in error.kept["error"]
     with pytest.raises(AssertionError):
         check(expected()["own_loss"], wrong, **EXACT)
+
+
+@pytest.mark.whole
+def test_more_of_them_equal_one_process() -> None:
+    compare_each((of_cross_entropy, early_scheduler), CP2, **EXACT)
 
 
 EVALUATED_DYNAMICALLY = {"context_parallel_size": 2, "eval_planner": "dynamic", "eval_max_tokens_per_slot": "40"}

@@ -105,7 +105,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("module", "name"), [("transformers.modeling_utils", "torchao"), ("other", "other")])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("transformers.modeling_utils", "torchao"), pytest.param("other", "other", marks=pytest.mark.whole)],
+)
 def test_an_import_of_the_fork_server_uses_no_cuda(module: str, name: str, tmp_path: Path) -> None:
     """transformers imports torchao, which uses CUDA as it is imported; after another one that does ranks begin anew."""
     site, folder = tmp_path / "site", tmp_path / "folder"

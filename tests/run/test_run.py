@@ -87,7 +87,7 @@ def run_by_each_type(rank: int, configs: Sequence[RunConfig]) -> list[float]:
 
 def test_a_hierarchical_run_says_which_ranks_form_a_level(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"context__context_parallel_size": 4, "evaluation__context_parallel_size": 4}
-    keys |= {"train__steps": 2, "evaluation__every": 0, "data__max_document_tokens": 96}
+    keys |= {"train__steps": 2, "evaluation__every": 0, "evaluation__documents": 0, "data__max_document_tokens": 96}
     configs = [
         small_config(
             tmp_path,

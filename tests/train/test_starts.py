@@ -71,6 +71,7 @@ from longspan.run.loop import train
 """
 
 
+@pytest.mark.whole
 def test_a_rank_imports_transformers_whole_beside_that_thread() -> None:
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     subprocess.run([sys.executable, "-c", IMPORTS_BESIDE], env=environment, timeout=100, check=True)

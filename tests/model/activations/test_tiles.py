@@ -109,11 +109,11 @@ FEW: list[Row] = [
         {},
     ),
     (EP, [("experts", "selective", 3, 5)], {}),
-    (TP, [("experts", "none", 0, 7)], SEQUENCE_PARALLEL),
 ]
 WHOLE: dict[str, Row] = {
     "2 slots": (TWO, [*TILES, *SEGMENTS], {}),
     "tp 2": (TP, [*TILES[:9], *SEGMENTS[:9]], {}),
+    "tp 2, rows split": (TP, [("experts", "none", 0, 7)], SEQUENCE_PARALLEL),
     "split backward": (PP, [*TILES[:2], *TILES[6:8], *SEGMENTS[:2], *SEGMENTS[6:8]], SPLIT),
     "4 slots": (Layout(ranks=4, ep=2), [*TILES[6:9], *SEGMENTS[6:9]], {}),
     "lists": (TWO, [(name, words, 0, 0) for name, lists in LISTS.items() for words in lists], {}),

@@ -59,16 +59,18 @@ ONE: Mapping[str, Home] = {
     "kept gathered": Home(Layout(ranks=1), options=ONCE, rows=32),
 }
 TWO: Mapping[str, Home] = {
-    "cp 2": Home(Layout(ranks=2)),
     "dynamic": Home(Layout(ranks=2), options=FULL, plans="dynamic"),
-    "free": Home(Layout(ranks=2), plans="free"),
     "kept gathered": Home(Layout(ranks=2), options=ONCE, rows=20),
-    "tp 2": Home(Layout(ranks=2, tp=2)),
     "tp 2, rows split": Home(Layout(ranks=2, tp=2), options={"sequence_parallel": True, **FULL}),
-    "experts, tp 2": Home(Layout(ranks=2, tp=2), "moe"),
     "ep 2": Home(Layout(ranks=2, ep=2), "moe"),
-    "pp 2": Home(Layout(ranks=2, pp=2)),
     "pp 2, zero bubble": Home(Layout(ranks=2, pp=2), options={"pipeline_schedule": "zero_bubble"}),
+}
+MORE_OF_TWO: Mapping[str, Home] = {
+    "cp 2": Home(Layout(ranks=2)),
+    "free": Home(Layout(ranks=2), plans="free"),
+    "tp 2": Home(Layout(ranks=2, tp=2)),
+    "experts, tp 2": Home(Layout(ranks=2, tp=2), "moe"),
+    "pp 2": Home(Layout(ranks=2, pp=2)),
 }
 COMPILES: Mapping[str, Home] = {"compiled": Home(Layout(ranks=2), options=COMPILED)}
 FOUR: Mapping[str, Home] = {
@@ -114,6 +116,7 @@ def _compare(rank: int, homes: Mapping[str, Home]) -> dict[str, str]:
     [
         pytest.param(1, ONE, id="1"),
         pytest.param(2, TWO, id="2"),
+        pytest.param(2, MORE_OF_TWO, marks=pytest.mark.whole, id="more of 2"),
         pytest.param(2, COMPILES, marks=pytest.mark.whole, id="compiled"),
         pytest.param(4, FOUR, marks=pytest.mark.whole, id="4"),
     ],

@@ -51,9 +51,15 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
             *_over_slots(IN_CI[1::2], "all_gather", SELECTIVE),
             *_over_slots(WRAPPERS[-1:], "p2p", COPIES),
             *((family, TP, "p2p", {}) for family in here(["gemma4"])),
-            *((family, PP, "p2p", FULL) for family in here(["gemma4 without sharing", "glm-5"])),
+            *((family, PP, "p2p", FULL) for family in here(["glm-5"])),
             *_over_slots(here(["deepseek-v3.2"]), "a2a", FULL),
             *_over_slots(here([f"deepseek-v3.2{MANY_HEADS}"]), "p2p", COPIES),
+        ],
+    ),
+    "more of 2 ranks": (
+        2,
+        [
+            *((family, PP, "p2p", FULL) for family in here(["gemma4 without sharing"])),
             *_over_slots(here(["glm-5", "hy-v4"]), "all_gather", SELECTIVE),
         ],
     ),

@@ -105,8 +105,8 @@ MUTATED = {
     "spans": (Case("gemma3", Layout(2), Layout(2), cp=2), SPANS),
     "prefix": (Case("paligemma2", Layout(2), Layout(2), cp=2), PREFIX),
 }
-DAILY = ("a part for a deeper layer is dropped", "positions by local index")
-MUTATED["daily"] = (MUTATED["rows"][0], {name: MUTATIONS[name] for name in DAILY})
+DAILY = "a part for a deeper layer is dropped"
+MUTATED["daily"] = (MUTATED["rows"][0], {DAILY: MUTATIONS[DAILY]})
 
 
 def _errors(rank: int, kind: str) -> dict[str, float]:

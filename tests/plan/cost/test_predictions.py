@@ -21,15 +21,26 @@ def predictions() -> Any:
         return predictions  # pyright: ignore[reportUnknownVariableType]
 
 
+@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.whole)])
+def share(request: pytest.FixtureRequest) -> int:
+    """Daily every third record, with all of its plans of the same documents."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def rows(predictions: Any) -> list[Any]:
-    return predictions.predict_all(MACHINE)
+def rows(predictions: Any, share: int) -> list[Any]:
+    measured = list(predictions.measured_rows())
+    records = [*dict.fromkeys(row.record for row in measured)][::share]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predictions, "measured_rows", lambda: [row for row in measured if row.record in records])
+        return predictions.predict_all(MACHINE)
 
 
-def test_ratios_are_those_of_the_record(predictions: Any, rows: list[Any]) -> None:
+def test_ratios_are_those_of_the_record(predictions: Any, rows: list[Any], share: int) -> None:
     recorded = ratios((BENCH / "records" / "predictions.md").read_text().splitlines())
     now = ratios("\n".join(predictions.text_of(rows, [])).splitlines())
-    assert len(now) > 100 and now == pytest.approx(recorded, abs=0.011), "prices have changed: make predictions"
+    wanted = {name: recorded[name] for name in (now if share > 1 else recorded)}
+    assert len(now) > 100 // share and now == pytest.approx(wanted, abs=0.011), "prices have changed: make predictions"
 
 
 def ratios(lines: Iterable[str]) -> dict[str, float]:
@@ -45,10 +56,10 @@ def test_peaks_of_memory_are_those_of_the_record(predictions: Any) -> None:
     assert planned == recorded and len(planned.splitlines()) > 40, "plans of memory have changed: make predictions"
 
 
-def test_seconds_and_choices_are_within_the_bar(predictions: Any, rows: list[Any]) -> None:
+def test_seconds_and_choices_are_within_the_bar(predictions: Any, rows: list[Any], share: int) -> None:
     current = [p for p in rows if not p.row.older]
-    assert len(current) >= 131 and sum(p.row.is_training_step for p in current) >= 69
+    assert len(current) >= 131 // share and sum(p.row.is_training_step for p in current) >= 69 // share
     assert not [p for p in current if p.is_off]
     chosen = predictions.choices(rows)
-    assert len(chosen) >= 24
+    assert len(chosen) >= (4 if share > 1 else 24)
     assert not [c for c in chosen if c.is_off]

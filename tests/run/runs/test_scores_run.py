@@ -184,12 +184,12 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
         ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
     ]
     for i, (rows, keys, message) in enumerate(cases):
-        yield config_of(folder / str(i), base, rows, **keys), message
+        yield config_of(folder / str(i), base, rows, **ALONE | keys), message
 
 
 def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_path: Path) -> None:
     """At degree 2, dynamic, and where a pair's documents are in several micro-batches; then one goes on alone. In the
-    same start are those that every rank refuses before its first step."""
+    same start are some that every rank refuses before its first step; others are refused by one."""
     few = {"context__max_tokens_per_slot": 40, "evaluation__context_parallel_size": 1}
     few |= {"evaluation__max_tokens_per_slot": 64, "evaluation__documents": 4, "model__num_labels": 1}
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
@@ -198,8 +198,10 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
     numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, evaluation__documents=2)
     refused = [*refused_runs(base, tmp_path)]
-    errors = refusals([pairs, classes, numbers, *(config for config, _ in refused)])
+    seen_by_two = [config for config, _ in refused[:4]]
+    errors = refusals([pairs, classes, numbers, *seen_by_two])
     assert errors[:3] == [None] * 3
+    errors += refusals([config for config, _ in refused[4:]], ranks=1)
     for error, (_, message) in zip(errors[3:], refused, strict=True):
         assert isinstance(error, LongspanError) and re.search(message, str(error)), error
     right = check_run(pairs, PAIRS, stock(base, 1))

@@ -58,7 +58,7 @@ CASES = {
     "experts": Case(Layout(2, ep=2), "qwen3-moe-tiny", keys=MOMENTUM),
     "an adapter": Case(Layout(2), lora=2),
 }
-FEW = ("replicas, by chance", "tied ends of a pipeline", "experts")
+FEW = ("replicas, by chance", "tied ends of a pipeline")
 
 
 def _open(case: Case, world: World, *, on_host: bool) -> tuple[Any, Any]:
@@ -127,7 +127,7 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
                     assert all(digests.setdefault(key, x) == x for key, x in of_rank.items()), name
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(("tp", "an adapter"), marks=pytest.mark.whole)])
+@pytest.mark.parametrize("names", [FEW, pytest.param(("tp", "experts", "an adapter"), marks=pytest.mark.whole)])
 def test_weights_moments_and_checkpoints_are_the_same_under_every_home(tmp_path: Path, names: Sequence[str]) -> None:
     run_ranks(_over_ranks, 2, tmp_path, names, timeout=120)
 

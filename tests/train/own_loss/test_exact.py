@@ -117,7 +117,7 @@ def dense(case: Case) -> Dense:
 
 
 def losses_of(case: Case) -> tuple[str, ...]:
-    names = tuple(LOSSES) if case.whole or case == CASES[0] else ("tokens", "micro-batches", "groups")
+    names = tuple(LOSSES) if case.whole or case == CASES[0] else ("micro-batches", "groups")
     return tuple(name for name in names if name != "micro-batches" or not case.name.startswith("free"))
 
 

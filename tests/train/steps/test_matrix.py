@@ -33,7 +33,7 @@ PAIRS = [Combination(*values) for values in (*BESIDE_TP, *every_pair(AXES, 0, ch
 @pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=[pytest.mark.whole] * (ranks > 4)) for ranks in RANKS])
 def test_every_pair_of_the_matrix(ranks: int) -> None:
     combinations = [c for c in PAIRS if c.ranks == ranks]
-    wanted, steps = matrix.wanted_of(combinations), [1 if i % 3 else len(BATCHES) for i in range(len(combinations))]
+    wanted, steps = matrix.wanted_of(combinations), [1 if i % 6 else len(BATCHES) for i in range(len(combinations))]
     found = worst_of_ranks(run_ranks(matrix.run, ranks, combinations, wanted, steps, timeout=280))
     over = [e.over_limit(c.dtype, wanted[c.key].own_error) for c, e in zip(combinations, found, strict=True)]
     wrong = [(c, e) for c, e, most in zip(combinations, found, over, strict=True) if not most <= 1]

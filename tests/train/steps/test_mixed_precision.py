@@ -93,12 +93,11 @@ def _of_case(case: Case, world: World) -> tuple[float, float]:
     return worst(together, sums), abs(loss / dense - 1)
 
 
+DAILY = ("copies of the parameters", "pp, interleaved", "ep", "free")
 REST = ("fsdp", "pp", "pp, zero bubble", "recomputed", "attention kept")
 
 
-@pytest.mark.parametrize(
-    "names", [tuple(name for name in CASES if name not in REST), pytest.param(REST, marks=pytest.mark.whole)]
-)
+@pytest.mark.parametrize("names", [DAILY, *(pytest.param(names, marks=pytest.mark.whole) for names in (("tp",), REST))])
 def test_gradients_are_summed_in_float32_under_every_home(names: tuple[str, ...]) -> None:
     of_ranks = run_ranks(_errors, len(CASES[names[0]].home.ranks), names)
     for name in names:
