@@ -60,10 +60,8 @@ class Linear4bit(nn.Linear):
         return self.out_features, self.in_features
 
 
-def load_stand_ins(family: str, **changes: Any) -> Any:
-    """A PeftModel in bfloat16 over linears in 4 bits, the head's among them."""
-    peft_model = adapted(family, **changes)
-    model = peft_model.get_base_model()
+def quantise(model: Any) -> Any:
+    """Put linears in 4 bits, the head's among them, into a model that may have an adapter."""
     places = [(m, name, child) for m in model.modules() for name, child in m.named_children()]
     for module, name, child in places:
         if type(child) is nn.Linear and not name.startswith("default"):
@@ -71,6 +69,12 @@ def load_stand_ins(family: str, **changes: Any) -> Any:
             if name == "base_layer":
                 module.__class__ = type("Linear4bit", (type(module),), {})  # as peft calls its own, too
     model.is_quantized = True
+    return model
+
+
+def load_stand_ins(family: str) -> Any:
+    peft_model = adapted(family)
+    quantise(peft_model.get_base_model())
     return peft_model
 
 
