@@ -1,4 +1,4 @@
-"""Trainers over frozen weights in 4 and 8 bits: made of whole ones, or loaded by transformers with BitsAndBytesConfig."""
+"""Trainers over frozen weights in 4 and 8 bits: made of whole ones, or loaded with BitsAndBytesConfig."""
 
 import os
 from pathlib import Path
