@@ -109,6 +109,11 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")
 
 
+def is_expert_adapter(module: nn.Module) -> bool:
+    """Return whether a module is one of peft's that adapts a parameter of experts (`target_parameters`)."""
+    return is_adapted(module) and hasattr(module, "parameter_name")
+
+
 def has_trained_copy(module: nn.Module) -> bool:
     """Return whether a module is one of peft's that trains a copy of the module in its `original_module`."""
     return hasattr(module, "original_module") and hasattr(module, "adapter_layer_names")

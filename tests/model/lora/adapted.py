@@ -40,6 +40,11 @@ ADAPTERS: Mapping[str, dict[str, Any]] = {
     "mixers": {"target_modules": ["in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"]},
     "projections": {"target_modules": PROJECTIONS},
     "dora": {"target_modules": ALL, "use_dora": True},
+    "experts": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "last products of experts": {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
     "modules_to_save": {"target_modules": ALL, "modules_to_save": ["lm_head"]},
 }
 
@@ -87,7 +92,7 @@ def _hybrid(family: str) -> PreTrainedModel:
 
 
 def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
-    if family == "qwen3-moe":
+    if family in ("qwen3-moe", "gpt-oss"):
         return moe_model(family, dtype)
     if family in HYBRIDS or family in OTHER_HYBRIDS:
         return _hybrid(family).to(dtype)

@@ -19,9 +19,10 @@ from longspan.model.kinds import (
     find_indexers,
     has_trained_copy,
     is_adapted,
+    is_expert_adapter,
     peft_modules,
 )
-from longspan.model.layers import mtp_depths
+from longspan.model.layers import expert_modules, mtp_depths
 from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
 from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
 from longspan.model.parts import is_tied
@@ -30,8 +31,9 @@ from longspan.model.weights.fill import find_deferred_weights
 _DORA = "DoraLinearVariant"
 
 
+_MATRICES_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+
 _UNTESTED = {  # keys of LoraConfig, and what a value there asks for
-    "target_parameters": "adapters of parameters that are not a linear's weight (fused experts)",
     "layer_replication": "layers that share weights",
     "trainable_token_indices": "single rows of an embedding",
     "megatron_config": "Megatron's layers",
@@ -59,7 +61,7 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
         )
     reasons = [*_adapter_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
     reasons = reasons or [
-        *_adapter_layer_reasons(model),
+        *_adapter_layer_reasons(model, world.home.tp),
         *_missing_value_reasons(model),
         *_trained_parameter_reasons(model),
     ]
@@ -110,14 +112,22 @@ def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
         yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
 
 
-def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
+def _adapter_layer_reasons(model: nn.Module, tp: int = 1) -> Iterator[str]:
+    experts = expert_modules(model).values()
     indexers = tuple(f"{name}." for name in find_indexers(model))
     for name, module in peft_modules(model).items():
         layer: Any = module
         if name.startswith(indexers):
             yield f"{name} belongs to an indexer, which gets no gradient; name target_modules without it"
             return
-        if is_adapted(module):
+        if is_expert_adapter(module):
+            if layer.get_base_layer() not in experts or layer.parameter_name not in _MATRICES_OF_EXPERTS:
+                yield f"{name} adapts {layer.parameter_name}, which is no matrix of experts; leave it out"
+                return
+            if tp > 1:
+                yield f"{name} adapts experts, which is not shown to be exact under tp {tp}; use ep, or tp 1"
+                return
+        elif is_adapted(module):
             inner = type(layer.base_layer)
             variants = {type(v).__name__ for v in getattr(layer, "lora_variant", {}).values()} - {_DORA}
             if inner not in (nn.Linear, nn.Embedding) or not hasattr(layer, "lora_A"):
