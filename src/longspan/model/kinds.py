@@ -101,7 +101,8 @@ def is_indexed(module: nn.Module) -> bool:
 # ---- adapters (`adapters.py`)
 
 _OF_ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save)\.")
-_STANDS_FOR = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+# of two adapted parameters of a module the inner one's adapter is in a `base_layer`
+_STANDS_FOR = re.compile(r"\.(base_layer(?!.*\.lora_)|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
 
 def is_adapted(module: nn.Module) -> bool:

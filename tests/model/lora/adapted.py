@@ -50,7 +50,7 @@ ADAPTERS: Mapping[str, dict[str, Any]] = {
 
 
 def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-    model = _model(family, dtype)
+    model = base_model(family, dtype)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **ADAPTERS[adapter], **more})
     if family in ("falcon_h1", "nemotron_h"):  # where peft refuses it
         config.target_modules = {name for name in config.target_modules or () if name != "out_proj"}
@@ -91,7 +91,7 @@ def _hybrid(family: str) -> PreTrainedModel:
     return at_random(config)
 
 
-def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+def base_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     if family in ("qwen3-moe", "gpt-oss"):
         return moe_model(family, dtype)
     if family in HYBRIDS or family in OTHER_HYBRIDS:

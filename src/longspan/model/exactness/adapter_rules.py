@@ -61,7 +61,7 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
         )
     reasons = [*_adapter_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
     reasons = reasons or [
-        *_adapter_layer_reasons(model, world.home.tp),
+        *_adapter_layer_reasons(model),
         *_missing_value_reasons(model),
         *_trained_parameter_reasons(model),
     ]
@@ -112,7 +112,7 @@ def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
         yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
 
 
-def _adapter_layer_reasons(model: nn.Module, tp: int = 1) -> Iterator[str]:
+def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
     experts = expert_modules(model).values()
     indexers = tuple(f"{name}." for name in find_indexers(model))
     for name, module in peft_modules(model).items():
@@ -123,9 +123,6 @@ def _adapter_layer_reasons(model: nn.Module, tp: int = 1) -> Iterator[str]:
         if is_expert_adapter(module):
             if layer.get_base_layer() not in experts or layer.parameter_name not in _MATRICES_OF_EXPERTS:
                 yield f"{name} adapts {layer.parameter_name}, which is no matrix of experts; leave it out"
-                return
-            if tp > 1:
-                yield f"{name} adapts experts, which is not shown to be exact under tp {tp}; use ep, or tp 1"
                 return
         elif is_adapted(module):
             inner = type(layer.base_layer)

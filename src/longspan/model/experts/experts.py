@@ -21,6 +21,7 @@ from longspan.model.kinds import find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
 EXPERT_ADAPTERS = "adapters_of_experts"  # of experts: peft's module of each adapted parameter, by its name
+ADAPTER_VIEW = "adapter_view"  # of experts: how an adapter's matrix is read
 LOCAL_EXPERTS = "local_experts"  # of experts: which of them this rank has, a slice
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
@@ -269,8 +270,9 @@ def _find_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
         return None
     (adapter,) = wrapper.lora_A
     count = wrapper.num_experts
-    matrix_a = local_tensor(wrapper.lora_A[adapter].weight).unflatten(0, (count, -1))
-    matrix_b = local_tensor(wrapper.lora_B[adapter].weight).unflatten(1, (-1, count)).permute(2, 0, 1)
+    view = vars(experts).get(ADAPTER_VIEW, local_tensor)
+    matrix_a = view(wrapper.lora_A[adapter].weight).unflatten(0, (count, -1))
+    matrix_b = view(wrapper.lora_B[adapter].weight).unflatten(1, (-1, count)).permute(2, 0, 1)
     part = vars(experts).get(LOCAL_EXPERTS, slice(None))
     return matrix_a[part].to(x.dtype), matrix_b[part].to(x.dtype).contiguous(), wrapper.scaling[adapter]
 
