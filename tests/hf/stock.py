@@ -111,11 +111,12 @@ def _run_case(case: Case, run: Run) -> Ran:
     trainer = case(run)
     if trainer is None:
         return Ran([], {}, run.kept)
-    weights = {
-        name.replace("base_model.model.", "", 1): (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy()
-        for name, p in trainer.model.named_parameters()
-        if p.requires_grad
-    }
+    weights = dict[str, np.ndarray]()
+    for name, p in trainer.model.named_parameters():
+        if p.requires_grad:
+            whole = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+            plain = whole.float() if whole.dtype == torch.bfloat16 else whole  # NumPy has no bfloat16
+            weights[name.replace("base_model.model.", "", 1)] = plain.numpy()
     logs = [{k: v for k, v in log.items() if not any(time in k for time in TIMES)} for log in trainer.state.log_history]
     if run.longspan is not None:
         trainer.end()

@@ -35,12 +35,14 @@ from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.model.adapters import Adapter, find_adapter
 from longspan.model.add_depths import add_mtp
-from longspan.model.kinds import belongs_to_adapter, is_adapted, peft_modules
+from longspan.model.kinds import belongs_to_adapter, name_without_adapter
 from longspan.model.layers import MTP, mtp_blocks
 from longspan.model.load import find_score_class, torch_dtype
 from longspan.model.lora import (
     CONFIGURATION,
     WEIGHTS,
+    AdaptedWeight,
+    adapted_weights,
     entries_inside_modules,
     largest_trained_modules,
     write_adapter,
@@ -102,14 +104,14 @@ def add_run_depths(
 
 
 class SavedAdapter(NamedTuple):
-    """The adapter of a run, its whole tensors by name, and by which factor each adapted linear scales what it adds.
+    """The adapter of a run, its whole tensors by name, and what it adds to which weights, by their stock names.
 
     The tensors of `modules`, a tower or a projector that was trained with it, are among them.
     """
 
     adapter: Adapter
     tensors: Mapping[str, Tensor]
-    scalings: Mapping[str, float]
+    weights: Mapping[str, AdaptedWeight]
     modules: tuple[str, ...] = ()
 
 
@@ -129,7 +131,6 @@ def make_saved_adapter(
     model = add_configured_adapter(run, empty).get_base_model()
     adapter = find_adapter(model)
     assert adapter is not None
-    layers: dict[str, Any] = {**peft_modules(model)}
     names = {name for name, _ in model.named_parameters() if belongs_to_adapter(name)}
     names |= entries_inside_modules(modules, dict(model.named_parameters())).keys()
     if names != tensors.keys():
@@ -137,8 +138,8 @@ def make_saved_adapter(
             f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
             f"{len(names)}; different are {', '.join(sorted(names ^ tensors.keys())[:4])}"
         )
-    scalings = {name: layer.scaling[adapter.name] for name, layer in layers.items() if is_adapted(layer)}
-    return SavedAdapter(adapter, tensors, scalings, modules)
+    weights = {name_without_adapter(name): adapted for name, adapted in adapted_weights(model).items()}
+    return SavedAdapter(adapter, tensors, weights, modules)
 
 
 def merge_weights_by_layer(
@@ -184,12 +185,12 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     for trained in (name, f"{linear}.modules_to_save.{adapter}.weight"):
         if trained in saved.tensors:
             return saved.tensors[trained]
-    if linear not in saved.scalings:
+    if (adapted := saved.weights.get(name)) is None:
         return weight
     matrix_a, matrix_b = (
-        saved.tensors[f"{linear}.lora_{matrix_name}.{adapter}.weight"].to(dtype) for matrix_name in "AB"
+        saved.tensors[f"{adapted.module}.lora_{matrix_name}.{adapter}.weight"].to(dtype) for matrix_name in "AB"
     )
-    return weight.to(dtype) + saved.scalings[linear] * (matrix_b @ matrix_a)
+    return weight.to(dtype) + adapted.sum_of(matrix_a, matrix_b)
 
 
 def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> None:
@@ -206,7 +207,9 @@ def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> No
 
 def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    adapted = [name for name, module in model.named_modules() if module in embeddings and name in saved.scalings]
+    adapted = [
+        name for name, module in model.named_modules() if module in embeddings and f"{name}.weight" in saved.weights
+    ]
     if adapted and is_tied(model):
         raise CheckpointError(
             f"--merge: {adapted[0]} has an adapter, and shares its weight with the other end of the "

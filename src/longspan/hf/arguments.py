@@ -20,6 +20,7 @@ _SECTIONS = {  # of the configuration; other keys are those of [context]
     ),
     **dict.fromkeys(("plan_memory", "device_memory_limit"), "train"),
     "machine": "run",
+    "frozen": "model",
 }
 
 
@@ -40,8 +41,8 @@ class LongspanArguments:
     'fixed'
 
     The keys of [context], those of [evaluation] with the prefix eval_, and of [parallel]; `plan_memory` and its bound
-    of [train]; `machine` of [run]. A dataclass that transformers' HfArgumentParser reads. Raises ConfigError where it
-    is made, for values that no key takes.
+    of [train]; `machine` of [run]; `frozen` of [model]. A dataclass that transformers' HfArgumentParser reads. Raises
+    ConfigError where it is made, for values that no key takes.
     """
 
     planner: str = _argument("", "auto, fixed, dynamic or padded; empty: auto, or fixed with a degree")
@@ -84,6 +85,10 @@ class LongspanArguments:
     plan_memory: bool = _argument(True, "what layers keep is chosen by memory; false: as the arguments have it")
     device_memory_limit: int = _argument(0, "bytes that a rank may fill; 0: 92 % of a GPU's free memory")
     machine: str = _argument("", "the machine that prices plans (longspan bench calibrate)")
+    frozen: str = _argument(
+        "",
+        "weights under an adapter: nf4 (4 bits), stored, whole; empty: stored where they were loaded in 4 or 8 bits",
+    )
 
     def __post_init__(self) -> None:
         self.config()
@@ -92,6 +97,8 @@ class LongspanArguments:
         """Return the configuration that these keys make, with the defaults of a run on a model folder."""
         # any name: else it would be the demo's model
         keys: dict[str, object] = {"model.config": "the Trainer's model"}
+        if self.frozen:
+            keys["lora.rank"] = 1  # a key that it needs: the model brings an adapter
         for name in (key.name for key in fields(self)):
             value = getattr(self, name)
             # it is not given
@@ -117,7 +124,7 @@ class LongspanArguments:
 # What messages of `longspan train` say, and a script does not have: a pattern, and what takes its place.
 _WORDS = {
     r"\bevaluation\.(?=[a-z])": "eval_",
-    rf"\b(context|parallel|train|run)\.(?=({'|'.join(key.name for key in fields(LongspanArguments))})\b)": "",
+    rf"\b(context|parallel|train|run|model)\.(?=({'|'.join(key.name for key in fields(LongspanArguments))})\b)": "",
     r"\(--world (\d+), or torchrun\)": r"(torchrun --nproc-per-node \1; accelerate launch --cpu starts only one)",
     r" in the overrides": "",
     r"data\.max_document_tokens 1\b": "a document of 1 token",

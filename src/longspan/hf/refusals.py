@@ -16,9 +16,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import SaveStrategy
 
-from longspan.errors import ConfigError, ModelError
+from longspan.config.keys import AUTO
+from longspan.errors import ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments
 from longspan.model.exactness.check_model import refuse_quantized
+from longspan.model.frozen.formats.modules import holds_codes
 from longspan.model.kinds import unwrap_peft_model
 from longspan.model.layers import SCORE_HEADS
 from longspan.model.replaced_parameters import refuse_gradient_hooks
@@ -104,16 +106,19 @@ def refusals_of_arguments(
         yield "args.save_on_each_node is true: a longspan trainer writes one folder that all ranks see; leave it out"
 
 
-def refuse_model_kind(maybe_wrapped: Any) -> None:
-    """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer."""
+def refuse_model_kind(maybe_wrapped: Any, frozen: str) -> None:
+    """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer, by model.frozen."""
     model: Any = unwrap_peft_model(maybe_wrapped)
     name = type(model).__name__
-    if getattr(model, "hf_device_map", None):
+    takes_codes = frozen in (AUTO, "stored") and holds_codes(model)
+    devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > (1 if takes_codes else 0):  # transformers quantises on one
         raise ConfigError(
-            f"{name} was loaded with a device_map over {len(set(model.hf_device_map.values()))} devices, and a "
-            "longspan trainer places parameters itself; load it without device_map"
+            f"{name} was loaded with a device_map over {plural(len(devices), 'device')}, and a longspan trainer places "
+            "parameters itself; load it without device_map"
         )
-    refuse_quantized(model)
+    if not takes_codes:
+        refuse_quantized(model)
     config = getattr(model, "config", None)
     if is_score_model(model):
         return
@@ -136,7 +141,7 @@ def is_score_model(model: Any) -> bool:
 
 def refuse_made_model(trainer: Any) -> None:
     """Raise ModelError or ConfigError for the model of a trainer that was made, where longspan cannot run it there."""
-    refuse_model_kind(trainer.model)
+    refuse_model_kind(trainer.model, trainer.longspan.config().model.frozen)
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ConfigError(
             "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "

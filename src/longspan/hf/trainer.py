@@ -34,6 +34,7 @@ from longspan.hf.refusals import (
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
 from longspan.model.adapters import find_adapter
+from longspan.model.frozen.formats.modules import holds_codes
 from longspan.model.kinds import unwrap_peft_model
 from longspan.model.layers import architecture_name
 from longspan.model.lora import redirect_peft_model
@@ -113,7 +114,10 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         config.train, activation_checkpointing="full" if asks_for_recomputation(args) else "none"
     )
     measures = options_of_memory_plan(replace(config, train=by_arguments), memory, training=True)
-    return replace(options, compiled=config.train.compile, **measures)
+    frozen = config.model.frozen
+    if frozen == AUTO:
+        frozen = "stored" if holds_codes(model) else "whole"
+    return replace(options, compiled=config.train.compile, frozen=frozen, **measures)
 
 
 def _run_config(trainer: Any) -> RunConfig:
@@ -182,7 +186,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             raise ConfigError(reason)
         model = keywords.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
-            refuse_model_kind(model)
+            refuse_model_kind(model, self.longspan.config().model.frozen)
         refuse_generation(type(self), arguments, rollout=keywords.get("rollout_func") is not None)
         self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True

@@ -101,12 +101,18 @@ def is_indexed(module: nn.Module) -> bool:
 # ---- adapters (`adapters.py`)
 
 _OF_ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save)\.")
-_STANDS_FOR = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+# of two adapted parameters of a module the inner one's adapter is in a `base_layer`
+_STANDS_FOR = re.compile(r"\.(base_layer(?!.*\.lora_)|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
 
 def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is one of peft's that adapts the module in its `base_layer`."""
     return hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")
+
+
+def is_expert_adapter(module: nn.Module) -> bool:
+    """Return whether a module is one of peft's that adapts a parameter of experts (`target_parameters`)."""
+    return is_adapted(module) and hasattr(module, "parameter_name")
 
 
 def has_trained_copy(module: nn.Module) -> bool:

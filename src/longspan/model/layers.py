@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.kinds import name_without_adapter
 from longspan.plan.shape.model_shape import read_experts
 
 
@@ -191,7 +192,8 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers next to experts by name; those of multi-token prediction, with rows of no token, are out."""
     routers = dict[str, nn.Module]()
-    for block in (name.rpartition(".")[0] for name in expert_modules(model) if not name.startswith(f"{MTP}.")):
+    experts = (name for name in expert_modules(model) if not name.startswith(f"{MTP}."))
+    for block in (name_without_adapter(name).rpartition(".")[0] for name in experts):
         children = model.get_submodule(block).named_children()
         routers |= {f"{block}.{n}": m for n, m in children if hasattr(m, "top_k") and hasattr(m, "num_experts")}
     return routers

@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -27,8 +27,22 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_parameters
-from longspan.model.kinds import adapter_of_prepared_model, find_indexers, is_adapted, peft_modules
-from longspan.model.layers import MTP, SCORE_HEADS, architecture_name, decoder_layers, towers_beside_text_model
+from longspan.model.kinds import (
+    adapter_of_prepared_model,
+    find_indexers,
+    is_adapted,
+    is_expert_adapter,
+    name_without_adapter,
+    peft_modules,
+)
+from longspan.model.layers import (
+    MTP,
+    SCORE_HEADS,
+    architecture_name,
+    decoder_layers,
+    expert_modules,
+    towers_beside_text_model,
+)
 from longspan.model.mtp import select_mtp_weights, unwrap_trained_mtp
 from longspan.model.parts import is_tied
 from longspan.model.seams.call_rules import SAVES, refuse_call
@@ -49,25 +63,45 @@ def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | No
     return [name for name in linears if not (pattern and re.fullmatch(pattern, name))], pattern
 
 
-def _check_target_names(model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]) -> list[str]:
-    """Return the targets, each once, if each ends some linear's name."""
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linears):
-            endings = sorted({name.rpartition(".")[2] for name in linears})
-            matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
-            hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
-            raise ModelError(
-                f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers "
-                f"and "
-                f"indexers; {hint} {', '.join(endings)}"
+def _check_target_names(
+    model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the targets, each once, if each ends some linear's name, and those that end the name of experts' matrices
+    alone.
+    """
+    matrices = [
+        f"{path}.{name}"
+        for path, experts in expert_modules(model).items()
+        for name, parameter in experts.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+    of_experts = list[str]()
+    for target in dict.fromkeys(targets):
+        if any(f".{name}".endswith(f".{target}") for name in linears):
+            continue
+        if any(name.endswith(f".{target}") for name in matrices):
+            of_experts.append(target)
+            continue
+        endings = sorted({name.rpartition(".")[2] for name in linears})
+        endings += sorted({".".join(name.split(".")[-2:]) for name in matrices})
+        matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
+        hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
+        raise ModelError(
+            f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
+            f"indexers; {hint} {', '.join(endings)}"
+        )
+    modules = [target for target in dict.fromkeys(targets) if target not in of_experts]
+    if refused := _names_refused_by_peft(model, modules):
+        instead = "leave them out"
+        if matrices:
+            instead += (
+                f", or name its experts' matrices, {matrices[0].partition('.layers.')[2].partition('.')[2]} say"
             )
-    if refused := _names_refused_by_peft(model, targets):
         raise ModelError(
             f"lora.target_modules has {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes "
-            f"for its "
-            "experts, whose adapters are not supported; leave them out"
+            f"for its experts; {instead}"
         )
-    return list(dict.fromkeys(targets))
+    return modules, of_experts
 
 
 def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
@@ -114,14 +148,15 @@ def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list
 
 def adapter_lines(model: PreTrainedModel) -> Iterator[str]:
     """Yield lines about what has no adapter in the decoder layers of an adapted model, and where none can be merged."""
+    adapted = adapted_weights(model)
     sizes = Counter[str]()
     total = 0
-    for layer in decoder_layers(model).values():
+    for path, layer in decoder_layers(model).items():
         for name, parameter in layer.named_parameters():
             if parameter.ndim > 1 and ".lora_" not in name:
                 total += parameter.numel()
-                owner = [part for part in name.split(".")[:-1] if not part.isdigit()][-1]
-                sizes[owner] += parameter.numel() * (owner != "base_layer")
+                owner = [part for part in name_without_adapter(name).split(".")[:-1] if not part.isdigit()][-1]
+                sizes[owner] += 0 if f"{path}.{name}" in adapted else parameter.numel()
     if large := [name for name, size in sizes.most_common() if size >= total / 100]:
         share = 100 * sum(sizes[name] for name in large) / total
         yield f"lora: {', '.join(large)} ({share:.1f} % of the weights of decoder layers) have no adapter"
@@ -168,14 +203,21 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
             f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[lora]'"
         ) from error
     linears, towers = _linears_outside_towers(model)
-    names = (
-        _check_target_names(model, new.targets, linears) if new.targets else _default_target_names(model, linears)
-    )
+    if new.targets:
+        names, of_experts = _check_target_names(model, new.targets, linears)
+    else:
+        names, of_experts = _default_target_names(model, linears), []
+    if of_experts and new.dropout:
+        raise ModelError(
+            f"lora.dropout is {new.dropout:g}, and lora.target_modules has experts ({', '.join(of_experts)}), whose "
+            "adapters have none in peft; set it to 0"
+        )
     config = peft.LoraConfig(
         r=new.rank,
         lora_alpha=new.alpha or 2 * new.rank,  # pyright: ignore[reportArgumentType]
         lora_dropout=new.dropout,
         target_modules=names,
+        target_parameters=of_experts or None,
         exclude_modules=towers,
         task_type="SEQ_CLS" if architecture_name(model).endswith(SCORE_HEADS) else "CAUSAL_LM",
         modules_to_save=[*new.whole] or None,
@@ -265,6 +307,42 @@ def entries_inside_modules(modules: Collection[str], entries: Any) -> dict[str, 
     return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
 
 
+class AdaptedWeight(NamedTuple):
+    """What peft adds to a weight: s B A of its `module`, or to each of so many `experts`, if there are any."""
+
+    module: str
+    scaling: float
+    experts: int = 0
+    transposed: bool = False  # an expert's matrix is (inputs, outputs)
+
+    def sum_of(self, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
+        """Return s B A, for experts (E, …): rows of A are sorted by expert, columns of B by rank, then by expert."""
+        if not self.experts:
+            return self.scaling * (matrix_b @ matrix_a)
+        of_experts = matrix_b.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+        products = self.scaling * (of_experts @ matrix_a.unflatten(0, (self.experts, -1)))
+        return products.mT if self.transposed else products
+
+
+def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
+    """Return what peft adds to the weights of an adapted model that is not prepared or is, by qualified name."""
+    found = dict[str, AdaptedWeight]()
+    for name, module in peft_modules(model).items():
+        if not is_adapted(module):
+            continue
+        wrapper: Any = module
+        (scaling,) = wrapper.scaling.values()
+        if not is_expert_adapter(module):
+            found[f"{name}.base_layer.weight"] = AdaptedWeight(name, scaling)
+            continue
+        path = name
+        while hasattr(model.get_submodule(path), "base_layer"):  # a matrix is adapted around another's adapter
+            path += ".base_layer"
+        transposed = not wrapper._did_swap_in_out_features
+        found[f"{path}.{wrapper.parameter_name}"] = AdaptedWeight(name, scaling, wrapper.num_experts, transposed)
+    return found
+
+
 WEIGHTS = "adapter_model.safetensors"
 CONFIGURATION = "adapter_config.json"
 
@@ -286,9 +364,9 @@ def write_adapter(
     config.inference_mode = True
     if whole_modules := [*modules, *([MTP] if select_mtp_weights(tensors) else [])]:
         config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole_modules))]
-    if isinstance(config.target_modules, set):
-        # in one order, so that equal adapters have equal files
-        config.target_modules = sorted(config.target_modules)
+    for key in ("target_modules", "target_parameters"):
+        if isinstance(names := getattr(config, key, None), set):
+            setattr(config, key, sorted(names))  # in one order, so that equal adapters have equal files
     config.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -27,7 +27,6 @@ from longspan.model.kinds import (
     adapter_of_prepared_model,
     belongs_to_adapter,
     find_language_model,
-    is_adapted,
     name_without_adapter,
     packed_weights,
     unwrap_peft_model,
@@ -36,6 +35,8 @@ from longspan.model.layers import mtp_depths
 from longspan.model.load import checked_folder_weights, torch_dtype
 from longspan.model.lora import (
     WEIGHTS,
+    AdaptedWeight,
+    adapted_weights,
     entries_inside_modules,
     largest_trained_modules,
     name_in_peft_files,
@@ -56,8 +57,6 @@ from longspan.model.weights.write import (
     replace_files,
     weight_unit,
 )
-
-_BASE = ".base_layer."
 
 
 def weights_by_name(
@@ -99,7 +98,7 @@ class _SavedEntry(NamedTuple):
     dtype: torch.dtype
     stage: int
     tied: bool  # whether it has a second name
-    scaling: float | None  # of the adapter, if the weight is in an adapted module
+    adapted: AdaptedWeight | None
 
 
 class WholeWeights:
@@ -109,10 +108,7 @@ class WholeWeights:
     """
 
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World, *, saved: bool = False) -> None:
-        """Of names that share a tensor the first is given out, and noted as tied; of several stages, the first one's.
-
-        A weight in an adapted module has the scaling of its adapter.
-        """
+        """Of names that share a tensor the first is given out, noted as tied; of several stages, the first one's."""
         self._world = world
         self._adapter = adapter_of_prepared_model(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
@@ -126,17 +122,11 @@ class WholeWeights:
             state = stage.state_dict()
             tied = tied_names(stage)
             self._packed |= packed_weights(stage)
-            scalings = dict[str, float]()
-            if self._adapter is not None:
-                adapted: dict[str, Any] = {
-                    name: module for name, module in stage.named_modules() if is_adapted(module)
-                }
-                scalings = {name: float(module.scaling[self._adapter.name]) for name, module in adapted.items()}
+            adapted = {} if self._adapter is None else adapted_weights(stage)
             state = entries_trained_with_adapter(model, state) if saved else state
             for name, value in state.items():
                 if name not in tied and name not in self._local:
                     self._local[name] = value
-                    scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
                     # a copy that is trained counts as tied if its original is, unless both ends have the one copy
                     original = re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
                     both_ends = original != name and name in tied.values()
@@ -144,7 +134,7 @@ class WholeWeights:
                     shape, dtype = tuple(value.shape), value.dtype
                     if (packed := self._packed.get(name)) is not None:
                         shape, dtype = packed.whole_shape(value), packed.dtype
-                    entries.append(_SavedEntry(name, shape, dtype, position, is_tied, scaling))
+                    entries.append(_SavedEntry(name, shape, dtype, position, is_tied, adapted.get(name)))
         if world.home.pp > 1:
             local_entries = {position: entries} if (world.slot, world.coordinates.tp) == (0, 0) else None
             join = dict[int, list[_SavedEntry]].__or__
@@ -171,10 +161,11 @@ class WholeWeights:
             if ".lora_" in name or ".original_module." in name:
                 continue
             weight = self.gather_tensor(name)
-            if matrices := self._adapter_matrices(name):
+            adapted = self._entries[name].adapted
+            if adapted is not None and (matrices := self._adapter_matrices(name)):
                 wide = torch.promote_types(weight.dtype, torch.float32)
                 a, b = (self.gather_tensor(matrix).to(wide) for matrix in matrices)
-                weight = (weight.to(wide) + (self._entries[name].scaling or 0.0) * (b @ a)).to(weight.dtype)
+                weight = (weight.to(wide) + adapted.sum_of(a, b)).to(weight.dtype)
             yield name_without_adapter(name), weight
 
     def check_mergeable(self) -> None:
@@ -193,11 +184,11 @@ class WholeWeights:
             )
 
     def _adapter_matrices(self, name: str) -> list[str]:
-        """The names of A and B of plain LoRA if this is a linear's weight; `_BASE` is behind an adapted module."""
-        module, _, kind = name.rpartition(_BASE)
-        if self._adapter is None or not module or kind != "weight":
+        """The names of A and B of plain LoRA if this is a linear's weight, or experts'."""
+        adapted = self._entries[name].adapted
+        if self._adapter is None or adapted is None:
             return []
-        names = [f"{module}.lora_{matrix}.{self._adapter.name}.weight" for matrix in "AB"]
+        names = [f"{adapted.module}.lora_{matrix}.{self._adapter.name}.weight" for matrix in "AB"]
         return [name for name in names if name in self._entries]
 
     def gather_tensor(self, name: str, *, first_only: bool = False) -> Tensor:

@@ -40,12 +40,17 @@ ADAPTERS: Mapping[str, dict[str, Any]] = {
     "mixers": {"target_modules": ["in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"]},
     "projections": {"target_modules": PROJECTIONS},
     "dora": {"target_modules": ALL, "use_dora": True},
+    "experts": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "last products of experts": {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
     "modules_to_save": {"target_modules": ALL, "modules_to_save": ["lm_head"]},
 }
 
 
 def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-    model = _model(family, dtype)
+    model = base_model(family, dtype)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **ADAPTERS[adapter], **more})
     if family in ("falcon_h1", "nemotron_h"):  # where peft refuses it
         config.target_modules = {name for name in config.target_modules or () if name != "out_proj"}
@@ -86,8 +91,8 @@ def _hybrid(family: str) -> PreTrainedModel:
     return at_random(config)
 
 
-def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
-    if family == "qwen3-moe":
+def base_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    if family in ("qwen3-moe", "gpt-oss"):
         return moe_model(family, dtype)
     if family in HYBRIDS or family in OTHER_HYBRIDS:
         return _hybrid(family).to(dtype)

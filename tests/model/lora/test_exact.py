@@ -105,18 +105,26 @@ FEW: Table = {
         Home(PP, {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"}),
         _llama("the first layer"),
     ),
-    "ep 2": (Home(Layout(ranks=2, ep=2)), (("qwen3-moe", "attention"),)),
+    "ep 2": (Home(Layout(ranks=2, ep=2)), (("qwen3-moe", "attention"), ("qwen3-moe", "experts"))),
+    "tp 2, adapted experts": (Home(TP), (("gpt-oss", "experts"),)),
 }
 OF_TWO: Table = {
     "dynamic, copies": (Home(Layout(ranks=2), {"shard_parameters": False}, dynamic=True), _llama("every linear")),
     "pp 2, interleaved": (Home(PP, {"virtual_stages": 2}), (("deep", "the last layer"),)),
     "pp 2, interleaved zero bubble": (Home(PP, SPLIT), (("deep", "every linear"),)),
-    "tp 2, experts": (Home(TP), (("qwen3-moe", "attention"),)),
+    "tp 2, experts": (Home(TP), (("qwen3-moe", "attention"), ("qwen3-moe", "experts"))),
+    "experts": (Home(Layout(ranks=2)), (("gpt-oss", "experts"), ("qwen3-moe", "last products of experts"))),
+    "experts, pp 2": (Home(PP, FULL), (("gpt-oss", "experts"), ("qwen3-moe", "experts"))),
+    "experts, rows split": (Home(TP, SEQUENCE_PARALLEL | FULL), (("gpt-oss", "experts"),)),
+    "experts, dynamic, ep 2": (Home(Layout(ranks=2, ep=2), FULL, dynamic=True), (("gpt-oss", "experts"),)),
+    "experts, copies": (Home(Layout(ranks=2), {"shard_parameters": False}), (("qwen3-moe", "experts"),)),
 }
 OF_FOUR: Table = {
     "tp 2 of 4": (Home(TP_OF_4, SEQUENCE_PARALLEL), (("biased", "every linear"), TIED)),
     "free": (Home(Layout(ranks=4), dynamic=True, mode="free"), _llama("every linear", "the last layer")),
     "pp 2, tp 2": (Home(Layout(ranks=4, pp=2, tp=2)), _llama("every linear")),
+    "ep 2, tp 2": (Home(Layout(ranks=4, tp=2, ep=2)), (("qwen3-moe", "experts"), ("gpt-oss", "experts"))),
+    "ep 2 of 4": (Home(Layout(ranks=4, ep=2)), (("qwen3-moe", "experts"),)),
     "replicas": (Home(Layout(ranks=4, dp_replicate=2)), _llama("every linear")),
 }
 CASES = (

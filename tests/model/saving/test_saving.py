@@ -20,8 +20,8 @@ from longspan.model.saving import load_weights
 from longspan.model.weights.write import OF_MODEL, make_partial_folder, replace_files
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
-from tests.model.lora.adapted import adapted
-from tests.model.stock import error, prepare_untried, tiny
+from tests.model.lora.adapted import adapted, base_model
+from tests.model.stock import error, prepare_untried
 
 OTHERS = {"README.md": "mine", "chat_template.jinja": "mine", "model-notes.txt": "mine", "step-1/config.json": "{}"}
 OTHERS |= {"checkpoint-4/model.safetensors": "a trainer's", "training_args.bin": "mine"}
@@ -177,6 +177,8 @@ CASES: dict[str, tuple[Layout, str, str, dict[str, Any]]] = {  # a home, a famil
     "experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "", {}),
     "every linear, pp 2": (Layout(2, pp=2), "llama", "every linear", {}),
     "row-wise, tp 2": (Layout(2, tp=2), "llama", "row-wise alone", {}),
+    "adapted experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "experts", {}),
+    "adapted experts, transposed, pp 2": (Layout(2, pp=2), "gpt-oss", "experts", {}),
     "ends": (Layout(2), "llama", "embedding and head", {}),
     "dora": (Layout(2), "llama", "dora", {}),
     "a module that is trained": (Layout(2), "llama", "modules_to_save", {}),
@@ -199,7 +201,7 @@ def stock_weights(family: str, adapter: str, merge: bool) -> dict[str, Tensor]:
     if merge:
         return model.merge_and_unload().state_dict()
     of_adapter = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {**tiny(family, torch.float64, vocabulary=62).state_dict(), **of_adapter}
+    return {**base_model(family, torch.float64).state_dict(), **of_adapter}
 
 
 def compare(rank: int) -> dict[str, dict[str, float]]:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from longspan.checkpoint import base as base_module
 from longspan.checkpoint.base import weights_fingerprint
@@ -41,8 +41,8 @@ IDS = torch.arange(40)[None] * 5 % 257
 HOMES = {"tp 2": ParallelConfig(tp=2), "pp 2": ParallelConfig(pp=2)}
 
 
-def write_base(folder: Path) -> Path:
-    config = LlamaConfig(**{**SIZES, "vocab_size": 258, "tie_word_embeddings": False, "max_position_embeddings": 512})
+def write_base(folder: Path, kind: Any = LlamaConfig, **sizes: Any) -> Path:
+    config = kind(**SIZES | {"vocab_size": 258, "tie_word_embeddings": False, "max_position_embeddings": 512} | sizes)
     load_model(config=config, dtype="float64").save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {word: i for i, word in enumerate([*alphabet, "<|endoftext|>"])}
@@ -114,6 +114,27 @@ def _stock(config: RunConfig, dtype: torch.dtype = torch.float64) -> Any:
 
 def _merged(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, pytest.param(GptOssConfig, marks=pytest.mark.whole)])
+def test_adapters_of_experts_are_read_and_merged(kind: Any, tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    base = write_base(tmp_path / "base", kind, **sizes)
+    targets = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+    config = _run_over(str(base), tmp_path, lora__target_modules=targets)
+    saved = adapter(config)
+    assert len(saved) == 2 * 2 * 3 and all(x.abs().max() > 0 for x in saved.values())
+    assert export_main([config.run.dir, str(tmp_path / "merged"), "--merge"]) == 0
+    with torch.no_grad():
+        stock, merged = _stock(config), _merged(tmp_path / "merged")
+        for model in (stock.get_base_model(), merged):
+            model.set_experts_implementation("eager")  # in float64
+        wanted = stock(input_ids=IDS).logits
+        assert (merged(input_ids=IDS).logits - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+        with stock.disable_adapter():
+            assert (stock(input_ids=IDS).logits - wanted).abs().max() > 1e-4
+    with pytest.raises(ModelError, match=r"lora.dropout is 0.1, and lora.target_modules has experts \(experts.down_proj"):
+        _run_over(str(base), tmp_path / "other", lora__target_modules=["experts.down_proj"], lora__dropout=0.1)
 
 
 def test_one_export_takes_the_place_of_another(trained: Trained, tmp_path: Path) -> None:

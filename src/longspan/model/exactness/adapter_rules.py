@@ -19,9 +19,10 @@ from longspan.model.kinds import (
     find_indexers,
     has_trained_copy,
     is_adapted,
+    is_expert_adapter,
     peft_modules,
 )
-from longspan.model.layers import mtp_depths
+from longspan.model.layers import expert_modules, mtp_depths
 from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
 from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
 from longspan.model.parts import is_tied
@@ -30,8 +31,9 @@ from longspan.model.weights.fill import find_deferred_weights
 _DORA = "DoraLinearVariant"
 
 
+_MATRICES_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+
 _UNTESTED = {  # keys of LoraConfig, and what a value there asks for
-    "target_parameters": "adapters of parameters that are not a linear's weight (fused experts)",
     "layer_replication": "layers that share weights",
     "trainable_token_indices": "single rows of an embedding",
     "megatron_config": "Megatron's layers",
@@ -111,13 +113,18 @@ def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
+    experts = expert_modules(model).values()
     indexers = tuple(f"{name}." for name in find_indexers(model))
     for name, module in peft_modules(model).items():
         layer: Any = module
         if name.startswith(indexers):
             yield f"{name} belongs to an indexer, which gets no gradient; name target_modules without it"
             return
-        if is_adapted(module):
+        if is_expert_adapter(module):
+            if layer.get_base_layer() not in experts or layer.parameter_name not in _MATRICES_OF_EXPERTS:
+                yield f"{name} adapts {layer.parameter_name}, which is no matrix of experts; leave it out"
+                return
+        elif is_adapted(module):
             inner = type(layer.base_layer)
             variants = {type(v).__name__ for v in getattr(layer, "lora_variant", {}).values()} - {_DORA}
             if inner not in (nn.Linear, nn.Embedding) or not hasattr(layer, "lora_A"):

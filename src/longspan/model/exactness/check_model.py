@@ -75,8 +75,9 @@ def refuse_quantized(model: nn.Module) -> None:
     if reason := method or next(codes, ""):
         name = getattr(reason, "value", reason)
         raise ModelError(
-            f"{type(model).__name__} is quantized ({name}), and whole weights are trained; for an adapter read its "
-            f"folder by load_model(folder, quantized=True), or {DEQUANTIZE}"
+            f"{type(model).__name__} is quantized ({name}), and whole weights are trained; for an adapter over linears "
+            f'of bitsandbytes call prepare(…, frozen="stored"), or read the folder by load_model(folder, '
+            f"quantized=True), or {DEQUANTIZE}"
         )
 
 

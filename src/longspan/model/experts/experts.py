@@ -20,6 +20,10 @@ from longspan.attention.rows import kernel_module
 from longspan.model.kinds import find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
+EXPERT_ADAPTERS = "adapters_of_experts"  # of experts: peft's module of each adapted parameter, by its name
+ADAPTER_VIEW = "adapter_view"  # of experts: how an adapter's matrix is read
+LOCAL_EXPERTS = "local_experts"  # of experts: which of them this rank has, a slice
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
 
 
@@ -231,16 +235,46 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     down, down_bias = _local_weight_and_bias(module, "down_proj")
     float8_up = find_float8_weight(module, first_name)
     float8_down = find_float8_weight(module, "down_proj")
+    up_adapter = _find_adapter(module, first_name, x)
+    down_adapter = _find_adapter(module, "down_proj", x)
+    adapters = [matrix for adapter in (up_adapter, down_adapter) if adapter for matrix in adapter[:2]]
     if not len(x):  # a slot of padding alone
-        weights = [weight for weight in (up, up_bias, down, down_bias) if weight is not None]
+        weights = [weight for weight in (up, up_bias, down, down_bias, *adapters) if weight is not None]
         return _NoRows.apply(x, *weights)  # pyright: ignore[reportReturnType]
-    grouped = expert_product_kind(x, up, down, float8=float8_up is not None) == "grouped_mm"
+    grouped = expert_product_kind(x, up, down, *adapters, float8=float8_up is not None) == "grouped_mm"
     if not grouped:  # both layers need the counts: read them from the device once
         loads = Loads(loads.device, loads.host_counts())
-    linear = partial(_multiply_by_experts, loads=loads, grouped=grouped, transposed=module.is_transposed)
-    inner = linear(x, up, up_bias, float8_up)  # (S, 2 I), or (S, I) without a gate
+    multiply = partial(_multiply_by_experts, loads=loads, grouped=grouped)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float8: Any, adapter: _Adapter | None) -> Tensor:
+        y = multiply(x, weight, bias, float8, transposed=module.is_transposed)
+        if adapter is None:
+            return y
+        first, second, scaling = adapter
+        inner = multiply(x, first, None, None, transposed=False)
+        return y + scaling * multiply(inner, second, None, None, transposed=False)
+
+    inner = linear(x, up, up_bias, float8_up, up_adapter)  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    return linear(inner, down, down_bias, float8_down)
+    return linear(inner, down, down_bias, float8_down, down_adapter)
+
+
+# Matrices A (e, rank, inputs) and B (e, outputs, rank) of this rank's experts, and the scaling of B A.
+_Adapter = tuple[Tensor, Tensor, float]
+
+
+def _find_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
+    """Find what peft adds to this parameter, if it adapts it: rows of A are sorted by expert, columns of B by rank."""
+    wrapper = vars(experts).get(EXPERT_ADAPTERS, {}).get(name)
+    if wrapper is None or wrapper.disable_adapters:
+        return None
+    (adapter,) = wrapper.lora_A
+    count = wrapper.num_experts
+    view = vars(experts).get(ADAPTER_VIEW, local_tensor)
+    matrix_a = view(wrapper.lora_A[adapter].weight).unflatten(0, (count, -1))
+    matrix_b = view(wrapper.lora_B[adapter].weight).unflatten(1, (-1, count)).permute(2, 0, 1)
+    part = vars(experts).get(LOCAL_EXPERTS, slice(None))
+    return matrix_a[part].to(x.dtype), matrix_b[part].to(x.dtype).contiguous(), wrapper.scaling[adapter]
 
 
 class _NoRows(torch.autograd.Function):

@@ -6,6 +6,7 @@ against circles of waiting. Padding rows get zeros. Capacities, and experts outs
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,18 @@ from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
-from longspan.model.experts.experts import Loads, Visits, run_experts, spread_rows, sum_visits
+from longspan.model.experts.experts import (
+    EXPERT_ADAPTERS,
+    LOCAL_EXPERTS,
+    Loads,
+    Visits,
+    run_experts,
+    spread_rows,
+    sum_visits,
+)
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics
 from longspan.model.features import Feature
+from longspan.model.kinds import is_expert_adapter, peft_modules
 from longspan.model.layers import architecture_name, expert_modules, router_modules, router_sizes
 from longspan.model.seams.attention_calls import Probe, running_layer
 from longspan.model.weights.fill import copy_to_device
@@ -39,6 +49,11 @@ IMPLEMENTATION = "longspan"
 def connect_experts(model: PreTrainedModel) -> None:
     """Send the model's experts and routers through this module."""
     model.set_experts_implementation(IMPLEMENTATION)
+    for module in peft_modules(model).values():
+        if is_expert_adapter(module):
+            wrapper: Any = module
+            vars(wrapper.get_base_layer()).setdefault(EXPERT_ADAPTERS, {})[wrapper.parameter_name] = wrapper
+            wrapper._activate_lora = nullcontext  # peft would add to the sharded parameter; `run_experts` does
     for router in router_modules(model).values():
         router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
@@ -263,6 +278,9 @@ class ExpertFeature(Feature):
         # inputs are not cast, so that routing weights keep their dtype
         policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
         for experts in expert_modules(model).values():
+            count = int(experts.num_experts) // home.ep  # pyright: ignore[reportArgumentType]
+            first = world.slot % home.ep * count
+            vars(experts)[LOCAL_EXPERTS] = slice(first, first + count)
             for name, parameter in list(experts.named_parameters(recurse=False)) if home.ep > 1 else ():
                 part = parameter.detach().chunk(home.ep)[world.slot % home.ep]
                 split = DTensor.from_local(

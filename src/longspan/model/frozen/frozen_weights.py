@@ -5,14 +5,17 @@ Embeddings, head, norms, routers, indexers, depths of multi-token prediction, en
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
 from longspan.model.adapters import find_adapter
 from longspan.model.features import Call, Feature
+from longspan.model.frozen.formats.modules import OWN_CODES, take_over_codes
 from longspan.model.frozen.packed_format import PackedFormat, packed_format
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
 from longspan.model.kinds import (
@@ -80,8 +83,13 @@ def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedForma
     if frozen != "stored":
         return dict.fromkeys(places, packed_format(frozen))
     stored = stored_formats(model)
-    stock = {name: name_without_adapter(name) for name in places}
-    return {name: stored[first] for name, first in stock.items() if first in stored}
+    formats = dict[str, PackedFormat]()
+    for name, (module, _) in places.items():
+        codes = vars(module).get(OWN_CODES)
+        packed = stored.get(name_without_adapter(name)) if codes is None else codes.format
+        if packed is not None:
+            formats[name] = packed
+    return formats
 
 
 class FrozenFeature(Feature):
@@ -89,16 +97,28 @@ class FrozenFeature(Feature):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._formats = choose_formats(call.model, self.options.frozen)  # pyright: ignore[reportArgumentType]
+        self._formats = dict[str, PackedFormat]()
+
+    @contextmanager
+    def checks_context(self, model: nn.Module) -> Iterator[None]:
+        stored = isinstance(model, PreTrainedModel) and self.options.frozen == "stored"
+        with take_over_codes(model) if stored else nullcontext():
+            yield
 
     def refuse(self, model: PreTrainedModel) -> None:
+        self._formats = choose_formats(model, self.options.frozen)
         if reasons := [*self._reasons(model)]:
             raise ModelError(
                 f"the weights of {architecture_name(model)} cannot be frozen as {self.options.frozen!r}: "
                 f'{"; ".join(reasons)}; or use frozen="whole" (model.frozen)'
             )
 
+    @torch.no_grad()
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
+        for name, module in model.named_modules():
+            if OWN_CODES in vars(module) and f"{name}.weight" not in self._formats:  # a router, say, or the head
+                values = vars(module).pop(OWN_CODES)[...].to(model.dtype)
+                module.weight = nn.Parameter(values, requires_grad=False)
         sizes = packed_sizes(model, self._formats)
         names = " and ".join(sorted({packed.name for packed in self._formats.values()}))
         self.description["frozen"] = (
@@ -121,7 +141,8 @@ class FrozenFeature(Feature):
             columns = getattr(parameter, "_local_tensor", parameter).shape[side]
             read_dtype = None if self.options.frozen == "stored" else parameter.dtype
             record = PackedWeight(self._formats[name], columns, dtype, read_dtype)
-            pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device)
+            codes = vars(module).pop(OWN_CODES, None)
+            pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device, codes)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
         for model in models:
@@ -131,7 +152,10 @@ class FrozenFeature(Feature):
         if not self.options.shard_parameters:
             yield "a copy of all weights on every rank (shard_parameters=False) is not packed; shard them"
         if self.options.frozen == "stored" and not self._formats:
-            yield 'it is read from no folder in 4 or 8 bits (with sharded=True); use frozen="nf4"'
+            yield (
+                "it is read from no folder in 4 or 8 bits (with sharded=True), and was not loaded in them "
+                '(BitsAndBytesConfig); use frozen="nf4"'
+            )
         elif not self._formats:
             yield "its decoder layers have no linears and no experts"
         if not any("lora_" in name for name, _ in model.named_parameters()):

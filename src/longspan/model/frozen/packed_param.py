@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_sto
 from torch.distributed.tensor import DTensor
 
 from longspan.errors import ModelError
+from longspan.model.frozen.formats.stored_format import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.kinds import PACKED_WEIGHTS, packed_weight
 from longspan.model.sharding import fsdp_modules, reduction_groups
@@ -108,11 +109,15 @@ class PackedWeight:
 
 
 def pack_parameter(
-    modules: Sequence[nn.Module], name: str, packed_weight: PackedWeight, device: torch.device
+    modules: Sequence[nn.Module],
+    name: str,
+    packed_weight: PackedWeight,
+    device: torch.device,
+    codes: StoredWeight | None,
 ) -> None:
     """Replace a weight, which these modules share, by its bytes, made on `device`; one on the meta device stays there.
 
-    A slice of tensor parallelism is packed by its own rows.
+    A slice of tensor parallelism is packed by its own rows. `codes` are the weight's bytes, if they are there.
     """
     parameter = getattr(modules[0], name)
     local = parameter.detach()
@@ -120,8 +125,11 @@ def pack_parameter(
         local = parameter._local_tensor.detach()
     local = packed_weight.rows_first(local)
     rows = local.flatten(0, -2)
-    packed = packed_weight.format.pack(rows if local.is_meta else rows.to(device))
-    packed = packed.to(local.device).unflatten(0, local.shape[:-1])
+    if codes is not None:
+        packed = codes.read(LocalPart.from_parameter(parameter).block[0]).to(device)
+    else:
+        packed = packed_weight.format.pack(rows if local.is_meta else rows.to(device)).to(local.device)
+    packed = packed.unflatten(0, local.shape[:-1])
     if isinstance(parameter, DTensor):
         packed = DTensor.from_local(packed, parameter.device_mesh, parameter.placements, run_check=False)
     replaced = nn.Parameter(packed, requires_grad=False)

@@ -27,7 +27,7 @@ from longspan.comm.tp_collectives import (
     tp_sum_split,
 )
 from longspan.model.adapters import find_adapter
-from longspan.model.kinds import base_module, has_trained_copy, is_adapted, peft_modules
+from longspan.model.kinds import base_module, has_trained_copy, is_adapted, is_expert_adapter, peft_modules
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     GATHERED,
@@ -366,7 +366,8 @@ def reasons_against_adapter(model: PreTrainedModel, styled_modules: Sequence[Sty
     styles = {entry.name: entry.style for entry in styled_modules}
     embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
     blocks = split_block_names(styled_modules)
-    linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
+    elsewhere = {module for module in modules.values() if is_expert_adapter(module)} | {*embedding_and_head}
+    linears = [name for name, module in modules.items() if is_adapted(module) and module not in elsewhere]
     # A linear with a style is split by it. Without one, it is split by a mixer around it, or stays whole outside of
     # split blocks; inside attention or an MLP that is split, its gradient would be partial.
     around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}

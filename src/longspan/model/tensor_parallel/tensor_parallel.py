@@ -27,6 +27,7 @@ from longspan.comm.tp_collectives import (
     tp_sum,
 )
 from longspan.errors import ModelError, plural
+from longspan.model.experts.experts import ADAPTER_VIEW
 from longspan.model.kinds import is_adapted
 from longspan.model.layers import Absent, decoder_model, expert_modules, layers_and_mtp_blocks, mtp_depths
 from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_part_names
@@ -375,6 +376,7 @@ def split_over_ranks(
     for layer in layers_and_mtp_blocks(model).values():
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
             split_expert_rows(experts, world.key, sum_gradients=sum_expert_gradients)
+            vars(experts)[ADAPTER_VIEW] = partial(tp_copy_parameter, world_key=world.key)
     if sequence_parallel:
         split_residuals(model, styled_modules, world)
 

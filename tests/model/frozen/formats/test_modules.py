@@ -8,7 +8,7 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from longspan.errors import ModelError
-from longspan.model.frozen.formats.modules import packed_from_module
+from longspan.model.frozen.formats.modules import stored_weight_of_module
 
 
 def _weight(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -37,16 +37,15 @@ def test_codes_of_four_bits(options: dict[str, Any]) -> None:
     from bitsandbytes.functional import dequantize_4bit
 
     exact = dequantize_4bit(linear.weight.data, linear.weight.quant_state)
-    found = packed_from_module(linear)
+    found = stored_weight_of_module(linear)
     assert found is not None
-    packed_format, packed = found
-    assert torch.equal(packed[:, :64], codes)
+    assert torch.equal(found.read()[:, :64], codes)
     values = torch.empty((96, 128), dtype=torch.bfloat16)
-    packed_format.unpack(packed, values)
+    found.format.unpack(found.read(), values)
     assert torch.equal(values, exact)
     linear.weight.quant_state.packing_format_for_cpu = True  # as evaluation on some CPUs leaves it
     with pytest.raises(ModelError, match="a Linear4bit has run on this CPU, for which bitsandbytes rounded its scales"):
-        packed_from_module(linear)
+        stored_weight_of_module(linear)
 
 
 @pytest.mark.parametrize("has_run", [False, True])
@@ -58,33 +57,30 @@ def test_codes_of_eight_bits(has_run: bool) -> None:
     exact = bitsandbytes.functional.int8_vectorwise_dequant(linear.weight.data, linear.weight.SCB)
     if has_run:
         linear(torch.ones((1, 128), dtype=torch.float16))
-    found = packed_from_module(linear)
+    found = stored_weight_of_module(linear)
     assert found is not None
-    values = torch.empty((96, 128))
-    found[0].unpack(found[1], values)
-    assert torch.equal(found[1][:, :128].view(torch.int8), linear.weight.data) and torch.equal(values, exact)
+    assert torch.equal(found.read()[:, :128].view(torch.int8), linear.weight.data)
+    assert torch.equal(found[...], exact)
 
 
 def test_codes_of_float8() -> None:
     linear = FP8Linear(128, 96, block_size=(64, 64))
     codes, scales = _weight().to(torch.float8_e4m3fn), torch.rand(2, 2)
     linear.weight, linear.weight_scale_inv = (nn.Parameter(x, requires_grad=False) for x in (codes, scales))
-    found = packed_from_module(linear)
+    found = stored_weight_of_module(linear)
     assert found is not None
-    values = torch.empty((96, 128))
-    found[0].unpack(found[1], values)
     wide = scales.repeat_interleave(64, 0)[:96].repeat_interleave(64, 1)
-    assert torch.equal(values, codes.float() * wide)
+    assert torch.equal(found[...], codes.float() * wide)
 
 
 def test_whole_and_unknown_linears() -> None:
-    assert packed_from_module(nn.Linear(64, 64)) is None
+    assert stored_weight_of_module(nn.Linear(64, 64)) is None
     coded = nn.Linear(64, 64, bias=False)
     coded.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelError, match=r"a Linear holds codes \(weight\), which are not read; load the model with"):
-        packed_from_module(coded)
+        stored_weight_of_module(coded)
     with pytest.raises(ModelError, match="a Linear4bit has weights in bfloat16, which bitsandbytes has not quantised"):
-        packed_from_module(_four_bit(quant_type="nf4"))
+        stored_weight_of_module(_four_bit(quant_type="nf4"))
     whole = pytest.importorskip("bitsandbytes").nn.Linear8bitLt(64, 64, has_fp16_weights=True)
     with pytest.raises(ModelError, match="a Linear8bitLt has weights in float32, which bitsandbytes has not quantised"):
-        packed_from_module(whole)
+        stored_weight_of_module(whole)

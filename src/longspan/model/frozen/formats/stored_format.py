@@ -83,7 +83,7 @@ class StoredWeight:
         first, *others = index if isinstance(index, tuple) else (index,)
         packed = self.read(None if first is ... else first)
         with torch._C.DisableTorchFunction():
-            values = torch.empty((*packed.shape[:-1], self.shape[-1]), dtype=torch.float32)
+            values = torch.empty((*packed.shape[:-1], self.shape[-1]), dtype=torch.float32, device=packed.device)
         for matrix, into in zip(packed, values, strict=True) if packed.ndim > 2 else [(packed, values)]:
             self.format.unpack(matrix, into)
         return (values.mT if self.format.transposed else values)[(slice(None), *others)]
