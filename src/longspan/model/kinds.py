@@ -231,3 +231,11 @@ def packed_weights(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         for name, record in vars(module).get(PACKED_WEIGHTS, {}).items()
     }
+
+
+HOST_STORE = "host_store"  # an attribute of parameters, and of prepared models
+
+
+def waits_on_host(parameter: nn.Parameter) -> bool:
+    """Return whether this rank's part of a parameter, and its gradient's, lie in the host's memory between steps."""
+    return HOST_STORE in vars(parameter)
