@@ -11,7 +11,7 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -234,8 +234,20 @@ def packed_weights(model: nn.Module) -> dict[str, Any]:
 
 
 HOST_STORE = "host_store"  # an attribute of parameters, and of prepared models
+NORM_ON_DEVICE = "norm_on_device"  # of this rank's part of a gradient on the host: its norm, and for which version
 
 
 def waits_on_host(parameter: nn.Parameter) -> bool:
     """Return whether this rank's part of a parameter, and its gradient's, lie in the host's memory between steps."""
     return HOST_STORE in vars(parameter)
+
+
+def has_weights_on_host(model: nn.Module) -> bool:
+    """Return whether weights of a prepared model wait on the host."""
+    return HOST_STORE in vars(model)
+
+
+def norm_on_device(gradient: Tensor) -> Tensor | None:
+    """Return the 2-norm of this rank's part of a gradient on the host, if nothing has written to it since it came."""
+    norm, version = vars(gradient).get(NORM_ON_DEVICE, (None, -1))
+    return norm if version == gradient._version else None

@@ -21,7 +21,7 @@ from longspan.comm import World, on_all_ranks, to_device
 from longspan.comm.channel import Channel
 from longspan.data.document import NO_TARGET
 from longspan.errors import ModelError, NonFiniteError, PlanError
-from longspan.model.kinds import is_multimodal, is_pipeline, modules_and_worlds
+from longspan.model.kinds import is_multimodal, is_pipeline, modules_and_worlds, norm_on_device
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import excerpt
 from longspan.train.optim.offload_states import OffloadedStates
@@ -73,10 +73,18 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _FirstCopies(world)
     parts = [
-        torch.stack(torch._foreach_norm(tensors, 2, dtype=_sum_dtype(dtype))).double().square().sum()
+        torch.stack([norm.to(world.device) for norm in _norms(tensors, dtype)]).double().square().sum()
         for dtype, tensors in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
     ]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
+
+
+def _norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Those of gradients on the host were taken while they were on the device."""
+    norms = [norm_on_device(gradient) for gradient in gradients]
+    here = [gradient for gradient, norm in zip(gradients, norms, strict=True) if norm is None]
+    others = iter(torch._foreach_norm(here, 2, dtype=_sum_dtype(dtype)) if here else ())
+    return [next(others) if norm is None else norm for norm in norms]
 
 
 def model_gradient_square_sum(model: nn.Module, world: World) -> Tensor:
