@@ -22,7 +22,17 @@ from longspan.train import run_step
 
 OFF = (
     *("activations.recompute", "activations.tiles", "adapters", "add_depths", "compiled_layers", "experts", "float8"),
-    *("float8_layers", "host_weights", "lora", "mtp", "multimodal", "pipeline", "score_heads", "seams.indexers", "seams.latents"),
+    *(
+        "float8_layers",
+        "host_weights",
+        "lora",
+        "mtp",
+        "multimodal",
+        "pipeline",
+        "score_heads",
+        "seams.indexers",
+        "seams.latents",
+    ),
     *("seams.mixers", "seams.norms", "take_apart", "tensor_parallel", "tensor_parallel_feature", "vision"),
 )
 TEXT_ONLY = """

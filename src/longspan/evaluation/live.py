@@ -75,7 +75,9 @@ def gathered_bytes(model: nn.Module) -> int:
     where weights wait on the host."""
     if model not in _GATHERED_BYTES:
         modules = fsdp_modules(model)
-        known = all(reshards_after_forward(module) is not None for module in modules) and not has_weights_on_host(model)
+        known = all(reshards_after_forward(module) is not None for module in modules) and not has_weights_on_host(
+            model
+        )
         sizes = (
             data.numel() * group.mesh_info.shard_mesh_size * _bytes_per_element(group, parameter)
             for group in (reduction_groups(modules) if known else ())

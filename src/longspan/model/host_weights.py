@@ -23,8 +23,8 @@ from longspan.model.activations.host_offload import ALIGNMENT, HostArena, HostRa
 from longspan.model.features import Call, Feature
 from longspan.model.kinds import (
     HOST_STORE,
-    NORM_ON_DEVICE,
     is_peft_module,
+    note_norm,
     packed_weight,
     waits_on_host as waits_on_host,
 )
@@ -44,10 +44,9 @@ check_fsdp_names(
 
 
 class _Staged(NamedTuple):
-    """A shard on the device, which it reaches with the event (None: now), and its version on the host."""
+    """A shard on the device, which it reaches with the event (None: now)."""
 
     shard: Tensor
-    version: int
     arrived: torch.cuda.Event | None
 
 
@@ -59,14 +58,15 @@ class HostStore:
 
     def __init__(self, device: torch.device, bytes: int) -> None:
         self.arena = HostArena(device, bytes)
+        self.groups = list[HostParamGroup]()  # the root's first
         self.last_in_forward: HostParamGroup | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
     def fetch(self, parameters: "Iterable[HostParam]") -> None:
-        """Begin to copy shards to the device, unless they are there, or on their way, as they are now."""
-        missing = [p for p in parameters if p.staged is None or p.staged.version != p.host_version]
+        """Begin to copy shards to the device, unless they are there, or on their way."""
+        missing = [parameter for parameter in parameters if parameter.staged is None]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -75,14 +75,14 @@ class HostStore:
                 shard.copy_(parameter._sharded_param_data, non_blocking=True)
             arrived = None if self._stream is None else self._stream.record_event()
         for parameter, shard in zip(missing, shards, strict=True):
-            parameter.staged = _Staged(shard, parameter.host_version, arrived)
+            parameter.staged = _Staged(shard, arrived)
 
     @torch.no_grad()
     def take(self, parameter: "HostParam") -> Tensor:
         """Return a shard in the type in which it is gathered, for the current stream, before `end_gather`."""
         self.fetch([parameter])
         assert parameter.staged is not None
-        shard, _, arrived = parameter.staged
+        shard, arrived = parameter.staged
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
         if parameter.gathered_dtype in (None, shard.dtype):
@@ -106,13 +106,8 @@ class HostParam(FSDPParam):
     staged: _Staged | None
     gathered_dtype: torch.dtype | None
     memory: tuple[HostRange, ...]  # of the shard, and of its gradient if it is trained
-    earlier: Tensor | None  # the gradient of earlier passes while FSDP2 sums that of this one
+    earlier: Any  # the gradient of earlier passes while FSDP2 sums that of this one
     given: Any  # a weak reference to the gradient that is in the memory for it
-
-    @property
-    def host_version(self) -> int:
-        """How often the shard was written to."""
-        return self._sharded_param_data._version
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
         """FSDP2 casts nothing itself, and so asks for `all_gather_inputs`."""
@@ -126,8 +121,7 @@ class HostParam(FSDPParam):
 
     def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
         """FSDP2 asks it of what it will sum; it would add the sum to an earlier one itself, on the device."""
-        gradient = self.sharded_param.grad
-        self.earlier = gradient._local_tensor if isinstance(gradient, DTensor) else None
+        self.earlier = self.sharded_param.grad
         self.sharded_param.grad = None
         return super()._get_grad_inner_tensor(grad)
 
@@ -137,23 +131,25 @@ class HostParam(FSDPParam):
 
         The stream of FSDP2's sums is the current one, and has the memory of `tensor`.
         """
-        if self.earlier is not None:
-            tensor.add_(self.earlier.to(tensor.device, non_blocking=True))
-        self.earlier = None
+        gradient, self.earlier = self.earlier, None
+        if gradient is None:
+            gradient = self._make_gradient(tensor)
+        else:
+            tensor.add_(gradient._local_tensor.to(tensor.device, non_blocking=True))
         (norm,) = torch._foreach_norm([tensor], 2, dtype=torch.promote_types(tensor.dtype, torch.float32))
-        on_host = self._gradient_memory(tensor).copy_(tensor, non_blocking=True)
-        setattr(on_host, NORM_ON_DEVICE, (norm, on_host._version))
+        gradient._local_tensor.copy_(tensor, non_blocking=True)
+        note_norm(gradient, norm)
         if tensor.is_cuda:
             self.grad_offload_event = torch.cuda.current_stream(tensor.device).record_event()
-        gradient = super().to_sharded_dtensor(on_host)
-        self.given = torch._C._WeakTensorRef(gradient)
         return gradient
 
-    def _gradient_memory(self, like: Tensor) -> Tensor:
-        """That of the arena, unless a caller still has a gradient there, or the shard is trained since `prepare`."""
+    def _make_gradient(self, like: Tensor) -> DTensor:
+        """In the arena, unless a caller still has a gradient there, or the parameter is trained since `prepare`."""
         if len(self.memory) < 2 or not (self.given is None or self.given.expired()):
-            return torch.empty_like(like, device="cpu")
-        return _own_view(self.memory[1], like)
+            return super().to_sharded_dtensor(torch.empty_like(like, device="cpu"))
+        gradient = super().to_sharded_dtensor(_own_view(self.memory[1], like))
+        self.given = torch._C._WeakTensorRef(gradient)
+        return gradient
 
 
 class HostParamGroup(FSDPParamGroup):
@@ -164,7 +160,12 @@ class HostParamGroup(FSDPParamGroup):
     follower: "HostParamGroup | None"  # the group that was gathered next in the last forward pass
 
     def unshard(self, async_op: bool = False) -> None:
-        """FSDP2 calls it a group ahead in backward passes."""
+        """FSDP2 calls it a group ahead in backward passes. A pass begins with the root's, before which weights may
+        have changed.
+        """
+        if self is self.store.groups[0] and self.is_sharded:
+            for group in self.store.groups:
+                self.store.free(group.waiting)
         ahead = self._training_state == TrainingState.PRE_BACKWARD
         if ahead and self.is_sharded and self._all_gather_result is None:
             self.store.fetch(self.waiting)
@@ -191,7 +192,7 @@ class HostParamGroup(FSDPParamGroup):
 
 
 def _own_view(memory: HostRange, like: Tensor) -> Tensor:
-    """Return a contiguous tensor in this memory, whose count of changes is its own."""
+    """Return a contiguous tensor in this memory, with a count of changes of its own."""
     return memory.memory.data.view(like.dtype).view(like.shape)
 
 
@@ -219,6 +220,7 @@ def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
     group.store = store
     group.waiting = tuple(waiting)
     group.follower = None
+    store.groups.append(group)
     # Sums leave the device at once: FSDP2's own stream keeps no more memory than those of a group.
     group._reduce_scatter_comm = DefaultReduceScatter()
 

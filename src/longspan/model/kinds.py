@@ -234,7 +234,7 @@ def packed_weights(model: nn.Module) -> dict[str, Any]:
 
 
 HOST_STORE = "host_store"  # an attribute of parameters, and of prepared models
-NORM_ON_DEVICE = "norm_on_device"  # of this rank's part of a gradient on the host: its norm, and for which version
+_NORM = "norm_on_device"
 
 
 def waits_on_host(parameter: nn.Parameter) -> bool:
@@ -247,7 +247,12 @@ def has_weights_on_host(model: nn.Module) -> bool:
     return HOST_STORE in vars(model)
 
 
-def norm_on_device(gradient: Tensor) -> Tensor | None:
-    """Return the 2-norm of this rank's part of a gradient on the host, if nothing has written to it since it came."""
-    norm, version = vars(gradient).get(NORM_ON_DEVICE, (None, -1))
-    return norm if version == gradient._version else None
+def note_norm(gradient: Any, norm: Tensor) -> None:
+    """Note the 2-norm of this rank's part of a gradient on the host, for `norm_on_device`."""
+    vars(gradient)[_NORM] = norm, (gradient._version, gradient._local_tensor._version)
+
+
+def norm_on_device(gradient: Any) -> Tensor | None:
+    """Return the 2-norm that was noted, if nothing has written to the gradient since, nor to its part on this rank."""
+    norm, versions = vars(gradient).get(_NORM, (None, None))
+    return norm if norm is not None and versions == (gradient._version, gradient._local_tensor._version) else None
