@@ -409,17 +409,49 @@ def test_what_cannot_wait_is_refused_on_every_rank() -> None:
 # ---- on GPUs
 
 
+def _late(method: Any, stream_of: Any) -> Any:
+    """A method whose copies begin some milliseconds after what they must wait for."""
+
+    def late_method(self: Any, *arguments: Any) -> Any:
+        with torch.cuda.stream(stream_of(self)):
+            torch.cuda._sleep(4_000_000)
+        return method(self, *arguments)
+
+    return late_method
+
+
+LATE: Mapping[str, Any] = {
+    "none": None,
+    "weights": (HostStore, "fetch", lambda store: store._stream),
+    "gradients": (HostParam, "to_sharded_dtensor", lambda _: torch.cuda.current_stream()),
+    "products": (HostStore, "take", lambda _: torch.cuda.current_stream()),
+}
+
+
+def _late_copies(rank: int, ranks: int, late: str) -> None:
+    home = Home(Layout(ranks=ranks), rows=34 // ranks)
+    results = list[Any]()
+    with World(home.layout, backend="nccl", timeout=60) as world, pytest.MonkeyPatch.context() as patched:
+        for on_host in (False, True):
+            if on_host and (found := LATE[late]):
+                owner, name, stream_of = found
+                patched.setattr(owner, name, _late(getattr(owner, name), stream_of))
+            before = torch.cuda.memory_allocated()
+            model, optimizer = open_run(home, world, on_host=on_host)
+            taken = torch.cuda.memory_allocated() - before
+            weights = sum(local_tensor(p.detach()).nbytes for p in model.parameters())
+            assert (taken < weights // 4) == on_host
+            figures = take_steps(home, world, model, optimizer, range(1, 4))
+            results.append((figures, contents(model, optimizer)))
+            for x in (y for p in model.parameters() for y in (p.detach(), p.grad)):
+                assert not on_host or local_tensor(x).is_pinned()
+    assert results[0] == results[1]
+
+
 @pytest.mark.gpu
-def test_layers_leave_the_device_and_copies_hide_behind_products() -> None:
-    """What a prepared model takes of the device, and which stream copies."""
-    with World(Layout(ranks=1)) as world:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        model, optimizer = open_run(ONE, world, on_host=True)
-        assert torch.cuda.memory_allocated() - before < 1 << 20
-        take_steps(ONE, world, model, optimizer, range(2))
-        for group in reduction_groups(fsdp_modules(model)):
-            assert all(isinstance(p, HostParam) for p in group.waiting)
-        for parameter in model.parameters():
-            for x in (parameter.detach(), parameter.grad):
-                assert local_tensor(x).is_pinned()
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_late_copies_are_waited_for(ranks: int, late: str) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    run_ranks(_late_copies, ranks, ranks, late)
