@@ -55,6 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "model/test_prepare.py::test_the_shard_passes_through_fsdp2_unchanged",
         "model/tensor_parallel/test_tensor_parallel.py::test_equals_the_stock_model few",
         "model/frozen/test_reading.py::test_each_rank_packs_what_it_reads 2",
+        "model/test_host_weights.py::test_weights_and_files_are_those_with_moments_alone_on_the_host",
     ),
     "mixers": (
         "kernels/test_on_gpus.py::test_results_and_gradients_are_those_of_float64",

@@ -14,6 +14,7 @@ from tests.model.frozen.test_reading import MUTATIONS as OF_FROZEN_WEIGHTS
 from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS, OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
+from tests.model.test_host_weights import MUTATIONS as OF_HOST_WEIGHTS
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
 from tests.model.vision.test_exact import (
     MUTATIONS as OF_IMAGES,
@@ -36,6 +37,7 @@ CHANGES = [
     *OF_TRAINERS.values(),
     *OF_WHOLE_DEPTHS.values(),
     *OF_FROZEN_STEPS.values(),
+    *OF_HOST_WEIGHTS.values(),
     *OF_CODES.values(),
     *OF_FROZEN_WEIGHTS.values(),
     *OF_DEPTHS_BESIDE_IMAGES.values(),

@@ -25,7 +25,7 @@ from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, P
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
-from longspan.model.kinds import find_float8_weight, keep_float8_weights, packed_weight
+from longspan.model.kinds import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
 from longspan.model.layers import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
@@ -71,10 +71,13 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Count the bytes on this rank of all parameters that `gather_once` holds; 0 where others sharded the model."""
+    """Count the bytes on this rank of all parameters that `gather_once` holds; 0 where others sharded the model, or
+    where weights wait on the host."""
     if model not in _GATHERED_BYTES:
         modules = fsdp_modules(model)
-        known = all(reshards_after_forward(module) is not None for module in modules)
+        known = all(reshards_after_forward(module) is not None for module in modules) and not has_weights_on_host(
+            model
+        )
         sizes = (
             data.numel() * group.mesh_info.shard_mesh_size * _bytes_per_element(group, parameter)
             for group in (reduction_groups(modules) if known else ())

@@ -20,7 +20,7 @@ class Execution:
 
     `kernel` is the one requested by name; `mixers` counts state-space layers;
     `float8` and `compiled` say in words what computes so, `latents` when they are gathered, `frozen` which weights lie
-    in 4 or 8 bits.
+    in 4 or 8 bits, `host` what waits on the host.
     """
 
     parameter_dtype: torch.dtype
@@ -33,6 +33,7 @@ class Execution:
     compiled: str = ""
     latents: str = ""
     frozen: str = ""
+    host: str = ""
 
     @property
     def kernels(self) -> tuple[str, ...]:

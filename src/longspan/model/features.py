@@ -125,6 +125,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
         "longspan.model.experts.moe:ExpertFeature",
     ),
     (lambda call: True, "longspan.model.sharding:ShardingFeature"),
+    (lambda call: call.options.offload_weights, "longspan.model.host_weights:HostWeightsFeature"),
 ]
 
 

@@ -70,6 +70,7 @@ class PrepareOptions:
     shard_parameters: bool = True
     reshard_after_forward: bool = True
     sync_each_batch: bool = True
+    offload_weights: bool = False
     activation_checkpointing: bool | str = False
     offload_activations: bool = False
     checkpoint_policies: str | Sequence[str] | None = None

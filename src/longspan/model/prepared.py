@@ -88,6 +88,8 @@ def prepare(
         gathered through all micro-batches of a step.
     sync_each_batch: sum gradients over the slots in every micro-batch; False, with reshard_after_forward=False: once a
         step, in its last one, until when they are whole on every rank.
+    offload_weights: keep weights and their gradients in the host's memory, and a layer's weights on the device while it
+        runs; of a model with an adapter the frozen weights (docs/memory.md).
     compute_dtype: of FSDP2's arithmetic, such as bfloat16; parameters and sums of gradients keep their type.
     activation_checkpointing: recompute decoder layers in backward: "full" (or True), or "selective": all but attention.
     offload_activations: keep what recomputation starts from in the host's memory.

@@ -204,7 +204,7 @@ class WholeWeights:
         with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):
             if position == entry.stage:
                 value = self._local[name]
-                whole_tensor = _whole(value).detach().to(world.device)
+                whole_tensor = _whole(value.to(world.device)).detach()  # it may wait on the host
                 if (packed := self._packed.get(name)) is not None:
                     whole_tensor = packed.unpack_whole(whole_tensor)
                 sends = [(stage, whole_tensor.contiguous()) for stage in receivers]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -119,6 +120,16 @@ class SumsInComputeMemory(DefaultReduceScatter):
         # a sum that is added to an earlier gradient is freed before its stream is done
         total.record_stream(current)
         return total
+
+
+def check_fsdp_names(what: str, instead: str, *, read: Sequence[str], called: Sequence[str]) -> None:
+    """Raise ModelError where this torch lacks private names of FSDP2's parameters that a subclass of it uses."""
+    missing = [name for name in read if name not in FSDPParam.__annotations__]
+    if missing := [*missing, *(name for name in called if not hasattr(FSDPParam, name))]:
+        raise ModelError(
+            f"{what} the place of FSDP2's parameters, and torch {torch.__version__} has no {', '.join(missing)} of "
+            f"them; use torch 2.11 to 2.14, or {instead}"
+        )
 
 
 def reshards_after_forward(module: FSDPModule) -> bool | None:

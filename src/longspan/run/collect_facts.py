@@ -87,6 +87,7 @@ def _fact_lines(
     depths = f"{plural(mtp.num_layers, 'depth')} of multi-token prediction, loss weight {mtp.loss_scaling_factor:g}"
     optional = {
         "frozen": execution.frozen,
+        "on the host": execution.host,
         "products": execution.float8,
         "mixers": mixers_text(execution, run.world.device, config.context.partition) if execution.mixers else "",
         "compiled": execution.compiled,

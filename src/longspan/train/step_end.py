@@ -21,7 +21,7 @@ from longspan.comm import World, on_all_ranks, to_device
 from longspan.comm.channel import Channel
 from longspan.data.document import NO_TARGET
 from longspan.errors import ModelError, NonFiniteError, PlanError
-from longspan.model.kinds import is_multimodal, is_pipeline, modules_and_worlds
+from longspan.model.kinds import is_multimodal, is_pipeline, modules_and_worlds, norm_on_device
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import excerpt
 from longspan.train.optim.offload_states import OffloadedStates
@@ -73,10 +73,18 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _FirstCopies(world)
     parts = [
-        torch.stack(torch._foreach_norm(tensors, 2, dtype=_sum_dtype(dtype))).double().square().sum()
-        for dtype, tensors in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
+        torch.stack([norm.to(world.device) for norm in _norms(alike, dtype)]).double().square().sum()
+        for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
     ]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
+
+
+def _norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Those of gradients on the host were taken while they were on the device."""
+    norms = [norm_on_device(gradient) for gradient in gradients]
+    here = [local_tensor(gradient) for gradient, norm in zip(gradients, norms, strict=True) if norm is None]
+    others = iter(torch._foreach_norm(here, 2, dtype=_sum_dtype(dtype)) if here else ())
+    return [next(others) if norm is None else norm for norm in norms]
 
 
 def model_gradient_square_sum(model: nn.Module, world: World) -> Tensor:
@@ -97,9 +105,9 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
     """Scale gradients, in place, by max_norm / norm where that is below 1; half precision is rounded once."""
     factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
     if factor < 1:
-        for dtype, tensors in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
+        for dtype, gradients in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_(tensors, torch.tensor(factor, dtype=_sum_dtype(dtype)))
+            torch._foreach_mul_([*map(local_tensor, gradients)], torch.tensor(factor, dtype=_sum_dtype(dtype)))
 
 
 class _FirstCopies:
@@ -128,7 +136,7 @@ class _FirstCopies:
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
-        by_dtype[x.dtype].append(local_tensor(x))
+        by_dtype[x.dtype].append(x)
     return by_dtype
 
 

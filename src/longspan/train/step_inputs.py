@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.data.document import count_targets
 from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.kinds import is_multimodal, is_pipeline
+from longspan.model.kinds import has_weights_on_host, is_multimodal, is_pipeline
 from longspan.model.layers import score_columns
 from longspan.model.seams.call_rules import (
     call_rules,
@@ -187,6 +187,11 @@ def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
         )
     if plan.slots != world.home.slots:
         raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
+    if plan.mode == "free" and has_weights_on_host(model):
+        raise PlanError(
+            "the plan is in free mode, which keeps weights whole through a step, and they wait on the host "
+            "(offload_weights); plan with mode='lockstep'"
+        )
     for name in ("pp", "ep"):
         if plan.mode == "free" and (degree := getattr(world.home, name)) > 1:
             raise PlanError(

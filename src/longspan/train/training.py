@@ -312,6 +312,8 @@ def check_model_fits(
         weights = (sum(p.nbytes for p in model.parameters()) - saved) // shards
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards
         moments = 0 if train.offload_optimizer_states else MOMENTS.get(config.optimizer.class_, 0)
+        if gpu and training and train.offload_weights:  # `prepare` checks the host
+            weights, trained = (trained, trained) if config.lora.rank else (0, 0)
         parts = {"weights": weights, "gradients": trained, "optimizer states": int(moments * trained)}
         needed = sum(parts.values())
         ranks = world.ranks_of_host
@@ -379,9 +381,10 @@ def _frozen_weights(config: RunConfig, model: PreTrainedModel) -> Literal["whole
 
 
 def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
-    """Return `prepare`'s options for what layers keep for backward, and how often parameters are gathered."""
+    """Return `prepare`'s options for what layers keep for backward, and where and how often parameters are whole."""
     if memory is not None:
         return {
+            "offload_weights": training and _offloads_weights(config, memory),
             "checkpoint_policies": memory.measures,
             "offload_bytes": memory.host.kept,
             "reshard_after_forward": not memory.gathered_once,
@@ -391,6 +394,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
             "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,
         }
     return {
+        "offload_weights": training and _offloads_weights(config, memory),
         "activation_checkpointing": given_checkpointing(config.train) or "none",
         "offload_activations": config.train.activation_checkpointing.endswith(ON_HOST) and training,
         "reshard_after_forward": config.parallel.reshard_after_forward,
@@ -431,7 +435,12 @@ def make_optimizer(
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     on_host = config.train.offload_optimizer_states if memory is None else memory.offload_optimizer_states
+    on_host = on_host or (_offloads_weights(config, memory) and not config.lora.rank)
     return offload_optimizer_states(optimizer, world) if on_host else optimizer
+
+
+def _offloads_weights(config: RunConfig, memory: "MemoryPlan | None") -> bool:
+    return bool(getattr(memory, "offload_weights", config.train.offload_weights))
 
 
 @dataclass(frozen=True)

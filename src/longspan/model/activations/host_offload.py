@@ -27,7 +27,9 @@ from longspan.host import free_host_bytes
 ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _GIB = 1 << 30
-_LESS = "keep less on the host (offload_activations, measures with +host, offload_optimizer_states)"
+_LESS = (
+    "keep less on the host (offload_activations, measures with +host, offload_optimizer_states, offload_weights)"
+)
 
 
 class HostArena:
@@ -203,10 +205,16 @@ def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None
             cudart.cudaHostUnregister(address)
 
 
-def check_free_host_memory(bytes: int, world: World, what: str = "this run keeps on the host") -> None:
+def check_free_host_memory(
+    bytes: int,
+    world: World,
+    what: str = "this run keeps on the host",
+    advice: Callable[[float], str] = lambda share: "",
+) -> None:
     """Raise ModelError on all ranks where the ranks of a host ask for more bytes together than are free there.
 
     All ranks call it, each with its bytes, before any takes memory; not checked where a host does not say what is free.
+    `advice` gets the share of the bytes that is free.
     """
     reports = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
     for host in dict.fromkeys(name for name, _, _ in reports):
@@ -217,8 +225,8 @@ def check_free_host_memory(bytes: int, world: World, what: str = "this run keeps
             raise on_all_ranks(
                 ModelError(
                     f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(of_ranks), 'rank')} of host "
-                    f"{host}, at most {max(of_ranks):,} for one, and {room:,} are free there ({room / _GIB:.2f} GiB); "
-                    f"{_LESS}, start fewer ranks on a host, or use more hosts"
+                    f"{host}, at most {max(of_ranks):,} for one, and {room:,} are free there ({room / _GIB:.2f} GiB)"
+                    f"{advice(room / total)}; {_LESS}, start fewer ranks on a host, or use more hosts"
                 )
             )
 

@@ -15,24 +15,18 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.tensor import DTensor
 
-from longspan.errors import ModelError
 from longspan.model.frozen.formats.stored_format import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.kinds import PACKED_WEIGHTS, packed_weight
-from longspan.model.sharding import fsdp_modules, reduction_groups
+from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import LocalPart
 
-# Private names of FSDP2, the same in torch 2.11 to 2.14.
-_READ = ("_orig_size", "_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs", "param_dtype")
-_OVERRIDDEN = ("init_dtype_attrs", "init_unsharded_param")
-if missing := [
-    *(name for name in _READ if name not in FSDPParam.__annotations__),
-    *(name for name in _OVERRIDDEN if not hasattr(FSDPParam, name)),
-]:
-    raise ModelError(
-        f"frozen weights in 4 or 8 bits take the place of FSDP2's parameters, and torch {torch.__version__} has no "
-        f"{', '.join(missing)} of them; use torch 2.11 to 2.14, or whole weights"
-    )
+check_fsdp_names(
+    "frozen weights in 4 or 8 bits take",
+    "whole weights",
+    read=("_orig_size", "_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs", "param_dtype"),
+    called=("init_dtype_attrs", "init_unsharded_param"),
+)
 
 
 def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:

@@ -1,0 +1,307 @@
+"""Weights that wait in the host's memory, with their gradients: FSDP2 gathers copies, and its sums go back there.
+
+A copy to the device begins when FSDP2 gathers the group of parameters before. Sums of gradients leave on FSDP2's own
+stream, which adds those of earlier passes first. On a CPU the same code copies at once.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.activations.host_offload import ALIGNMENT, HostArena, HostRange, check_free_host_memory
+from longspan.model.features import Call, Feature
+from longspan.model.kinds import (
+    HOST_STORE,
+    is_peft_module,
+    note_norm,
+    packed_weight,
+    waits_on_host as waits_on_host,
+)
+from longspan.model.layers import architecture_name
+from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
+from longspan.plain_text import bytes_text
+
+check_fsdp_names(
+    "weights on the host take",
+    "weights on the device",
+    read=("_sharded_param_data", "padded_sharded_param_size", "param_dtype", "sharded_param", "sharded_size"),
+    called=(
+        *("_get_grad_inner_tensor", "_setattr_on_modules", "all_gather_inputs", "init_dtype_attrs"),
+        "to_sharded_dtensor",
+    ),
+)
+
+
+class _Staged(NamedTuple):
+    """A shard on the device, which it reaches with the event (None: now)."""
+
+    shard: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class HostStore:
+    """The host's memory of the weights and gradients of one model on this rank, and the copies of weights from it.
+
+    Memory of the device for these copies belongs to the stream that copies: groups of one size take the same.
+    """
+
+    def __init__(self, device: torch.device, bytes: int) -> None:
+        self.arena = HostArena(device, bytes)
+        self.groups = list[HostParamGroup]()  # the root's first
+        self.last_in_forward: HostParamGroup | None = None
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @torch.no_grad()
+    def fetch(self, parameters: "Iterable[HostParam]") -> None:
+        """Begin to copy shards to the device, unless they are there, or on their way."""
+        missing = [parameter for parameter in parameters if parameter.staged is None]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            shards = [torch.empty_like(p._sharded_param_data, device=self._device) for p in missing]
+            for parameter, shard in zip(missing, shards, strict=True):
+                shard.copy_(parameter._sharded_param_data, non_blocking=True)
+            arrived = None if self._stream is None else self._stream.record_event()
+        for parameter, shard in zip(missing, shards, strict=True):
+            parameter.staged = _Staged(shard, arrived)
+
+    @torch.no_grad()
+    def take(self, parameter: "HostParam") -> Tensor:
+        """Return a shard in the type in which it is gathered, for the current stream, before `end_gather`."""
+        self.fetch([parameter])
+        assert parameter.staged is not None
+        shard, arrived = parameter.staged
+        if arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(arrived)
+        if parameter.gathered_dtype in (None, shard.dtype):
+            return shard
+        cast = shard.to(parameter.gathered_dtype)
+        self.free([parameter])
+        return cast
+
+    def free(self, parameters: "Iterable[HostParam]") -> None:
+        """Free copies that the current stream has read."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for parameter in parameters:
+            parameter.staged = None
+
+
+class HostParam(FSDPParam):
+    """FSDP2's parameter whose shard, and the shard's gradient, are in the host's memory."""
+
+    store: HostStore
+    staged: _Staged | None
+    gathered_dtype: torch.dtype | None
+    memory: tuple[HostRange, ...]  # of the shard, and of its gradient if it is trained
+    earlier: Any  # the gradient of earlier passes while FSDP2 sums that of this one
+    given: Any  # a weak reference to the gradient that is in the memory for it
+
+    def init_dtype_attrs(self, mp_policy: Any) -> None:
+        """FSDP2 casts nothing itself, and so asks for `all_gather_inputs`."""
+        super().init_dtype_attrs(mp_policy)
+        self.gathered_dtype = self.param_dtype
+        self.param_dtype = None
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        return [self.store.take(self)]
+
+    def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
+        """FSDP2 asks it of what it will sum; it would add the sum to an earlier one itself, on the device."""
+        self.earlier = self.sharded_param.grad
+        self.sharded_param.grad = None
+        return super()._get_grad_inner_tensor(grad)
+
+    @torch.no_grad()
+    def to_sharded_dtensor(self, tensor: Tensor) -> DTensor:
+        """Return the sum of this pass's and earlier gradients, on its way to the host: FSDP2 waits for the event.
+
+        The stream of FSDP2's sums is the current one, and has the memory of `tensor`.
+        """
+        gradient, self.earlier = self.earlier, None
+        if gradient is None:
+            gradient = self._make_gradient(tensor)
+        else:
+            tensor.add_(gradient._local_tensor.to(tensor.device, non_blocking=True))
+        (norm,) = torch._foreach_norm([tensor], 2, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        gradient._local_tensor.copy_(tensor, non_blocking=True)
+        note_norm(gradient, norm)
+        if tensor.is_cuda:
+            self.grad_offload_event = torch.cuda.current_stream(tensor.device).record_event()
+        return gradient
+
+    def _make_gradient(self, like: Tensor) -> DTensor:
+        """In the arena, unless a caller still has a gradient there, or the parameter is trained since `prepare`."""
+        if len(self.memory) < 2 or not (self.given is None or self.given.expired()):
+            return super().to_sharded_dtensor(torch.empty_like(like, device="cpu"))
+        gradient = super().to_sharded_dtensor(_own_view(self.memory[1], like))
+        self.given = torch._C._WeakTensorRef(gradient)
+        return gradient
+
+
+class HostParamGroup(FSDPParamGroup):
+    """FSDP2's group of parameters that are gathered as one, some of which wait on the host."""
+
+    store: HostStore
+    waiting: tuple[HostParam, ...]
+    follower: "HostParamGroup | None"  # the group that was gathered next in the last forward pass
+
+    def unshard(self, async_op: bool = False) -> None:
+        """FSDP2 calls it a group ahead in backward passes. A pass begins with the root's, before which weights may
+        have changed.
+        """
+        if self is self.store.groups[0] and self.is_sharded:
+            for group in self.store.groups:
+                self.store.free(group.waiting)
+        ahead = self._training_state == TrainingState.PRE_BACKWARD
+        if ahead and self.is_sharded and self._all_gather_result is None:
+            self.store.fetch(self.waiting)
+        super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        """A forward pass gathers a group when it runs; the next one's copies begin here."""
+        is_gathered_now = self._all_gather_result is not None
+        super().wait_for_unshard()
+        if not is_gathered_now:
+            return
+        self.store.free(self.waiting)
+        if self._training_state == TrainingState.FORWARD:
+            if self.store.last_in_forward is not None:
+                self.store.last_in_forward.follower = self
+            self.store.last_in_forward = self
+            if self.follower is not None and self.follower.is_sharded:
+                self.store.fetch(self.follower.waiting)
+
+    def reshard(self) -> None:
+        """Free copies of what was not gathered too, as after an error."""
+        super().reshard()
+        self.store.free(self.waiting)
+
+
+def _own_view(memory: HostRange, like: Tensor) -> Tensor:
+    """Return a contiguous tensor in this memory, with a count of changes of its own."""
+    return memory.memory.data.view(like.dtype).view(like.shape)
+
+
+def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
+    """Move the shards of these parameters of a group; those of the meta device get memory, which is to be filled."""
+    for parameter in waiting:
+        shard = parameter._sharded_param_data
+        sizes = _host_bytes(parameter)
+        memory = tuple(store.arena.take_range(size) for size in sizes)
+        padded = _own_view(memory[0], shard)
+        if not shard.is_meta:
+            padded.copy_(shard)
+        dim = parameter.fsdp_placement.dim
+        local = padded.view(parameter.padded_sharded_param_size).narrow(dim, 0, parameter.sharded_size[dim])
+        trained = parameter.sharded_param.requires_grad
+        parameter._sharded_param_data = padded
+        parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local), requires_grad=trained)
+        setattr(parameter.sharded_param, HOST_STORE, store)
+        parameter._setattr_on_modules(parameter.sharded_param)
+        parameter.__class__ = HostParam
+        parameter.store = store
+        parameter.memory = memory
+        parameter.staged = parameter.earlier = parameter.given = None
+    group.__class__ = HostParamGroup
+    group.store = store
+    group.waiting = tuple(waiting)
+    group.follower = None
+    store.groups.append(group)
+    # Sums leave the device at once: FSDP2's own stream keeps no more memory than those of a group.
+    group._reduce_scatter_comm = DefaultReduceScatter()
+
+
+def _host_bytes(parameter: Any) -> tuple[int, ...]:
+    """Bytes of a shard, padded to those of other ranks, and of its gradient if it is trained."""
+    dtype = parameter._sharded_param_data.dtype
+    sizes = [parameter._sharded_param_data.nbytes]
+    if parameter.sharded_param.requires_grad:
+        sizes.append(parameter.sharded_size.numel() * dtype.itemsize)
+    return tuple(sizes)
+
+
+class HostWeightsFeature(Feature):
+    """Weights on the host, with their gradients; of a model with an adapter those that are frozen and not packed."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._keeps_trained = any(map(is_peft_module, call.model.modules()))  # on the device
+
+    def refuse(self, model: PreTrainedModel) -> None:
+        options = self.options
+        reasons = [
+            (
+                not options.shard_parameters,
+                "every rank keeps a copy of all weights (shard_parameters=False); shard them",
+            ),
+            (
+                not options.reshard_after_forward,
+                "weights stay gathered through a step (reshard_after_forward=False); free them after each pass",
+            ),
+            (
+                self.world.home.pp > 1,
+                f"stages of a pipeline keep them gathered; use pp 1, not {self.world.home.pp}",
+            ),
+            (
+                self.world.home.dp_replicate > 1,
+                f"sums of {self.world.home.dp_replicate} replicas stay on the device; use dp_replicate 1",
+            ),
+        ]
+        if texts := [text for applies, text in reasons if applies]:
+            raise ModelError(
+                f"the weights of {architecture_name(model)} cannot wait on the host (offload_weights): "
+                f"{'; '.join(texts)}, or leave offload_weights out"
+            )
+
+    def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        """Behind FSDP2. The memory is taken, and on a GPU registered, before any pass."""
+        groups = {
+            group: [*filter(self._waits, group.fsdp_params)] for group in reduction_groups(fsdp_modules(root))
+        }
+        sizes = [_host_bytes(parameter) for waiting in groups.values() for parameter in waiting]
+        weights = sum(size[0] for size in sizes)
+        total = sum(max(-(-size // ALIGNMENT), 1) * ALIGNMENT for pair in sizes for size in pair)
+        check_free_host_memory(
+            total,
+            self.world,
+            "weights and gradients on the host (train.offload_weights) take",
+            advice=partial(_advice, model),
+        )
+        store = HostStore(self.world.device, total)
+        store.arena.close_when_world_is_left(self.world)
+        for group, waiting in groups.items():
+            if waiting:
+                _put_on_host(group, waiting, store)
+        self.description["host"] = f"weights of {bytes_text(weights)}"
+        if total > weights:
+            self.description["host"] += f" and gradients of {bytes_text(sum(sum(size[1:]) for size in sizes))}"
+
+    def _waits(self, parameter: Any) -> bool:
+        place = parameter._module_info
+        if packed_weight(place.module, place.param_name) is not None:
+            return False
+        return not (self._keeps_trained and parameter.sharded_param.requires_grad)
+
+    def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        setattr(prepared, HOST_STORE, True)
+
+
+def _advice(model: PreTrainedModel, share: float) -> str:
+    """What an error adds where a `share` of the bytes is free."""
+    numbers = int(share * sum(parameter.numel() for parameter in model.parameters()))
+    halves = ', and model.dtype = "bfloat16" halves their bytes' if model.dtype == torch.float32 else ""
+    return f", room for a model of {numbers:,} numbers in {str(model.dtype).removeprefix('torch.')}{halves}"

@@ -1,0 +1,457 @@
+"""Weights and gradients on the host: the same bits as with moments alone there, under every home that has them."""
+
+import gc
+import hashlib
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from longspan.comm import World
+from longspan.config.file import load_config
+from longspan.errors import ModelError, PlanError
+from longspan.evaluation import evaluate
+from longspan.layout import Layout
+from longspan.model import load_model, save_model
+from longspan.model.activations import host_offload
+from longspan.model.host_weights import HostParam, HostStore, waits_on_host
+from longspan.model.kinds import HOST_STORE, packed_weights
+from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.saving import weights_by_name
+from longspan.model.sharding import fsdp_modules, reduction_groups
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import clip_grad_norm, grad_norm, run_step
+from longspan.train.training import make_optimizer
+from tests.model.frozen.packed_models import adapted
+from tests.model.stock import prepare_untried, texts
+from tests.mutation import Change, mutated
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+MUTATIONS: dict[str, Change] = {
+    "a micro-batch's gradient is dropped": (
+        "model.host_weights",
+        "tensor.add_(gradient._local_tensor.to(tensor.device, non_blocking=True))",
+        "pass",
+    ),
+    "the norm without gradients on the host": (
+        "train.step_end",
+        "return [next(others) if norm is None else norm for norm in norms]",
+        "return [next(others) if norm is None else 0 * norm for norm in norms]",
+    ),
+    "a copy that is not taken anew": ("model.host_weights", "parameter.staged = None", "pass"),
+}
+
+
+@dataclass(frozen=True)
+class Home:
+    """A layout, a preset, its types, keys of [optimizer], how it is prepared, and the rows of a micro-batch."""
+
+    layout: Layout
+    preset: str = "qwen3-tiny"
+    dtype: str = "float32"
+    compute: torch.dtype | None = torch.bfloat16
+    keys: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rows: int = 32
+    lora: int = 0
+    plans: str = "fixed"
+
+    def plan(self) -> Plan:
+        if self.plans == "dynamic":
+            return plan_dynamic(LENGTHS, self.layout, max_tokens_per_slot=self.rows)
+        return self.fixed_plan(cp=self.layout.slots, rows=self.rows)
+
+    def fixed_plan(self, *, cp: int, rows: int) -> Plan:
+        multiple = self.layout.tp if "sequence_parallel" in self.options else 1
+        return plan_fixed(LENGTHS, self.layout, cp=cp, max_tokens_per_slot=rows, row_multiple=multiple)
+
+
+BY_CHANCE = {"optimizer.stochastic_rounding": True}
+FULL = {"activation_checkpointing": "full"}
+HOMES: Mapping[int, Mapping[str, Home]] = {
+    1: {
+        "one micro-batch": Home(Layout(ranks=1), rows=80),
+        "three micro-batches": Home(Layout(ranks=1)),
+        "by chance, recomputed": Home(Layout(ranks=1), dtype="bfloat16", compute=None, keys=BY_CHANCE, options=FULL),
+        "an adapter": Home(Layout(ranks=1), dtype="bfloat16", compute=None, lora=4),
+        "segments, tiles": Home(Layout(ranks=1), options={**FULL, "segment_layers": 2, "mlp_tile_tokens": 8}),
+    },
+    2: {
+        "cp 2": Home(Layout(ranks=2), rows=20),
+        "dynamic, by chance": Home(
+            Layout(ranks=2), dtype="bfloat16", compute=None, keys=BY_CHANCE, options=FULL, plans="dynamic"
+        ),
+        "experts, ep 2": Home(Layout(ranks=2, ep=2), "qwen3-moe-tiny", rows=20),
+        "tp 2": Home(Layout(ranks=2, tp=2), compute=None, options={"sequence_parallel": True}),
+        "an adapter": Home(Layout(ranks=2), lora=4, rows=20),
+    },
+    4: {
+        "cp 4": Home(Layout(ranks=4), rows=10),
+        "tp 2, cp 2": Home(Layout(ranks=4, tp=2), options=FULL, rows=20),
+        "experts, ep 2": Home(Layout(ranks=4, ep=2), "qwen3-moe-tiny", "bfloat16", None, BY_CHANCE, rows=20),
+    },
+}
+COMPILED = {"compiled": Home(Layout(ranks=1), options={"compiled": "layers"})}
+
+
+def open_run(home: Home, world: World, *, on_host: bool) -> tuple[Any, Any]:
+    """A model whose weights are drawn once it is prepared, and its optimizer, whose moments are on the host."""
+    model: Any = load_model(None, home.preset, dtype=home.dtype, vocab_size=64, seed=1, sharded=True)
+    model = add_lora(model, NewAdapter(rank=home.lora)) if home.lora else model
+    options = {"offload_weights": True} if on_host else {}
+    model = prepare_untried(model, world, compute_dtype=home.compute, **home.options, **options)
+    world.seed = 7
+    keys = {"optimizer.lr": 1e-2, "train.offload_optimizer_states": True, "train.offload_weights": on_host}
+    return model, make_optimizer(load_config(None, keys | dict(home.keys)), world, model)
+
+
+def take_steps(home: Home, world: World, model: Any, optimizer: Any, steps: range) -> list[Any]:
+    figures = list[Any]()
+    for step in steps:
+        result = run_step(
+            model, home.plan(), texts(LENGTHS, step), world, optimizer=optimizer, max_grad_norm=0.5, step=step
+        )
+        figures.append((result.loss, result.grad_norm))
+    return figures
+
+
+def contents(model: Any, optimizer: Any) -> dict[str, Any]:
+    values = dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        values[name] = parameter.detach()
+        values |= {f"{name}.{key}": x for key, x in optimizer.state.get(parameter, {}).items()}
+    return {name: (x.dtype, x.shape, digest_of(local_tensor(x))) for name, x in values.items()}
+
+
+def digest_of(x: Tensor) -> str:
+    return hashlib.sha256(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def file_digests(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / "manifest.json").read_text())["files"]
+
+
+def _compare(rank: int, root: Path, homes: Mapping[str, Home]) -> dict[str, list[str]]:
+    differ = dict[str, list[str]]()
+    for name, home in homes.items():
+        with World(home.layout, backend=backend(), timeout=60) as world:
+            places = ("device", "host")
+            runs = {place: open_run(home, world, on_host=place == "host") for place in places}
+            for parameter in runs["host"][0].parameters():
+                assert waits_on_host(parameter) == (not home.lora or not parameter.requires_grad), name
+                assert local_tensor(parameter.detach()).device.type == "cpu" or not waits_on_host(parameter)
+            figures = {place: take_steps(home, world, *run, range(1, 4)) for place, run in runs.items()}
+            for place, run in runs.items():
+                evaluated = home.fixed_plan(cp=1, rows=32)  # at another degree
+                figures[place].append(evaluate(run[0], texts(LENGTHS), evaluated, world).loss)
+                save_checkpoint(root / name / place, *run, world, step=3)
+                save_model(run[0], root / name / place / "model", world)
+            states = {place: contents(*run) for place, run in runs.items()}
+            saved = {place: file_digests(root / name / place / "step-000003") for place in places}
+            resumed = {place: open_run(home, world, on_host=place == "host") for place in places}
+            load_checkpoint(root / name / "host" / "step-000003", *resumed["device"], world)
+            load_checkpoint(root / name / "device" / "step-000003", *resumed["host"], world)
+            for place, run in resumed.items():  # and so across the switch
+                figures[place] += take_steps(home, world, *run, range(4, 5))
+                states[place] |= {f"resumed {key}": value for key, value in contents(*run).items()}
+            pairs = {"figures": figures, "files": saved}
+            differ[name] = [key for key, pair in pairs.items() if pair["device"] != pair["host"]]
+            differ[name] += [key for key, value in states["device"].items() if states["host"][key] != value]
+            if rank == 0:
+                folders = [sorted((root / name / place / "model").glob("*.safetensors")) for place in places]
+                assert len(folders[0]) == len(folders[1]) > 0
+                for a, b in zip(*folders, strict=True):
+                    differ[name] += [f"saved {a.name}"] * (a.read_bytes() != b.read_bytes())
+    return differ
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.whole)])
+def test_weights_and_files_are_those_with_moments_alone_on_the_host(tmp_path: Path, ranks: int) -> None:
+    for differ in run_ranks(_compare, ranks, tmp_path, HOMES[ranks], timeout=500):
+        assert differ == {name: [] for name in HOMES[ranks]}
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+def test_compiled_layers_take_copies_as_they_take_weights(tmp_path: Path) -> None:
+    assert run_ranks(_compare, 1, tmp_path, COMPILED, timeout=500) == [{"compiled": []}]
+
+
+def _mutated(rank: int, root: Path, name: str) -> list[str]:
+    with mutated(MUTATIONS[name]):
+        try:
+            return _compare(rank, root, {"cp 2": Home(Layout(ranks=2), rows=20, compute=None)})["cp 2"]
+        except (AssertionError, RuntimeError) as error:
+            return [str(error)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_other_numbers_are_noticed(tmp_path: Path, name: str) -> None:
+    assert all(run_ranks(_mutated, 2, tmp_path, name))
+
+
+# ---- where copies are, and when they begin
+
+
+ONE = Home(Layout(ranks=1), compute=None)
+
+
+def _order_of_copies(rank: int) -> list[tuple[str, int]]:
+    """Gathers ("g") and copies that begin ("c") of a step of one micro-batch, by the place of the group (root: 0)."""
+    noted = list[tuple[str, int]]()
+    with World(ONE.layout, backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
+        model, optimizer = open_run(ONE, world, on_host=True)
+        groups: list[Any] = [*reduction_groups(fsdp_modules(model))]
+        take_steps(Home(Layout(ranks=1), compute=None, rows=80), world, model, optimizer, range(1))
+        fetch, unsharded = HostStore.fetch, FSDPParamGroup.wait_for_unshard
+
+        def noted_fetch(store: HostStore, parameters: Any) -> None:
+            parameters = [*parameters]
+            if any(p.staged is None for p in parameters):
+                noted.append(("c", next(i for i, g in enumerate(groups) if parameters[0] in g.waiting)))
+            fetch(store, parameters)
+
+        def noted_wait(group: Any) -> None:
+            if group._all_gather_result is not None:
+                noted.append(("g", groups.index(group)))
+            unsharded(group)
+
+        patched.setattr(HostStore, "fetch", noted_fetch)
+        patched.setattr(FSDPParamGroup, "wait_for_unshard", noted_wait)
+        take_steps(Home(Layout(ranks=1), compute=None, rows=80), world, model, optimizer, range(1, 2))
+        assert all(p.staged is None for group in groups for p in group.waiting)
+    return [*dict.fromkeys(noted[: noted.index(("g", 1))]), *noted[noted.index(("g", 1)) :]]
+
+
+def test_copies_begin_a_group_ahead_forward_and_backward() -> None:
+    (order,) = run_ranks(_order_of_copies, 1)
+    layers = max(place for _, place in order)
+    forward = [("g", 0), ("c", 0), ("c", 1)]
+    forward += [step for i in range(1, layers + 1) for step in (("g", i), ("c", i + 1))][:-1]
+    backward = [("c", layers), *(step for i in range(layers, 0, -1) for step in (("g", i), ("c", i - 1)))][:-1]
+    assert order == forward + backward
+
+
+def _stale_copies(rank: int) -> list[bool]:
+    same = list[bool]()
+    with World(ONE.layout, backend=backend()) as world:
+        models = [open_run(ONE, world, on_host=on_host)[0] for on_host in (False, True)]
+        run_step(models[1], ONE.plan(), texts(LENGTHS), world, backward=False)
+        for group in reduction_groups(fsdp_modules(models[1])):
+            group.store.fetch(group.waiting)
+        with torch.no_grad():
+            for model in models:
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+        losses = [run_step(model, ONE.plan(), texts(LENGTHS), world, backward=False).loss for model in models]
+        same.append(losses[0] == losses[1])
+    return same
+
+
+def test_a_copy_from_before_an_update_is_taken_anew() -> None:
+    assert run_ranks(_stale_copies, 1) == [[True]]
+
+
+# ---- gradients between passes
+
+
+def _gradients(rank: int) -> None:
+    with World(ONE.layout, backend=backend()) as world:
+        model, optimizer = open_run(ONE, world, on_host=True)
+        plan, documents = ONE.plan(), texts(LENGTHS)
+        norm = run_step(model, plan, documents, world).grad_norm
+        assert norm == grad_norm(model, world)
+        assert clip_grad_norm(model, 0.25, world) == norm
+        assert grad_norm(model, world) == pytest.approx(0.25, rel=1e-5)  # not the norm that they came with
+        kept = {name: p.grad for name, p in model.named_parameters()}
+        before = {name: local_tensor(g).clone() for name, g in kept.items()}
+        optimizer.zero_grad()
+        run_step(model, plan, texts(LENGTHS, 5), world)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(local_tensor(kept[name]), before[name]), "a caller's gradient was overwritten"
+            assert not torch.equal(local_tensor(parameter.grad), before[name])
+
+
+def test_norms_and_gradients_of_a_caller_stay_his() -> None:
+    run_ranks(_gradients, 1)
+
+
+class BrokenError(RuntimeError):
+    pass
+
+
+def _after_an_error(rank: int) -> list[Any]:
+    home = Home(Layout(ranks=2), rows=20)
+    results = list[Any]()
+    with World(home.layout, backend=backend(), timeout=60) as world:
+        for breaks in (False, True):
+            model, optimizer = open_run(home, world, on_host=True)
+            figures = take_steps(home, world, model, optimizer, range(1))
+            if breaks:
+                layer = model.model.layers[0]
+                passes = iter(range(9))
+
+                def fail(*_: Any, passes: Any = passes) -> None:
+                    if next(passes) == 1:
+                        raise BrokenError("in the second backward pass")
+
+                handle = layer.register_full_backward_hook(fail)
+                with pytest.raises(BrokenError):
+                    take_steps(home, world, model, optimizer, range(1, 2))
+                handle.remove()
+                groups = [*reduction_groups(fsdp_modules(model))]
+                assert all(p.staged is None for group in groups for p in group.waiting)
+            figures += take_steps(home, world, model, optimizer, range(1, 3))
+            results.append((figures, contents(model, optimizer)))
+    return results
+
+
+def test_an_error_in_a_backward_pass_leaves_no_half_gradient() -> None:
+    for straight, broken in run_ranks(_after_an_error, 2):
+        assert straight == broken
+
+
+# ---- memory
+
+
+def _memory(rank: int) -> None:
+    with World(ONE.layout, backend=backend()) as world:
+        open_run(ONE, world, on_host=False)  # the record of its pass stays, for models like it
+        model, optimizer = open_run(ONE, world, on_host=True)
+        store: Any = vars(next(iter(model.parameters())))[HOST_STORE]
+        expected = sum(2 * max(-(-p.nbytes // 256), 1) * 256 for p in model.parameters())
+        assert store.arena.bytes == store.arena.bytes_in_use == expected and store.arena.parts == 1
+        take_steps(ONE, world, model, optimizer, range(2))
+        assert store.arena.bytes == expected
+        assert "weights of" in model.execution.host and "gradients of" in model.execution.host
+        for parameter in model.parameters():
+            (begin,) = {part.memory.data_ptr() for part in store.arena._parts}
+            for x in (parameter.detach(), parameter.grad):
+                assert begin <= local_tensor(x).data_ptr() < begin + expected
+        part = weakref.ref(store.arena._parts[0])
+        del store, parameter, x
+    assert part() is not None, "the model's weights are in it"
+    del model, optimizer
+    gc.collect()
+    assert part() is None
+
+
+def test_the_arena_is_of_exact_size_and_given_back() -> None:
+    run_ranks(_memory, 1)
+
+
+# ---- beside packed weights, and what is refused
+
+
+def _beside_packed(rank: int) -> None:
+    with World(Layout(ranks=1), backend=backend()) as world:
+        results = list[Any]()
+        for options in ({}, {"offload_weights": True}):
+            model = prepare_untried(adapted(), world, compute_dtype=torch.bfloat16, frozen="nf4", **options)
+            losses = [run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss]
+            gradients = {n: p.grad._local_tensor for n, p in model.named_parameters() if p.requires_grad}
+            results.append((losses, gradients, dict(weights_by_name(model, world))))
+        waiting = {name for name, p in model.named_parameters() if waits_on_host(p)}
+        assert waiting and not waiting & {*packed_weights(model), *gradients}
+        (losses, gradients, weights), (other_losses, other_gradients, other_weights) = results
+        assert losses == other_losses
+        assert all(torch.equal(x, other_gradients[name]) for name, x in gradients.items())
+        assert all(torch.equal(x, other_weights[name]) for name, x in weights.items())
+
+
+def test_packed_weights_stay_and_the_others_wait() -> None:
+    run_ranks(_beside_packed, 1)
+
+
+REFUSED: Sequence[tuple[Layout, dict[str, Any], str]] = [
+    (Layout(2), {"shard_parameters": False}, "shard_parameters=False"),
+    (Layout(2), {"reshard_after_forward": False}, "reshard_after_forward=False"),
+    (Layout(2), {"reshard_after_forward": False, "sync_each_batch": False}, "reshard_after_forward=False"),
+    (Layout(2, pp=2), {}, "use pp 1, not 2"),
+    (Layout(2, dp_replicate=2), {}, "use dp_replicate 1"),
+]
+
+
+def _refusals(rank: int) -> None:
+    for layout, options, text in REFUSED:
+        with World(layout, backend=backend(), timeout=60) as world, pytest.raises(ModelError) as caught:
+            prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True, **options)
+        assert text in str(caught.value) and "leave offload_weights out" in str(caught.value)
+    with World(Layout(2), backend=backend(), timeout=60) as world:
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
+            patched.setattr(host_offload, "free_host_bytes", lambda: 300_000 if rank else None)
+            prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
+        message = str(caught.value)
+        assert "weights and gradients on the host (train.offload_weights) take" in message
+        assert "300,000 are free" in message and 'model.dtype = "bfloat16" halves' in message
+        model = prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
+        free = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=30, mode="free")
+        with pytest.raises(PlanError, match="free mode, which keeps weights whole"):
+            run_step(model, free, texts(LENGTHS), world)
+
+
+def test_what_cannot_wait_is_refused_on_every_rank() -> None:
+    run_ranks(_refusals, 2)
+
+
+# ---- on GPUs
+
+
+def _late(method: Any, stream_of: Any) -> Any:
+    """A method whose copies begin some milliseconds after what they must wait for."""
+
+    def late_method(self: Any, *arguments: Any) -> Any:
+        with torch.cuda.stream(stream_of(self)):
+            torch.cuda._sleep(4_000_000)
+        return method(self, *arguments)
+
+    return late_method
+
+
+LATE: Mapping[str, Any] = {
+    "none": None,
+    "weights": (HostStore, "fetch", lambda store: store._stream),
+    "gradients": (HostParam, "to_sharded_dtensor", lambda _: torch.cuda.current_stream()),
+    "products": (HostStore, "take", lambda _: torch.cuda.current_stream()),
+}
+
+
+def _late_copies(rank: int, ranks: int, late: str) -> None:
+    home = Home(Layout(ranks=ranks), rows=34 // ranks)
+    results = list[Any]()
+    with World(home.layout, backend="nccl", timeout=60) as world, pytest.MonkeyPatch.context() as patched:
+        for on_host in (False, True):
+            if on_host and (found := LATE[late]):
+                owner, name, stream_of = found
+                patched.setattr(owner, name, _late(getattr(owner, name), stream_of))
+            before = torch.cuda.memory_allocated()
+            model, optimizer = open_run(home, world, on_host=on_host)
+            taken = torch.cuda.memory_allocated() - before
+            weights = sum(local_tensor(p.detach()).nbytes for p in model.parameters())
+            assert (taken < weights // 4) == on_host
+            figures = take_steps(home, world, model, optimizer, range(1, 4))
+            results.append((figures, contents(model, optimizer)))
+            for x in (y for p in model.parameters() for y in (p.detach(), p.grad)):
+                assert not on_host or local_tensor(x).is_pinned()
+    assert results[0] == results[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_late_copies_are_waited_for(ranks: int, late: str) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    run_ranks(_late_copies, ranks, ranks, late)
