@@ -113,6 +113,28 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
             assert all(map(torch.equal, contents.values(), other_contents.values())), name
 
 
+def _late_updates(rank: int, root: Path) -> None:
+    update = offload_states._Update._update_bucket
+
+    def late_update(*arguments: Any) -> Any:
+        torch.cuda._sleep(10_000_000)  # cycles of the stream of updates, which a gather must wait for
+        return update(*arguments)
+
+    with World(Layout(1), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
+        case = CASES["one rank, by chance"]
+        *expected, contents = _take_five_steps(case, world, root / "at once", hidden=False)
+        patched.setattr(offload_states._Update, "_update_bucket", late_update)
+        *others, other_contents = _take_five_steps(case, world, root / "hidden", hidden=True)
+        assert expected == others
+        assert all(map(torch.equal, contents.values(), other_contents.values()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gathers_wait_for_late_updates(tmp_path: Path) -> None:
+    run_ranks(_late_updates, 1, tmp_path)
+
+
 ONE = ("one rank", "one rank, by chance")
 
 
@@ -124,27 +146,25 @@ def test_steps_evaluations_and_saves_are_the_same_bits(tmp_path: Path, names: Se
 def _each_layer_waits_for_its_own(rank: int) -> None:
     home = Layout(1)
     with World(home, backend=backend(), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(offload_states, "AHEAD", 0)
+        patched.setattr(offload_states, "AHEAD", 0)  # on a GPU
         model, optimizer = _open(CASES["one rank"], world, hidden=True)
         plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=64)
         run_step(model, plan, texts(LENGTHS), world, optimizer, step=1)
         update: Any = optimizer._update
         assert update._launched == 0
-        gradients = [weakref.ref(local_tensor(p.grad).untyped_storage()) for p in model.parameters()]  # pyright: ignore
+        gradients: list[Any] = [weakref.ref(parameter.grad._local_tensor) for parameter in model.parameters()]
         waiting = list[tuple[int, int]]()
 
-        def note(module: nn.Module, *_: Any) -> None:
+        def note(*_: Any) -> None:
             alive = sum(gradient() is not None for gradient in gradients)
             waiting.append((update._total - update._launched, alive))
 
         for module in fsdp_modules(model):
-            module.register_forward_hook(note)  # type: ignore[attr-defined]
+            module.register_forward_hook(note)
         run_step(model, plan, texts(LENGTHS, seed=2), world, optimizer, step=2)
         buckets, alive = zip(*waiting, strict=True)
-        assert len({*buckets}) == len(waiting) - 1 and buckets[-1] == 0, (
-            waiting
-        )  # the root comes last, after its layers
-        assert [*buckets] == sorted(buckets, reverse=True) and [*alive] == sorted(alive, reverse=True), waiting
+        for left in (buckets, alive):  # the root's hook is the last, behind that of the last layer
+            assert [*left] == sorted(left, reverse=True) and len({*left}) == len(left) - 1 and left[-1] == 0, waiting
 
 
 def test_a_layer_waits_for_its_own_parameters_and_frees_their_gradients() -> None:
@@ -158,20 +178,14 @@ def _fails(rank: int, root: Path) -> None:
         plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=64)
         run_step(model, plan, texts(LENGTHS), world, optimizer, step=1)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(
-                offload_states._Update, "_store_bucket", _third_time_fails(offload_states._Update._store_bucket)
-            )
+            store = offload_states._Update._store_bucket
+            patched.setattr(offload_states._Update, "_store_bucket", _third_time_fails(store))
             with pytest.raises(MemoryError) as caught:
                 run_step(model, plan, texts(LENGTHS), world, optimizer, step=2)
         assert "an update failed after 2 of" in caught.value.__notes__[0]
-        for read in (
-            optimizer.state_dict,
-            optimizer.step,
-            partial(save_checkpoint, root, model, optimizer, world, step=1),
-        ):
-            with pytest.raises(
-                ModelError, match=r"an update failed after 2 of \d+ buckets: .* again from a checkpoint"
-            ):
+        save = partial(save_checkpoint, root, model, optimizer, world, step=1)
+        for read in (save, optimizer.state_dict, optimizer.step):
+            with pytest.raises(ModelError, match=r"failed after 2 of \d+ buckets: .* start again from a checkpoint"):
                 read()
 
 
