@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from longspan.checkpoint.checkpoint import save_checkpoint
 from longspan.comm import World
@@ -52,16 +53,18 @@ CASES = {
 }
 
 
-def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, OffloadedStates]:
+def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, Any]:
     model: Any = load_model(None, "qwen3-tiny", dtype=case.dtype, vocab_size=64, seed=1)
     model = prepare_untried(model, world, **dict(case.options))
     world.seed = 7
     keys = {"optimizer.lr": 1e-2, "optimizer.stochastic_rounding": case.dtype == "bfloat16"}
     optimizer = make_optimizer(load_config(None, keys), world, model)
-    return model, OffloadedStates(optimizer, world.device, bucket_bytes=BUCKET, hidden_in=model if hidden else None)
+    if hidden:
+        optimizer = OffloadedStates(optimizer, world.device, bucket_bytes=BUCKET, hidden_in=model)
+    return model, optimizer
 
 
-def _contents(model: nn.Module, optimizer: OffloadedStates) -> dict[str, Tensor]:
+def _contents(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     states = {
         f"{i}.{name}": value
         for i, state in enumerate(optimizer.state[parameter] for parameter in model.parameters())
