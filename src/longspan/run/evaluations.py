@@ -112,6 +112,7 @@ class Evaluations:
             progress=partial(self.display.show_eval_progress, subject),
             loss=loss_of_pairs(entry.documents, self.run.config.train.center_rewards_coefficient),
         )
+        self.run.finish_update()
         try:
             return evaluate(self.run.model, entry.documents, choice, self.run.world, options)
         except EvaluationStopped as stopped:

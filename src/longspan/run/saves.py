@@ -231,6 +231,7 @@ def save_final_model(run: TrainingRun) -> None:
     """Save the last weights as RUN/model in the dtype that config.json names, an adapter in its own."""
     dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
     dtype = None if run.config.lora.rank else dtype
+    run.finish_update()
     save_model(run.model, run.dir / "model", run.world, RunFolderFiles(run.dir), dtype=dtype)
 
 

@@ -285,6 +285,8 @@ class StepEnd:
         values = gather_and_add(torch.cat([x.detach().double().flatten() for x in on_device]), self.world)
         one_pass.gradient_scale = self._clip_factor(values)
         copy = HostCopy(values)
+        if isinstance(self.optimizer, OffloadedStates) and self.optimizer.hides_updates:
+            return self._begin_update(one_pass, copy, pieces)
         try:
             self.optimizer.step()
         finally:
@@ -296,6 +298,20 @@ class StepEnd:
         except BaseException:
             one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
             raise
+        return sums
+
+    def _begin_update(
+        self, one_pass: OnePassAdamW, copy: "HostCopy", pieces: Sequence[Tensor | list[float]]
+    ) -> StepSums:
+        """An update that goes on behind the next forward pass begins once the host has checked the sums."""
+        assert self.optimizer is not None
+        try:
+            self._run_host_work()
+            sums = self._split_sums(copy.wait(), pieces)
+            self._check_sums_finite(sums)
+            self.optimizer.step()
+        finally:
+            one_pass.gradient_scale = None
         return sums
 
     def _run_host_work(self) -> None:

@@ -45,7 +45,7 @@ from longspan.plan import Cost, Plan
 from longspan.plan.memory.settings import MOMENTS
 from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.resolve.choice import PlannerConfig, query_heads
-from longspan.train.optim.offload_states import offload_optimizer_states
+from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups
 from longspan.train.optim.schedule import Schedule
@@ -436,7 +436,7 @@ def make_optimizer(
         group["initial_lr"] = group["lr"]
     on_host = config.train.offload_optimizer_states if memory is None else memory.offload_optimizer_states
     on_host = on_host or (_offloads_weights(config, memory) and not config.lora.rank)
-    return offload_optimizer_states(optimizer, world) if on_host else optimizer
+    return offload_optimizer_states(optimizer, world, hidden_in=model) if on_host else optimizer
 
 
 def _offloads_weights(config: RunConfig, memory: "MemoryPlan | None") -> bool:
@@ -481,7 +481,10 @@ class Training:
     def take_step(
         self, plan: Plan, documents: Any, step: int, host_work: Callable[[], None] | None = None
     ) -> StepResult:
-        """Take the optimizer step `step`, from 0, at its learning rate; `host_work` as of `run_step`."""
+        """Take the optimizer step `step`, from 0, at its learning rate; `host_work` as of `run_step`.
+
+        Call `finish_update` before anything but the next step reads parameters.
+        """
         config = self.config.train
         self.world.prepare(plan)
         if self.config.lora.dropout:  # a step has the same masks after a restart, whatever ran before it
@@ -504,6 +507,11 @@ class Training:
             time_slots=self.time_slots,
             host_work=host_work,
         )
+
+    def finish_update(self) -> None:
+        """End the last step's update, where it goes on behind the next forward pass."""
+        if isinstance(self.optimizer, OffloadedStates):
+            self.optimizer.finish_step()
 
 
 def loss_of_pairs(documents: Any, center_rewards_coefficient: float) -> "DocumentLoss | None":

@@ -20,7 +20,7 @@ LATE: dict[str, Any] = {
     "none": (),
     "copies": COPIES,
     "stores": COPIES[1:],
-    "updates": ((OffloadedStates, "_update_bucket"),),
+    "updates": ((module._Update, "_update_bucket"),),
 }
 
 

@@ -72,6 +72,7 @@ def _planner_cases(settings: StepSettings, world: World) -> Cases:
             for planner in settings.planners:
                 name = f"longspan {planner}{rows_note(batch, settings)}"
                 yield name, partial(_measure_planner, batch, planner, training)
+        training.finish_update()
         del training
         gc.collect()
         if world.device.type == "cuda":

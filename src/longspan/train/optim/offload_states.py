@@ -6,13 +6,22 @@ bucket comes while the one before goes. No more than two buckets of STATE_BUCKET
 of two parameters whose memory cannot be cut. On a CPU the same code copies at once.
 
 Optimizers that update each number by itself can do so, for a large parameter is updated in parts; others are refused.
-Counts of steps and other single numbers stay on the device. Gradients and parameters are not moved.
+Counts of steps and other single numbers stay on the device. Parameters that wait on the host, and their gradients, come
+with their moments; others are not moved.
+
+An update takes as long as the bus needs for the moments both ways. With `hidden_in` it runs behind the next forward
+pass, whose products leave the bus and the memory's bandwidth free: buckets come in the order in which FSDP2 gathers
+their parameters, and a gather waits for its own alone. A bucket's gradients are freed as it is updated: at layer i of
+that pass the layers behind it have old gradients still, as the layers behind i have new ones when backward is there,
+and the layers before it keep what they keep then. So the peak of a step grows by the two buckets at most.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,14 +31,17 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, ModelError
 from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory
+from longspan.model.host_weights import waits_on_host
+from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
-from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.optim.one_pass_adamw import OnePassAdamW, ParameterPart
 
 CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
 ALIGNMENT = 256  # bytes of each state's place on the host, as by `HostArena.take_range`
+AHEAD = 16  # buckets that are launched before a gather asks for them: the bus works while the host plans a step
 _Settings = Mapping[str, Any]
 # Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
 STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
@@ -42,7 +54,11 @@ STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
 
 
 def offload_optimizer_states(
-    optimizer: Optimizer, world: World, *, bucket_bytes: int = STATE_BUCKET_BYTES
+    optimizer: Optimizer,
+    world: World,
+    *,
+    bucket_bytes: int = STATE_BUCKET_BYTES,
+    hidden_in: nn.Module | None = None,
 ) -> "OffloadedStates":
     """Move the moments of an optimizer to the host's memory; call it once, after `prepare`, on all ranks together.
 
@@ -52,6 +68,10 @@ def offload_optimizer_states(
     Use what it returns in place of `optimizer`, in schedulers and checkpoints too. Parameters get the same bits, and
     checkpoints are the same files. The host's memory is taken now: on GPUs it is registered with CUDA, of exact size.
     On the device a step takes at most two buckets of `bucket_bytes` for moments (`device_bytes`).
+
+    With `hidden_in`, the prepared model, `step` only begins the update, which goes on while `run_step` runs the model
+    forward again, under any plan. Call `finish_step()` before anything else reads or changes parameters or `.grad`; the
+    optimizer's own methods and `state` do so. `step` updates all if FSDP2 does not gather some of the parameters.
 
     Raises ConfigError on every rank for an optimizer without states and for a class that is none of `STATES`, which may
     update parameters together; ModelError where a host lacks the bytes.
@@ -80,7 +100,7 @@ def offload_optimizer_states(
     check_free_host_memory(
         size, world, "moments of the optimizer on the host (train.offload_optimizer_states) take"
     )
-    return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes)
+    return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes, hidden_in=hidden_in)
 
 
 def total_state_bytes(optimizer: Optimizer) -> int:
@@ -100,10 +120,11 @@ def total_state_bytes(optimizer: Optimizer) -> int:
 class StatePart:
     """Numbers `start` to `stop` of a parameter's local tensor, or all of one that is not `flat`, in its own strides.
 
-    `last`: no part of this parameter follows.
+    `last`: no part of this parameter follows. The gradient is kept here, for `.grad` may be dropped before its update.
     """
 
     parameter: nn.Parameter
+    gradient: Tensor | None
     start: int
     stop: int
     flat: bool
@@ -113,32 +134,52 @@ class StatePart:
         """Return this part of the parameter's local tensor, its gradient's, or that of a state; a view."""
         return local.view(-1)[self.start : self.stop] if self.flat else local
 
-    def make_stand_in(self) -> nn.Parameter:
-        """Return a plain parameter with the same memory, and gradient, which is updated in place of the part."""
-        assert self.parameter.grad is not None
-        stand_in = nn.Parameter(self.local_view(local_tensor(self.parameter.detach())))
-        stand_in.grad = self.local_view(local_tensor(self.parameter.grad))
+    @property
+    def numbers(self) -> Tensor:
+        return self.local_view(local_tensor(self.parameter.detach()))
+
+    def make_stand_in(self, place: Callable[[Tensor], Tensor]) -> nn.Parameter:
+        """Return a plain parameter that is updated in place of the part: its memory, and gradient, unless `place` gives
+        others for those that wait on the host.
+        """
+        assert self.gradient is not None
+        numbers = self.numbers
+        gradient = self.local_view(self.gradient)
+        if waits_on_host(self.parameter):
+            numbers = place(numbers)
+            gradient = place(gradient)
+        stand_in = nn.Parameter(numbers)
+        stand_in.grad = gradient
         return stand_in
 
 
 @dataclass(frozen=True)
 class StateBucket:
-    """Parts of parameters of one group that are updated together."""
+    """Parts of parameters of one group that are updated together, under its settings of now."""
 
     group: dict[str, Any]
     parts: tuple[StatePart, ...]
     bytes: int
 
 
-def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False) -> Iterator[StateBucket]:
-    """Cut parameters with gradients, or `every` one, into buckets; only one parameter that is not flat takes more."""
+def cut_buckets(
+    optimizer: Optimizer, bucket_bytes: int, places: Mapping[nn.Parameter, int], *, every: bool = False
+) -> Iterator[StateBucket]:
+    """Cut parameters with gradients, or `every` one, into buckets; only one parameter that is not flat takes more.
+
+    In each group those with the first of `places`, if they have any, come first.
+    """
     for group in optimizer.param_groups:
+        group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         parts = list[StatePart]()
         filled = 0
-        for parameter in group["params"]:
+        for parameter in sorted(group["params"], key=lambda p: places.get(p, 0)):
             if parameter.grad is None and not every:
                 continue
-            number_bytes = STATES[type(optimizer)](group) * parameter.dtype.itemsize
+            tensors = STATES[type(optimizer)](group)
+            if waits_on_host(parameter):
+                tensors += 2  # itself and its gradient
+            number_bytes = tensors * parameter.dtype.itemsize
             for part in _split_parameter(parameter, max(bucket_bytes // max(number_bytes, 1) // CUT, 1) * CUT):
                 part_bytes = number_bytes * (part.stop - part.start)
                 if parts and filled + part_bytes > bucket_bytes:
@@ -154,11 +195,11 @@ def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False)
 def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
     # A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     local = local_tensor(parameter.detach())
-    gradient = local if parameter.grad is None else local_tensor(parameter.grad)
-    flat = local.is_contiguous() and gradient.is_contiguous()
+    gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+    flat = local.is_contiguous() and (gradient is None or gradient.is_contiguous())
     for start in range(0, max(local.numel(), 1), most if flat else max(local.numel(), 1)):
         stop = min(local.numel(), start + most) if flat else local.numel()
-        yield StatePart(parameter, start, stop, flat, last=stop == local.numel())
+        yield StatePart(parameter, gradient, start, stop, flat, last=stop == local.numel())
 
 
 def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
@@ -177,16 +218,23 @@ def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
 class OffloadedStates(Optimizer):
     """An optimizer whose states are in the host's memory, made by `offload_optimizer_states`.
 
-    `state` holds them as tensors of the host, DTensors for parameters that are DTensors; they are complete when `step`
-    returns. Schedulers and hooks belong to this optimizer. `inner`, which updates, has no states of its own.
+    `state` holds them as tensors of the host, DTensors for parameters that are DTensors; reading it finishes an update.
+    Schedulers and hooks belong to this optimizer. `inner`, which updates, has no states of its own.
     """
 
     def __init__(
-        self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = STATE_BUCKET_BYTES
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        *,
+        bucket_bytes: int = STATE_BUCKET_BYTES,
+        hidden_in: nn.Module | None = None,
     ) -> None:
+        self._update: _Update | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
+        self._model = hidden_in
         optimizer.param_groups = self.param_groups
         self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
@@ -197,33 +245,70 @@ class OffloadedStates(Optimizer):
             self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
     @property
+    def state(self) -> defaultdict[Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.finish_step()
+        return self.host_states
+
+    @state.setter
+    def state(self, states: defaultdict[Tensor, Any]) -> None:
+        self.host_states = states
+
+    @property
+    def hides_updates(self) -> bool:
+        """Whether `step` may only begin an update, which cannot be taken back."""
+        return self._model is not None
+
+    @property
     def host_bytes(self) -> int:
         return self._arena.bytes
 
     @property
     def device_bytes(self) -> int:
         """The most bytes that states take on the device: those of the two largest consecutive buckets."""
-        sizes = [bucket.bytes for bucket in cut_buckets(self.inner, self._bucket_bytes, every=True)]
+        sizes = [bucket.bytes for bucket in cut_buckets(self.inner, self._bucket_bytes, {}, every=True)]
         return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; returns what `closure` returns.
-
-        `before` keeps the states as they are now: all parts of a parameter start from the same count of steps.
-        """
+        """Update every parameter that has a gradient, or begin to; returns what `closure` returns."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        buckets = [*cut_buckets(self.inner, self._bucket_bytes)]
-        before = {part.parameter: {**self.state.get(part.parameter, {})} for b in buckets for part in b.parts}
-        try:
-            self._update_buckets(buckets, before)
-        finally:
-            self._copies.wait_for_all()
+        self.finish_step()
+        groups = [] if self._model is None else [*reduction_groups(fsdp_modules(self._model))]
+        places = {p.sharded_param: place for place, group in enumerate(groups) for p in group.fsdp_params}
+        buckets = [*cut_buckets(self.inner, self._bucket_bytes, places)]
+        hidden = self.hides_updates and all(
+            p.parameter in places and not waits_on_host(p.parameter) for b in buckets for p in b.parts
+        )
+        if hidden:
+            for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+                self.host_states[parameter]  # takes its place: files of checkpoints have states in this order
+            buckets.sort(key=lambda bucket: places[bucket.parts[0].parameter])
+        self._update = _Update(self, self._copies, buckets)
+        if hidden:
+            self._update.begin(groups)
+        else:
+            self.finish_step()
         return loss
+
+    def finish_step(self) -> None:
+        """End the update that the last `step` began: whatever reads parameters, gradients or states now is behind it.
+
+        Raises ModelError where that update failed between two buckets.
+        """
+        if self._update is not None:
+            self._update.finish()
+            self._update = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any optimizer; an update that was begun keeps the gradients that it needs, but not their zeros."""
+        if not set_to_none:
+            self.finish_step()
+        super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; moments go to the host, `small` numbers through the inner optimizer."""
+        self.finish_step()
         state_dict = {**state_dict}
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -237,7 +322,7 @@ class OffloadedStates(Optimizer):
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
         saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = dict(zip(saved_keys, (p for group in self.param_groups for p in group["params"]), strict=True))
-        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self.state = defaultdict(dict)
         for key, state in states.items():
             parameter = parameters[key]
             casts = parameter.is_floating_point()
@@ -251,83 +336,17 @@ class OffloadedStates(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _update_buckets(
-        self, buckets: Sequence[StateBucket], before: Mapping[nn.Parameter, dict[str, Any]]
-    ) -> None:
-        next_fetched = self._fetch_bucket(buckets[0], before) if buckets else None
-        device_states = list[Tensor]()  # of the bucket before, until they are on the host
-        for bucket, next_bucket in zip(buckets, [*buckets[1:], None], strict=True):
-            fetched = next_fetched
-            next_fetched = None
-            assert fetched is not None
-            self._copies.wait_for_stores()
-            device_states.clear()  # frees the memory that the next bucket takes
-            if next_bucket is not None:
-                next_fetched = self._fetch_bucket(next_bucket, before)
-            self._copies.wait_for_fetch(fetched.arrived)
-            device_states = self._store_bucket(bucket, self._update_bucket(bucket, fetched.states))
-
-    def _fetch_bucket(self, bucket: StateBucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
-        # Each part but the last counts steps in a copy: the count of a parameter moves on once.
-        states = list[dict[str, Any]]()
-        pairs = list[tuple[Tensor, Tensor]]()
-        for part in bucket.parts:
-            state = dict[str, Any]()
-            for name, value in before[part.parameter].items():
-                if _is_moment(value):
-                    host = part.local_view(local_tensor(value))
-                    state[name] = torch.empty_like(host, device=self._copies.device)
-                    pairs.append((state[name], host))
-                else:  # a count, which the update of every part moves on
-                    state[name] = value.clone() if isinstance(value, Tensor) and not part.last else value
-            states.append(state)
-        return _Fetched(states, self._copies.fetch(pairs))
-
-    def _update_bucket(self, bucket: StateBucket, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels."""
-        inner = self.inner
-        stand_ins = [part.make_stand_in() for part in bucket.parts]
-        group = {**bucket.group, "params": stand_ins}
-        if "foreach" in group and any(isinstance(parameter, DTensor) for parameter in bucket.group["params"]):
-            group["foreach"] = bool(group["foreach"])
-        inner.param_groups = [group]
-        inner.state = defaultdict(dict, {p: state for p, state in zip(stand_ins, states, strict=True) if state})
-        places = {
-            p: (part.parameter, part.start, part.last) for p, part in zip(stand_ins, bucket.parts, strict=True)
-        }
-        try:
-            with inner.use_stand_ins(places) if isinstance(inner, OnePassAdamW) else nullcontext():
-                inner.step()
-            return [inner.state.get(p, {}) for p in stand_ins]
-        finally:
-            inner.param_groups = self.param_groups
-            inner.state = defaultdict(dict)
-
-    def _store_bucket(self, bucket: StateBucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """Returns the tensors to keep on the device until all are copied."""
-        pairs = list[tuple[Tensor, Tensor]]()
-        for part, new_state in zip(bucket.parts, states, strict=True):
-            state = self.state[part.parameter]
-            for name, value in new_state.items():
-                if _is_moment(value):
-                    state[name] = host = self._host_tensor(part.parameter, name, value.dtype)
-                    pairs.append((part.local_view(local_tensor(host)), value))
-                else:
-                    state[name] = value
-        self._copies.store(pairs)
-        return [value for _, value in pairs]
-
     # ---- the host's memory
 
     def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(state)
         for name, value in state.items():
             if _is_moment(value):
-                values[name] = host = self._host_tensor(parameter, name, value.dtype)
+                values[name] = host = self.host_tensor(parameter, name, value.dtype)
                 local_tensor(host).copy_(local_tensor(value))
         return values
 
-    def _host_tensor(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
+    def host_tensor(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
         local = local_tensor(parameter.detach())
         _, tensor = self._places.get((parameter, name), (None, None))
         if tensor is None or tensor.dtype != dtype:
@@ -339,10 +358,188 @@ class OffloadedStates(Optimizer):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """The states of a bucket's parts on the device, and the event after which they are there (None: now)."""
+    """Stand-ins of a bucket's parts, their states, and the event after which all are on the device (None: now)."""
 
+    stand_ins: list[nn.Parameter]
     states: list[dict[str, Any]]
     arrived: torch.cuda.Event | None
+
+
+class _Update:
+    """One step of an optimizer with states on the host: its buckets, those that are launched and those that wait.
+
+    What a bucket's update needs is kept here as it was when the step was taken: gradients, settings, the scale, and
+    `before`, the states, so that all parts of a parameter start from the same count of steps.
+    """
+
+    def __init__(self, optimizer: "OffloadedStates", copies: "_Copies", buckets: Sequence[StateBucket]) -> None:
+        self._optimizer = optimizer
+        self._copies = copies
+        self._waiting = deque(buckets)
+        self._total = len(buckets)
+        self._launched = 0
+        self._updated = deque[tuple[StateBucket, torch.cuda.Event | None]]()  # launched, and not waited for
+        self._last_bucket = {part.parameter: index for index, bucket in enumerate(buckets) for part in bucket.parts}
+        self._event: torch.cuda.Event | None = None  # after the last bucket that was waited for
+        self._stream: torch.cuda.Stream | None = None  # None: that of the caller
+        self._groups: Sequence[Any] = ()
+        self._failure = ""
+        inner = optimizer.inner
+        self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None
+        self._before = {p: {**optimizer.host_states.get(p, {})} for p in self._last_bucket}
+        self._keys = {p: inner.draw_key(p) for p in self._last_bucket} if isinstance(inner, OnePassAdamW) else {}
+        self._buckets = self._run_buckets()
+
+    # ---- when a bucket is updated
+
+    def begin(self, groups: Sequence[Any]) -> None:
+        """Let each of FSDP2's groups wait, before it is next gathered, for the updates of its parameters."""
+        self._groups = groups
+        self._stream = self._copies.begin_updates()
+        for group in groups:
+            vars(group)["unshard"] = partial(self._unshard, group)  # in place of the method, until it is called
+        self._launch_buckets(self._ahead)
+
+    def finish(self) -> None:
+        """Update what waits; the current stream waits for it, and the host for the states."""
+        if self._failure:
+            raise ModelError(self._failure)
+        self._leave_groups()
+        try:
+            self._launch_buckets(self._total)
+            self._buckets.close()
+        finally:
+            self._copies.wait_for_all()
+
+    @property
+    def _ahead(self) -> int:
+        return AHEAD if self._stream is not None else 0
+
+    def _leave_groups(self) -> None:
+        for group in self._groups:
+            vars(group).pop("unshard", None)
+
+    def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
+        del group.unshard
+        ends = [self._last_bucket.get(parameter.sharded_param, -1) + 1 for parameter in group.fsdp_params]
+        self._launch_buckets(max(ends) + self._ahead)
+        self._wait_for_buckets(max(ends))
+        # FSDP2 copies shards on streams of its own, which do not wait for the one that computes
+        group._wait_all_gather_streams_on_event(self._event)
+        return group.unshard(*args, **keywords)
+
+    def _launch_buckets(self, count: int) -> None:
+        """Launch updates until `count` buckets are, in whatever mode the caller runs."""
+        missing = max(0, min(count, self._total) - self._launched)
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        try:
+            with torch.inference_mode(False), torch.no_grad(), on_stream:
+                for _ in islice(self._buckets, missing):
+                    self._launched += 1
+        except BaseException as error:
+            if self._launched or self._groups:
+                self._failure = (
+                    f"an update failed after {self._launched} of {self._total} buckets: their parameters and moments "
+                    "are updated, the others are not; start again from a checkpoint"
+                )
+                error.add_note(self._failure)
+                self._leave_groups()
+                self._copies.wait_for_all()
+            raise
+
+    def _wait_for_buckets(self, count: int) -> None:
+        """Let the current stream wait for the first `count` buckets, whose gradients are free then."""
+        while self._updated and self._launched - len(self._updated) < count:
+            _, self._event = self._updated.popleft()
+        self._copies.wait_for_event(self._event)
+
+    def _run_buckets(self) -> Generator[None]:
+        """Update the buckets one by one, while the next comes and the one before goes."""
+        fetched = self._fetch_bucket(self._waiting[0]) if self._waiting else None
+        device_tensors = list[Tensor]()  # of the bucket before, until they are on the host
+        try:
+            while self._waiting:
+                bucket = self._waiting.popleft()
+                self._copies.wait_for_stores()
+                device_tensors.clear()  # frees the memory that the next bucket takes
+                assert fetched is not None
+                next_fetched = self._fetch_bucket(self._waiting[0]) if self._waiting else None
+                self._copies.wait_for_event(fetched.arrived)
+                new_states = self._update_bucket(bucket, fetched)
+                device_tensors = self._store_bucket(bucket, fetched.stand_ins, new_states)
+                if self._stream is not None:  # otherwise gradients are the caller's
+                    self._updated.append((bucket, self._copies.record_update()))
+                fetched = next_fetched
+                del bucket, next_fetched, new_states
+                yield
+        finally:
+            self._copies.wait_for_stores()
+
+    # ---- what an update of a bucket is
+
+    def _fetch_bucket(self, bucket: StateBucket) -> _Fetched:
+        # Each part but the last counts steps in a copy: the count of a parameter moves on once.
+        states = list[dict[str, Any]]()
+        pairs = list[tuple[Tensor, Tensor]]()
+
+        def place(host: Tensor) -> Tensor:
+            pairs.append((torch.empty_like(host, device=self._copies.device), host))
+            return pairs[-1][0]
+
+        for part in bucket.parts:
+            state = dict[str, Any]()
+            for name, value in self._before[part.parameter].items():
+                if _is_moment(value):
+                    state[name] = place(part.local_view(local_tensor(value)))
+                else:  # a count, which the update of every part moves on
+                    state[name] = value.clone() if isinstance(value, Tensor) and not part.last else value
+            states.append(state)
+        stand_ins = [part.make_stand_in(place) for part in bucket.parts]
+        return _Fetched(stand_ins, states, self._copies.fetch(pairs))
+
+    def _update_bucket(self, bucket: StateBucket, fetched: _Fetched) -> list[dict[str, Any]]:
+        """Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels."""
+        inner = self._optimizer.inner
+        settings = inner.param_groups
+        pairs = [*zip(fetched.stand_ins, bucket.parts, strict=True)]
+        group = {**bucket.group, "params": fetched.stand_ins}
+        if "foreach" in group and any(isinstance(parameter, DTensor) for parameter in bucket.group["params"]):
+            group["foreach"] = bool(group["foreach"])
+        inner.param_groups = [group]
+        inner.state = defaultdict(
+            dict, {p: state for p, state in zip(fetched.stand_ins, fetched.states, strict=True) if state}
+        )
+        try:
+            if isinstance(inner, OnePassAdamW):
+                parts = {p: ParameterPart(x.parameter, x.start, self._keys[x.parameter]) for p, x in pairs}
+                with inner.use_stand_ins(parts, self._scale):
+                    inner.step()
+            else:
+                inner.step()
+            return [inner.state.get(p, {}) for p in fetched.stand_ins]
+        finally:
+            inner.param_groups = settings
+            inner.state = defaultdict(dict)
+
+    def _store_bucket(
+        self, bucket: StateBucket, stand_ins: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]
+    ) -> list[Tensor]:
+        """Returns the tensors to keep on the device until all are copied."""
+        pairs = [
+            (part.numbers, stand_in.detach())
+            for part, stand_in in zip(bucket.parts, stand_ins, strict=True)
+            if waits_on_host(part.parameter)
+        ]
+        for part, new_state in zip(bucket.parts, states, strict=True):
+            state = self._optimizer.host_states[part.parameter]
+            for name, value in new_state.items():
+                if _is_moment(value):
+                    state[name] = host = self._optimizer.host_tensor(part.parameter, name, value.dtype)
+                    pairs.append((part.local_view(local_tensor(host)), value))
+                else:
+                    state[name] = value
+        self._copies.store(pairs)
+        return [value for _, value in pairs]
 
 
 class _Copies:
@@ -353,6 +550,19 @@ class _Copies:
         on_gpu = device.type == "cuda"
         self._to_device = torch.cuda.Stream(device) if on_gpu else None
         self._to_host = torch.cuda.Stream(device) if on_gpu else None
+        self._updates: torch.cuda.Stream | None = None
+
+    def begin_updates(self) -> torch.cuda.Stream | None:
+        """Return the stream of updates that are hidden, behind what the current one was given; None on a CPU."""
+        if self._to_host is not None:
+            if self._updates is None:  # before the products of layers, which fill the device
+                self._updates = torch.cuda.Stream(self.device, priority=-1)
+            self._updates.wait_stream(torch.cuda.current_stream(self.device))
+        return self._updates
+
+    def record_update(self) -> torch.cuda.Event | None:
+        """Return the event after which what was launched on the current stream is done (None: now)."""
+        return None if self._to_host is None else torch.cuda.current_stream(self.device).record_event()
 
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         return self._copy_pairs(pairs, self._to_device)
@@ -375,16 +585,16 @@ class _Copies:
         arrived.record(stream)
         return arrived
 
-    def wait_for_fetch(self, arrived: torch.cuda.Event | None) -> None:
-        if arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(arrived)
+    def wait_for_event(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def wait_for_stores(self) -> None:
         self._wait_for_stream(self._to_host)
 
     def wait_for_all(self) -> None:
-        self._wait_for_stream(self._to_device)
-        self._wait_for_stream(self._to_host)
+        for stream in (self._to_device, self._updates, self._to_host):
+            self._wait_for_stream(stream)
         if self._to_host is not None:
             self._to_host.synchronize()
 

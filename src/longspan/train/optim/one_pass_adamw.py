@@ -300,10 +300,12 @@ def _kernels() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.train.optim.adamw_kernels")
 
 
-class _ParameterPart(NamedTuple):
+class ParameterPart(NamedTuple):
+    """What a stand-in is updated for: numbers of a parameter from `start`; `key` rounds them, None to the nearest."""
+
     parameter: nn.Parameter
     start: int
-    last: bool
+    key: RandomKey | None
 
 
 class OnePassAdamW(AdamW):
@@ -335,7 +337,7 @@ class OnePassAdamW(AdamW):
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
         )
-        self._rounding, self._parts = rounding, dict[nn.Parameter, _ParameterPart]()
+        self._rounding, self._parts = rounding, dict[nn.Parameter, ParameterPart]()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -362,13 +364,24 @@ class OnePassAdamW(AdamW):
             self._rounding.restart_counts()
 
     @contextmanager
-    def use_stand_ins(self, parts: Mapping[nn.Parameter, tuple[nn.Parameter, int, bool]]) -> Iterator[None]:
-        """Let the keys of `parts` stand in for parts of parameters: (parameter, start, last), as a `_ParameterPart`."""
-        self._parts = {stand_in: _ParameterPart(*part) for stand_in, part in parts.items()}
+    def use_stand_ins(self, parts: dict[nn.Parameter, ParameterPart], scale: Tensor | None) -> Iterator[None]:
+        """Let the keys of `parts` stand in for parts of parameters, with keys of `draw_key`, under this scale."""
+        scale_now = self.gradient_scale
+        self._parts = parts
+        self.gradient_scale = scale
         try:
             yield
         finally:
             self._parts = {}
+            self.gradient_scale = scale_now
+
+    def draw_key(self, parameter: nn.Parameter) -> RandomKey | None:
+        """Return the key by which this update rounds a parameter, and count the update; None: to the nearest."""
+        if self._rounding is None or parameter.dtype != torch.bfloat16:
+            return None
+        key = self._rounding.key(parameter)
+        self._rounding.count_update(parameter)
+        return key
 
     def take_back_counts(self, state: Mapping[Any, dict[str, Any]] | None = None) -> None:
         """Count the last step as not taken: its scale was not a number and nothing changed, or it only made states.
@@ -403,21 +416,17 @@ class OnePassAdamW(AdamW):
         return state["step"].item()
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
-        """A part takes the whole parameter's key, and places from its start; the last one counts the update."""
+        """A part takes the whole parameter's key, and places from its start."""
         assert parameter.grad is not None
         state = self.state[parameter]
         mean = local_tensor(state["exp_avg"])
         square = local_tensor(state["exp_avg_sq"])
         update = Update(local_tensor(parameter.detach()), local_tensor(parameter.grad), mean, square, factors)
-        if self._rounding is None or parameter.dtype != torch.bfloat16:
+        part = self._parts.get(parameter) or ParameterPart(parameter, 0, self.draw_key(parameter))
+        if self._rounding is None or part.key is None:
             return update
-        part = self._parts.get(parameter, _ParameterPart(parameter, 0, True))
         places = self._rounding.places(part.parameter)
-        places = places._replace(start=part.start) if part.start else places
-        update = Update(*update[:5], self._rounding.key(part.parameter), places)
-        if part.last:
-            self._rounding.count_update(part.parameter)
-        return update
+        return Update(*update[:5], part.key, places._replace(start=part.start) if part.start else places)
 
 
 def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:

@@ -1,0 +1,208 @@
+"""Updates of moments on the host behind the next forward pass: the same bits as at once, whoever reads parameters."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longspan.checkpoint.checkpoint import save_checkpoint
+from longspan.comm import World
+from longspan.config.file import load_config
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import load_model
+from longspan.model.sharding import fsdp_modules
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step, step_end
+from longspan.train.optim import offload_states
+from longspan.train.optim.offload_states import OffloadedStates
+from longspan.train.training import make_optimizer
+from tests.model.stock import prepare_untried, texts
+
+LENGTHS = (13, 1, 30, 7)
+BUCKET = 128 << 10  # bytes: a layer's matrices come apart
+
+
+@dataclass(frozen=True)
+class Case:
+    """A home and the type of its parameters; `on_device`: the end of a step is that of GPUs; options of `prepare`."""
+
+    home: Layout
+    dtype: str = "float32"
+    on_device: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+CASES = {
+    "one rank": Case(Layout(1)),
+    "one rank, by chance": Case(Layout(1), "bfloat16", on_device=True),
+    "two ranks": Case(Layout(2), on_device=True),
+    "two ranks, gathered once": Case(Layout(2), options=(("reshard_after_forward", False),)),
+    "two ranks, by chance": Case(Layout(2), "bfloat16"),
+    "replicas": Case(Layout(2, dp_replicate=2)),
+    "a pipeline": Case(Layout(2, pp=2)),
+}
+
+
+def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, Any]:
+    model: Any = load_model(None, "qwen3-tiny", dtype=case.dtype, vocab_size=64, seed=1)
+    model = prepare_untried(model, world, **dict(case.options))
+    world.seed = 7
+    keys = {"optimizer.lr": 1e-2, "optimizer.stochastic_rounding": case.dtype == "bfloat16"}
+    optimizer = make_optimizer(load_config(None, keys), world, model)
+    if hidden:
+        optimizer = OffloadedStates(optimizer, world.device, bucket_bytes=BUCKET, hidden_in=model)
+    return model, optimizer
+
+
+def _contents(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    states = {
+        f"{i}.{name}": value
+        for i, state in enumerate(optimizer.state[parameter] for parameter in model.parameters())
+        for name, value in state.items()
+    }
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()} | states
+    return {name: local_tensor(value).cpu().clone() for name, value in values.items()}
+
+
+def _files(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.glob("*.safetensors"))]
+
+
+def _take_five_steps(case: Case, world: World, folder: Path, *, hidden: bool) -> list[Any]:
+    """Five steps, of several micro-batches each: the third is followed by an evaluation, the fourth by a save."""
+    model, optimizer = _open(case, world, hidden=hidden)
+    plan = plan_fixed(LENGTHS, case.home, cp=case.home.slots, max_tokens_per_slot=32 // case.home.slots)
+    assert len(plan.micro_batches) > 1
+    figures = list[Any]()
+    for step in range(1, 6):
+        optimizer.param_groups[0]["lr"] = 1e-2 / step
+        result = run_step(
+            model, plan, texts(LENGTHS, seed=step), world, optimizer, max_grad_norm=(0.5, 1e6)[step % 2], step=step
+        )
+        figures.append((result.loss, result.grad_norm))
+        if step == 3:
+            figures.append(run_step(model, plan, texts(LENGTHS, seed=9), world, backward=False).loss)
+        if step == 4:
+            save_checkpoint(folder, model, optimizer, world, step=4)
+            figures.append(_files(folder / "step-000004"))
+    begun = [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+    contents = _contents(model, optimizer)
+    now = [local_tensor(parameter.detach()) for parameter in model.parameters()]
+    if world.device.type == "cpu":
+        assert all(map(torch.equal, begun, now)) != hidden, "an update is made before its gather asks for it"
+    return [*figures, contents]
+
+
+def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
+    for name in names:
+        case = CASES[name]
+        with World(case.home, backend=backend(), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(step_end, "sums_on_device", lambda world, chosen=case.on_device: chosen)
+            (*expected, contents), (*others, other_contents) = (
+                _take_five_steps(case, world, root / name / str(hidden), hidden=hidden) for hidden in (False, True)
+            )
+            assert expected == others, name
+            assert [*contents] == [*other_contents]
+            assert all(map(torch.equal, contents.values(), other_contents.values())), name
+
+
+def _late_updates(rank: int, root: Path) -> None:
+    update = offload_states._Update._update_bucket
+
+    def late_update(*arguments: Any) -> Any:
+        torch.cuda._sleep(10_000_000)  # cycles of the stream of updates, which a gather must wait for
+        return update(*arguments)
+
+    with World(Layout(1), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
+        case = CASES["one rank, by chance"]
+        *expected, contents = _take_five_steps(case, world, root / "at once", hidden=False)
+        patched.setattr(offload_states._Update, "_update_bucket", late_update)
+        *others, other_contents = _take_five_steps(case, world, root / "hidden", hidden=True)
+        assert expected == others
+        assert all(map(torch.equal, contents.values(), other_contents.values()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gathers_wait_for_late_updates(tmp_path: Path) -> None:
+    run_ranks(_late_updates, 1, tmp_path)
+
+
+ONE = ("one rank", "one rank, by chance")
+
+
+@pytest.mark.parametrize("names", [ONE, tuple(name for name in CASES if name not in ONE)], ids=["1", "2"])
+def test_steps_evaluations_and_saves_are_the_same_bits(tmp_path: Path, names: Sequence[str]) -> None:
+    run_ranks(_over_ranks, 1 if names == ONE else 2, tmp_path, names, timeout=120)
+
+
+def _each_layer_waits_for_its_own(rank: int) -> None:
+    home = Layout(1)
+    with World(home, backend=backend(), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(offload_states, "AHEAD", 0)  # on a GPU
+        model, optimizer = _open(CASES["one rank"], world, hidden=True)
+        plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=64)
+        run_step(model, plan, texts(LENGTHS), world, optimizer, step=1)
+        update: Any = optimizer._update
+        assert update._launched == 0
+        gradients: list[Any] = [weakref.ref(parameter.grad._local_tensor) for parameter in model.parameters()]
+        waiting = list[tuple[int, int]]()
+
+        def note(*_: Any) -> None:
+            alive = sum(gradient() is not None for gradient in gradients)
+            waiting.append((update._total - update._launched, alive))
+
+        for module in fsdp_modules(model):
+            module.register_forward_hook(note)
+        run_step(model, plan, texts(LENGTHS, seed=2), world, optimizer, step=2)
+        buckets, alive = zip(*waiting, strict=True)
+        for left in (buckets, alive):  # the root's hook is the last, behind that of the last layer
+            assert [*left] == sorted(left, reverse=True) and len({*left}) == len(left) - 1 and left[-1] == 0, waiting
+
+
+def test_a_layer_waits_for_its_own_parameters_and_frees_their_gradients() -> None:
+    run_ranks(_each_layer_waits_for_its_own, 1)
+
+
+def _fails(rank: int, root: Path) -> None:
+    home = Layout(1)
+    with World(home, backend=backend(), timeout=60) as world:
+        model, optimizer = _open(CASES["one rank"], world, hidden=True)
+        plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=64)
+        run_step(model, plan, texts(LENGTHS), world, optimizer, step=1)
+        with pytest.MonkeyPatch.context() as patched:
+            store = offload_states._Update._store_bucket
+            patched.setattr(offload_states._Update, "_store_bucket", _third_time_fails(store))
+            with pytest.raises(MemoryError) as caught:
+                run_step(model, plan, texts(LENGTHS), world, optimizer, step=2)
+        assert "an update failed after 2 of" in caught.value.__notes__[0]
+        save = partial(save_checkpoint, root, model, optimizer, world, step=1)
+        for read in (save, optimizer.state_dict, optimizer.step):
+            with pytest.raises(ModelError, match=r"failed after 2 of \d+ buckets: .* start again from a checkpoint"):
+                read()
+
+
+def _third_time_fails(method: Any) -> Any:
+    calls = list[int]()
+
+    def store(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        return method(*arguments)
+
+    return store
+
+
+def test_an_update_that_fails_between_two_layers_is_not_saved(tmp_path: Path) -> None:
+    run_ranks(_fails, 1, tmp_path)
