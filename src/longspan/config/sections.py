@@ -352,6 +352,9 @@ class TrainConfig(Section):
     offload_optimizer_states: bool = False
     """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time. false:
     as plan_memory chooses."""
+    offload_weights: bool = False
+    """Keep weights and their gradients in the host's memory, with the optimizer's moments: a layer's weights are copied
+    to the device before it runs, and its gradients back. false: as plan_memory chooses (docs/memory.md)."""
     mlp_tile_tokens: NonNegativeInt = 0
     """Run MLPs and experts over tiles of at most this many tokens, backward too, so that what they make in between is
     of one tile; some percent slower. 0: whole, or as plan_memory chooses."""
