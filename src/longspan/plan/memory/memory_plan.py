@@ -16,7 +16,7 @@ from typing import Any
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
-from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.cost import FORWARD_SHARE, Cost
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
 from longspan.plan.memory.settings import (
@@ -98,7 +98,19 @@ class MemoryPlan:
             gathered_once=self.gathered_once,
             summed_once=self.summed_once,
             recomputation=self.recomputation,
+            streamed_bytes=self.host.weights,
+            paged_bytes=self.paged_bytes,
+            hides_update=self.hides_update,
         )
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes that come from the host for an update, while no more go: states, weights, and gradients."""
+        return self.host.states + 2 * self.host.gradients
+
+    @property
+    def hides_update(self) -> bool:
+        return UPDATE_HIDES and not self.offload_weights
 
     @property
     def recomputation(self) -> Recomputation:
@@ -246,8 +258,7 @@ def _count_waiting_micro_batches(
     return min(warm_up + 1, micro_batches * chunks) / chunks
 
 
-BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
-SHOWN_OF_UPDATE = 1.0  # of an update's copies from and to the host: nothing runs beside them
+UPDATE_HIDES = True  # behind the next forward pass, where weights are on the device (train/optim/offload_states.py)
 TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
 SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
 
@@ -259,26 +270,20 @@ def mean_step_seconds(
     is of a rank, made with `MemoryPlan.cost_settings`. What layers add in the largest micro-batch, which has
     `memory.rows` rows a slot, is scaled to the tokens of each step.
     """
-    layer_seconds, state_seconds = seconds_beyond_settings(config, memory, needs, machine)
+    layer_seconds = seconds_beyond_settings(config, memory, needs, machine)
     token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
-    return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens + state_seconds for plan in plans)
+    return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens for plan in plans)
 
 
-def seconds_beyond_settings(
-    config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine
-) -> tuple[float, float]:
+def seconds_beyond_settings(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> float:
     """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one measure for all layers that
     recompute: of the largest micro-batch what the plan's measures take longer than that one, copies to the host
-    included, or less (negative); and of a step those for states and weights on the host.
+    included, or less (negative).
     """
-    place = needs.places[0]
-    prices = MemoryPrices(config, machine, place, max(needs.loads))
+    prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     word: CheckpointPolicy = memory.recomputation
     one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
-    layer_seconds = prices.seconds_on_device(memory, memory.measures)
-    priced_seconds = prices.seconds_on_device(memory, one_measure)
-    on_host = prices.update_seconds(memory) + place.micro_batches * prices.streaming_seconds(memory)
-    return layer_seconds - priced_seconds, on_host
+    return prices.seconds_on_device(memory, memory.measures) - prices.seconds_on_device(memory, one_measure)
 
 
 @dataclass(frozen=True)
@@ -298,39 +303,26 @@ class MemoryPrices:
         return self.seconds_on_device(memory, memory.measures) + on_host
 
     def update_seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds of an update whose states are on the host: they come and go, and so do weights that are
-        there; gradients come, beside the weights that go.
-        """
-        arrives = memory.host.states + 2 * memory.host.gradients
-        return SHOWN_OF_UPDATE * 2 * arrives / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
+        """Return the seconds of an update's copies, without those that hide behind a forward pass."""
+        seconds = memory.paged_bytes / self.machine.paging_bytes_per_second
+        place = self.place
+        forward = len(place.stage.layers) * self._layer_work[0] * FORWARD_SHARE
+        root = place.numbers.root_numbers(place.stage).trained / max(1.0, place.all_numbers.trained)
+        return max(root * seconds, seconds - forward) if memory.hides_update else seconds
 
     def streaming_seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds of a micro-batch in which nothing runs for weights on the host: those of the root arrive
-        and leave alone; a layer's may hide behind the layer before, once forward (again in a segment) and once
-        backward, beside what the layer keeps on the host, while gradients leave, and in a later micro-batch come.
+        """Return the seconds of a micro-batch in which nothing runs but copies of weights on the host: those of the
+        root and its gradients, and those of a layer, for each pass, that take longer than a layer's work.
         """
-        host = memory.host
-        if not memory.offload_weights:
-            return 0.0
         place = self.place
-        root = place.numbers.root_numbers(place.stage)
         layers = len(place.stage.layers)
-        rate = BOTH_WAYS / 2 * self.machine.host_copy_bytes_per_second  # each way
-        sums = place.gradient_bytes(root) if host.gradients else 0.0
-        first = place.weight_bytes(root, on_host=True)
-        weights = (host.weights - first) / layers / rate
-        gradients = (host.gradients - sums) / layers / rate
-        again = 1.0 if place.micro_batches > 1 else 0.0  # gradients come for a sum
-        passes = 2 - 1 / max(1, memory.segment_layers)
-        plain, recomputed = self._layer_work
-        forward = passes * max(0.0, weights - plain / 3)
-        backward = 0.0
-        for word, count in Counter(memory.measures).items():
-            kept = self._kept_on_host(word) / rate
-            work = plain - plain / 3 + recomputed[word.partition("+")[0]]
-            busy = max(weights + kept + again * gradients, gradients)
-            backward += count / len(memory.measures) * (max(0.0, busy - work) - max(0.0, kept - work))
-        return (first + sums) / rate + layers * (forward + backward)
+        root_numbers = place.numbers.root_numbers(place.stage)
+        root = place.weight_bytes(root_numbers, on_host=True)
+        copy = (memory.host.weights - root) / layers / self.machine.paging_bytes_per_second
+        root += place.gradient_bytes(root_numbers) * place.trained_on_host
+        work, _ = self._layer_work
+        shown = sum(max(0.0, copy - share * work) for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+        return layers * shown + root / self.machine.paging_bytes_per_second if memory.offload_weights else 0.0
 
     def seconds_on_device(self, kept: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]) -> float:
         """Return the seconds of layers and of gathers where layers keep what `measures` say."""

@@ -461,15 +461,9 @@ class StageBytes:
         base = vars(self.resident_bytes)
         settings = self.settings
         # An update of states that wait on the host has two buckets of them, with the weights and gradients there.
-        states = self.state_bytes
-        if self.states_on_host:
-            states = min(states, 2 * STATE_BUCKET_BYTES)
-        gradients = int(self.gradient_bytes(self.all_numbers))
-        weights = base["weights"]
-        if self.trained_on_host:
-            gradients = min(gradients, 2 * STATE_BUCKET_BYTES)
-            weights = gradients
-        yield Bytes(**base | {"weights": weights, "gradients": gradients, "states": states})
+        states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if self.states_on_host else self.state_bytes
+        all_gradients = int(self.gradient_bytes(self.all_numbers)) * (not self.trained_on_host)
+        yield Bytes(**base | {"gradients": all_gradients, "states": states})
         for load in loads:
             query = load.rows * attention_widths(self.read).query // self.home.tp
             replays = (
