@@ -57,7 +57,8 @@ def way_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True, layers: int = 
 
 
 def test_keys_by_hand_are_not_chosen() -> None:
-    off = dict.fromkeys(("offload", "gathered_once", "summed_once", "offload_optimizer_states"), False)
+    names = ("offload", "gathered_once", "summed_once", "offload_optimizer_states", "offload_weights")
+    off = dict.fromkeys(names, False)
     cases: list[tuple[dict[str, object], FixedMemory]] = [
         ({}, FixedMemory()),
         ({"train.activation_checkpointing": "selective"}, FixedMemory(measure="selective")),
@@ -66,6 +67,7 @@ def test_keys_by_hand_are_not_chosen() -> None:
         ({"train.activation_checkpointing": "full+host"}, FixedMemory(measure="full", offload=True)),
         ({"parallel.reshard_after_forward": False}, FixedMemory(gathered_once=True)),
         ({"train.offload_optimizer_states": True}, FixedMemory(offload_optimizer_states=True)),
+        ({"train.offload_weights": True}, FixedMemory(offload_weights=True)),
         ({"optimizer.class": "torch.optim.NAdam"}, FixedMemory(offload_optimizer_states=False)),
         ({"train.plan_memory": False}, FixedMemory(measure="none", mlp_tile_tokens=0, segment_layers=0, **off)),
     ]

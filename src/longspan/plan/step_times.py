@@ -199,6 +199,7 @@ def timeline(
         active[table.micro_batch[table.group], table.slot] = True
         busy[active] += cost.micro_batch_seconds
         start, end, total = _free_times(busy, active, _label_joined_slots(table, count, slots))
+        total += cost.paging_seconds  # all weights are gathered before the first micro-batch
     total += cost.closing_seconds + cost.update_seconds
     return Timeline(table.rows_by_slot(count, slots, row_multiple), busy, start, end, total)
 

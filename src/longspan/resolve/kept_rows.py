@@ -23,7 +23,7 @@ _KEYS = {
     "optimizer": ("class", "arguments", "stochastic_rounding"),
     "train": (
         *("activation_checkpointing", "plan_memory", "offload_optimizer_states"),
-        *("mlp_tile_tokens", "float8", "device_memory_limit"),
+        *("offload_weights", "mlp_tile_tokens", "float8", "device_memory_limit"),
     ),
 }
 

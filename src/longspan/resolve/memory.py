@@ -144,6 +144,7 @@ def memory_settings_of_run(
         gathered_once=not parallel.reshard_after_forward,
         summed_once=not parallel.sync_each_batch,
         offload_optimizer_states=train.offload_optimizer_states,
+        offload_weights=train.offload_weights,
         mlp_tile_tokens=train.mlp_tile_tokens,
         float8=bool(train.float8),
         compiled=train.compile,
@@ -174,6 +175,7 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
         summed_once=not config.parallel.sync_each_batch or off,
         offload_optimizer_states=train.offload_optimizer_states
         or (off if config.optimizer.class_ in MOMENTS else False),
+        offload_weights=train.offload_weights or off,
         segment_layers=0 if by_hand else None,
         mlp_tile_tokens=train.mlp_tile_tokens or (0 if by_hand else None),
     )

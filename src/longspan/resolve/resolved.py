@@ -105,7 +105,7 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
         raise PlanError(best.refusal)
     chosen = set_usual_mode(best.way.config)
     choice = best.way.choice
-    notes = list[str]()
+    notes = [*best.notes]
     if config.context.planner == AUTO and not choice.has_one_degree:
         chosen = replace(chosen, context=replace(chosen.context, context_parallel_size=1))
     chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)

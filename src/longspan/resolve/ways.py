@@ -19,6 +19,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LayoutError, LongspanError, PlanError
 from longspan.layout import Layout
+from longspan.plain_text import gib_text
 from longspan.plan import (
     Cost,
     FixedMemory,
@@ -224,6 +225,17 @@ class Fit:
         rows = self.way.config.context.max_tokens_per_slot
         priced = bool(self.way.choice.options.cost.source)
         return RankedWay(planner, degree, rows if isinstance(rows, int) else 0, self.seconds or 0.0, priced=priced)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why weights wait on the host, where that was chosen."""
+        budget = self.way.facts.budget
+        if not (budget and self.memory and self.memory.offload_weights) or self.way.config.train.offload_weights:
+            return ()
+        return (
+            "memory: weights wait on the host (train.offload_weights), for nothing that costs less fits "
+            f"{gib_text(budget.device)} of a GPU",
+        )
 
     @property
     def rank(self) -> tuple[bool, float, int]:

@@ -147,6 +147,7 @@ OF_MEMORY = (
     "train.device_memory_limit",
     "train.activation_checkpointing",
     "train.offload_optimizer_states",
+    "train.offload_weights",
     "train.mlp_tile_tokens",
     GATHERS,
 )  # keys by which less may fit
@@ -396,7 +397,8 @@ def _answer_by_longest(run: GpuRun) -> Answer:
         config=config,
         ways=(fit,),
         longest=tokens,
-        notes=tuple(position_notes(config, facts.model, tokens)),
+        notes=(*fit.notes, *position_notes(config, facts.model, tokens)),
+        reasons=Reasons(notes=fit.notes),
     )
 
 
@@ -437,6 +439,7 @@ def _answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     larger = None
     reasons = Reasons(partition=partition)
     if fits:
+        notes += ways[0].notes
         resolved = settle(config, ranking)
         chosen = resolved.config
         reasons = replace(resolved.reasons, partition=partition)

@@ -164,6 +164,7 @@ _DIVIDED_BY_TP = (
 
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
 _GATHERED = 3.0  # times as long as in dense attention products of gathered keys take, and of a choice (H200)
+FORWARD_SHARE = 1 / 3  # of a micro-batch's time
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
 
 # What forward takes of both passes: 2 of 6 FLOPs for each weight; of three turns of keys and values one, in one of two
@@ -185,6 +186,7 @@ FORWARD_SHARES = {
     "sharding_seconds": 1 / 4,
     "closing_seconds": 1 / 3,
     "update_seconds": 0.0,
+    "paging_seconds": 0.0,
 }
 
 
@@ -204,7 +206,9 @@ class Cost:
     to lay out a row. A micro-batch adds `micro_batch_seconds`, and takes no less than the `sharding_seconds` of FSDP2's
     messages behind its work and than the host's `launch_seconds`, with `group_launch_seconds` and
     `document_launch_seconds` more for each group of a slot and document in it. A step adds `update_seconds`, and
-    `closing_seconds` for what is gathered and summed once (free mode: `with_closing`).
+    `closing_seconds` for what is gathered and summed once (free mode: `with_closing`). Weights on the host come for
+    each pass in `streaming_seconds`, behind its work; an update has `paging_seconds` of copies behind the first forward
+    pass.
 
     `source` names the constants' model and machine; "" means no machine: seconds only compare parts of plans. `passes`
     "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were measured.
@@ -234,6 +238,8 @@ class Cost:
     group_launch_seconds: float = 0.0
     document_launch_seconds: float = 0.0
     update_seconds: float = 0.0
+    streaming_seconds: float = 0.0
+    paging_seconds: float = 0.0
     source: str | None = field(default=None, compare=False)
     passes: Passes = "forward and backward"
     forward: "Cost | None" = None
@@ -382,15 +388,18 @@ class Cost:
         turns = self.turn_seconds(slowest)
         longest = max(turns, default=0.0)
         bubble = (self.stages - 1) / self.chunks
-        return max((math.fsum(turns) + bubble * longest) / self.stages, longest)
+        seconds = max((math.fsum(turns) + bubble * longest) / self.stages, longest)
+        return seconds + max(0.0, self.paging_seconds - sum(turns[:1]) * FORWARD_SHARE / self.stages)
 
     def turn_seconds(self, slowest: Sequence[float]) -> list[float]:
         """Return the seconds in lockstep of each micro-batch, in the whole model: no less than the messages of sharded
-        parameters, which run meanwhile, and than the host's launches.
+        parameters, which run meanwhile, and than the host's launches; no pass is shorter than copies of its weights.
         """
         shards = self.sharding_seconds
         launch = self.micro_batch_seconds
-        return [max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest]
+        shares = (1.0,) if self.passes == "forward" else (FORWARD_SHARE, 1 - FORWARD_SHARE)
+        turns = (max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest)
+        return [turn + sum(max(0.0, self.streaming_seconds - share * turn) for share in shares) for turn in turns]
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
         """Return the seconds that a group of this degree waits for messages however few rows they carry; under "auto"

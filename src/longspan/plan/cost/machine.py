@@ -184,6 +184,9 @@ GATHER_BYTES = 32  # a gather lays out rows
 CHANNEL_BYTES = 160  # a state-space layer's convolution, norms and gates, for each row and channel
 WEIGHT_COPY_BYTES = 2.2  # FSDP2's copies of a weight
 UPDATE_BYTES = 11.2  # of the optimizer
+BOTH_WAYS = (
+    102 / 55
+)  # bytes/s of copies from and to the host at once, over those of one way (an H200's bus, in GB/s)
 UNPACKING_SHARE = 0.6  # of the speed of memory, at which packed weights are taken to be unpacked (not measured)
 # Rates over that of dense products in bfloat16: float8 with its conversions, scans of state-space layers, and their
 # passes that make a run's states for others.
@@ -222,7 +225,9 @@ class CostSettings:
     forward pass and again for its backward pass, and sums gradients; `gathered_once` and `summed_once` do that once a
     step. `weight_ranks` of a slot share its weights (0: those of tp). In `free` mode both are once, and a micro-batch
     of padding more. Only the `target_share` of the rows predict a token: others have no logits. Layers multiply in
-    `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs.
+    `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs. Of a rank's bytes on the host
+    `streamed_bytes` of weights come for each pass, and `paged_bytes` come for an update while no more go, which may
+    hide behind the next forward pass (`hides_update`).
     """
 
     recomputation: Recomputation = "none"
@@ -243,6 +248,9 @@ class CostSettings:
     float8: bool = False
     compiled: Compiled = "none"
     forward: bool = False
+    streamed_bytes: float = 0.0
+    paged_bytes: float = 0.0
+    hides_update: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +380,11 @@ class Machine:
         return self.inside.gather.bytes_per_second
 
     @property
+    def paging_bytes_per_second(self) -> float:
+        """Bytes/s of copies from the host while others go there, each way."""
+        return BOTH_WAYS / 2 * self.host_copy_bytes_per_second
+
+    @property
     def weight_copy_seconds(self) -> float:
         """Seconds of FSDP2's copies of one weight, for each gather and each sum."""
         return WEIGHT_COPY_BYTES / self.memory_bytes_per_second
@@ -398,6 +411,7 @@ class Machine:
         forward = replace(forward, micro_batch_seconds=0.0).forward_only()
         packed = packed_weights_of_model(model, settings.frozen_weights) if frozen else PackedWeights()
         forward = self._add_sharding_seconds(forward, shape, settings, 0.0, packed)
+        forward = self._add_host_seconds(forward, shape, settings)
         if settings.forward:
             return forward.shared_by(settings.tp)
         cost = cost_with_recomputation(replace(cost, forward=forward), shape, kind, count, frozen=frozen)
@@ -406,7 +420,27 @@ class Machine:
         products = 2 if frozen else 3  # of logits: forward, gradients of rows, and of weights
         passes = 1 + RECOMPUTED_PASSES * share
         cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
-        return self._add_sharding_seconds(cost, shape, settings, share, packed).shared_by(settings.tp)
+        cost = self._add_sharding_seconds(cost, shape, settings, share, packed)
+        return self._add_host_seconds(cost, shape, settings).shared_by(settings.tp)
+
+    def _add_host_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
+        """Add copies from and to the host. Those of embedding and head hide behind nothing: they come before the first
+        layer, for a pass and for an update that hides behind the pass, and their gradients go after it.
+        """
+        streamed, paged = (
+            size / self.paging_bytes_per_second for size in (settings.streamed_bytes, settings.paged_bytes)
+        )
+        layers = shape.weights - shape.hidden * shape.logits + shape.stored_experts - shape.expert_weights
+        root = 1 - layers / max(1, shape.stored_weights)
+        ways = 1 if settings.frozen or cost.passes == "forward" else 2
+        hidden = paged * (1 - root) if settings.hides_update and cost.passes != "forward" else 0.0
+        return replace(
+            cost,
+            micro_batch_seconds=cost.micro_batch_seconds + ways * root * streamed,
+            update_seconds=cost.update_seconds + (paged - hidden if cost.passes != "forward" else 0.0),
+            streaming_seconds=(1 - root) * streamed,
+            paging_seconds=hidden,
+        )
 
     def _add_row_seconds(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float

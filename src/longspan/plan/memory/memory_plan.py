@@ -16,7 +16,7 @@ from typing import Any
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
-from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.cost import FORWARD_SHARE, Cost
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
 from longspan.plan.memory.settings import (
@@ -63,6 +63,7 @@ class MemoryPlan:
     gathered_once: bool = False
     summed_once: bool = False
     offload_optimizer_states: bool = False
+    offload_weights: bool = False
     mlp_tile_tokens: int = 0
     segment_layers: int = 0
 
@@ -97,7 +98,19 @@ class MemoryPlan:
             gathered_once=self.gathered_once,
             summed_once=self.summed_once,
             recomputation=self.recomputation,
+            streamed_bytes=self.host.weights,
+            paged_bytes=self.paged_bytes,
+            hides_update=self.hides_update,
         )
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes that come from the host for an update, while no more go: states, weights, and gradients."""
+        return self.host.states + 2 * self.host.gradients
+
+    @property
+    def hides_update(self) -> bool:
+        return UPDATE_HIDES and not self.offload_weights
 
     @property
     def recomputation(self) -> Recomputation:
@@ -110,6 +123,8 @@ class MemoryPlan:
         extras = [once_a_step_text(self.gathered_once, self.summed_once)]
         if self.offload_optimizer_states:
             extras.append(", states on the host")
+        if self.offload_weights:
+            extras.append(", weights on the host")
         if self.mlp_tile_tokens:
             extras.append(f", MLPs in tiles of {self.mlp_tile_tokens:,} rows")
         layers = min(self.segment_layers, len(self.measures))
@@ -243,7 +258,7 @@ def _count_waiting_micro_batches(
     return min(warm_up + 1, micro_batches * chunks) / chunks
 
 
-BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
+UPDATE_HIDES = True  # behind the next forward pass, where weights are on the device (train/optim/offload_states.py)
 TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
 SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
 
@@ -255,24 +270,20 @@ def mean_step_seconds(
     is of a rank, made with `MemoryPlan.cost_settings`. What layers add in the largest micro-batch, which has
     `memory.rows` rows a slot, is scaled to the tokens of each step.
     """
-    layer_seconds, state_seconds = seconds_beyond_settings(config, memory, needs, machine)
+    layer_seconds = seconds_beyond_settings(config, memory, needs, machine)
     token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
-    return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens + state_seconds for plan in plans)
+    return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens for plan in plans)
 
 
-def seconds_beyond_settings(
-    config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine
-) -> tuple[float, float]:
+def seconds_beyond_settings(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> float:
     """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one measure for all layers that
     recompute: of the largest micro-batch what the plan's measures take longer than that one, copies to the host
-    included, or less (negative); and of a step those for states on the host.
+    included, or less (negative).
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     word: CheckpointPolicy = memory.recomputation
     one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
-    layer_seconds = prices.seconds(replace(memory, offload_optimizer_states=False))
-    priced_seconds = prices.seconds(replace(memory, offload_optimizer_states=False, measures=one_measure))
-    return layer_seconds - priced_seconds, prices.seconds(memory) - layer_seconds
+    return prices.seconds_on_device(memory, memory.measures) - prices.seconds_on_device(memory, one_measure)
 
 
 @dataclass(frozen=True)
@@ -285,14 +296,35 @@ class MemoryPrices:
     load: SlotLoad
 
     def seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, and of states on the host."""
-        states = memory.host.states if memory.offload_optimizer_states else 0
-        state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
-        return self.seconds_without_states(memory, memory.measures) + state_copies
+        """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, of states and weights on the
+        host.
+        """
+        on_host = self.update_seconds(memory) + self.streaming_seconds(memory)
+        return self.seconds_on_device(memory, memory.measures) + on_host
 
-    def seconds_without_states(
-        self, kept: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]
-    ) -> float:
+    def update_seconds(self, memory: MemoryPlan) -> float:
+        """Return the seconds of an update's copies, without those that hide behind a forward pass."""
+        seconds = memory.paged_bytes / self.machine.paging_bytes_per_second
+        place = self.place
+        forward = len(place.stage.layers) * self._layer_work[0] * FORWARD_SHARE
+        root = place.numbers.root_numbers(place.stage).trained / max(1.0, place.all_numbers.trained)
+        return max(root * seconds, seconds - forward) if memory.hides_update else seconds
+
+    def streaming_seconds(self, memory: MemoryPlan) -> float:
+        """Return the seconds of a micro-batch in which nothing runs but copies of weights on the host: those of the
+        root and its gradients, and those of a layer, for each pass, that take longer than a layer's work.
+        """
+        place = self.place
+        layers = len(place.stage.layers)
+        root_numbers = place.numbers.root_numbers(place.stage)
+        root = place.weight_bytes(root_numbers, on_host=True)
+        copy = (memory.host.weights - root) / layers / self.machine.paging_bytes_per_second
+        root += place.gradient_bytes(root_numbers) * place.trained_on_host
+        work, _ = self._layer_work
+        shown = sum(max(0.0, copy - share * work) for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+        return layers * shown + root / self.machine.paging_bytes_per_second if memory.offload_weights else 0.0
+
+    def seconds_on_device(self, kept: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]) -> float:
         """Return the seconds of layers and of gathers where layers keep what `measures` say."""
         layers = sum(map(self.layer_prices(kept).__getitem__, measures))
         # all but the last layer of a segment run forward once more, attention included
@@ -310,16 +342,13 @@ class MemoryPrices:
         settings = needs.places[0].settings
         # the terms of `seconds` in the same order, or smaller ones: no plan is below it by rounding either
         fastest = min(words, key=self.layer_prices(settings).__getitem__)
-        return self.seconds_without_states(replace(settings, segment_layers=0), (fastest,) * needs.layers)
+        return self.seconds_on_device(replace(settings, segment_layers=0), (fastest,) * needs.layers)
 
     @cached_property
-    def _layer_seconds(self) -> dict[bool, dict[str, float]]:
-        """Seconds that a measure adds to a layer, without tiles (False) and with them (True): of what is computed and
-        exchanged again, queries, keys and values under "selective", the output too under "full". The load is a slot's
-        part of equally long documents, half as many as it has runs (zigzag gives a slot two of each). A copy to the
-        host may hide behind the forward pass, a third of a layer's time, and the copy back behind the rest; of what
-        hides SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer that keeps all counts as one that
-        recomputes.
+    def _layer_work(self) -> tuple[float, dict[str, float]]:
+        """Seconds of a layer that keeps all, and those that a measure computes and exchanges again: queries, keys and
+        values under "selective", the output too under "full". The load is a slot's part of equally long documents, half
+        as many as it has runs (zigzag gives a slot two of each).
         """
         place = self.place
         load = self.load
@@ -351,15 +380,29 @@ class MemoryPrices:
         again = {"none": 0.0, "exchanged": selective}
         again["selective"] = selective + number_seconds * (shape.query_width + 2 * shape.key_width)
         again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
+        return plain, again
+
+    def _kept_on_host(self, word: CheckpointPolicy) -> float:
+        place = self.place
+        if not word.endswith("+host"):
+            return 0.0
+        return mean(place.layer_bytes(layer, self.load, word).host for layer in place.stage.layers)
+
+    @cached_property
+    def _layer_seconds(self) -> dict[bool, dict[str, float]]:
+        """Seconds that a measure adds to a layer, without tiles (False) and with them (True). A copy to the host may
+        hide behind the forward pass, a third of a layer's time, and the copy back behind the rest; of what hides
+        SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer that keeps all counts as one that
+        recomputes.
+        """
+        plain, again = self._layer_work
         whole = dict[str, float]()
         tiled = dict[str, float]()
         for word in CHECKPOINT_POLICIES:
-            kind, _, host = word.partition("+")
-            size = mean(place.layer_bytes(layer, load, word).host for layer in place.stage.layers) if host else 0.0
-            copy = size / self.machine.host_copy_bytes_per_second
+            copy = self._kept_on_host(word) / self.machine.host_copy_bytes_per_second
             hidden = min(copy, plain / 3) + min(copy, plain - plain / 3)
-            whole[word] = again[kind] + 2 * copy - (1 - SHOWN_SHARE) * hidden
-            tiled[word] = (selective if word == "none" else whole[word]) + TILED_SHARE * plain
+            whole[word] = again[word.partition("+")[0]] + 2 * copy - (1 - SHOWN_SHARE) * hidden
+            tiled[word] = (again["exchanged"] if word == "none" else whole[word]) + TILED_SHARE * plain
         return {False: whole, True: tiled}
 
     def _sharding_seconds(self, kept: MemoryPlan | MemorySettings) -> float:
@@ -407,20 +450,22 @@ def choose_memory(
     >>> memory = choose_memory("Qwen3-8B/config.json", home, plan, MemorySettings(), budget)  # doctest: +SKIP
 
     Plans of memory are compared by the seconds that they add to the largest load, on the first pipeline stage; of equal
-    ones the first choice wins. Segments, groups of layers that run forward once more in backward, are tried only where
-    no plan without them fits. Raises PlanError, with the bytes, where no choice fits.
+    ones the first choice wins. Segments, groups of layers that run forward once more in backward, and weights on the
+    host are tried only where no plan without them fits, and both together where neither does. Raises PlanError, with
+    the bytes, where no choice fits, and for weights that are to wait on the host and cannot.
     """
     machine = machine or Machine()
     fixed = fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
+    if fixed.offload_weights and (reason := needs.places[0].reason_for_weights_on_device):
+        raise PlanError(f"train.offload_weights is true, and {reason}; leave it out")
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     # An eighth more: with few layers another choice may need about 1 % less than the leanest.
     roomier = MemoryBudget(device=budget.device * 9 // 8, host=budget.host * 9 // 8)
-    for segments in _segment_sizes_to_try(fixed):
-        segmented = replace(fixed, segment_layers=segments)
-        if not any_choice_fits(needs, roomier, segmented):  # far fewer to count than all choices
-            continue
-        choices = list(memory_choices(needs, segmented))
+    for level in _fixed_by_level(needs, fixed):
+        # far fewer to count than all choices
+        possible = [keys for keys in level if any_choice_fits(needs, roomier, keys)]
+        choices = [choice for keys in possible for choice in memory_choices(needs, keys)]
         bounds = sorted((prices.least_seconds(choice, pair), i) for i, (choice, *pair) in enumerate(choices))
         fastest = None
         best = (math.inf, len(choices))  # seconds, and the number of the choice
@@ -443,12 +488,14 @@ def choose_memory(
     device = leanest.device.total
     host = leanest.host.total
     packed = "" if settings.trains_all or leanest.device.packed else ', model.frozen = "nf4"'
+    halved = leanest.offload_weights and host > budget.host and settings.parameter_bytes > 2
+    smaller = ', model.dtype = "bfloat16" (half as many bytes on the host)' if halved else ""
     raise PlanError(
         f"the run does not fit {f'with {keys}' if keys else 'under any measure'}: with a slot of {leanest.rows:,} rows "
         f"a rank needs at least {gib_text(device)} ({device:,} bytes) of a GPU that may fill "
         f"{gib_text(budget.device)} ({budget.device:,}), and {gib_text(host)} ({host:,}) of its host's "
         f"{gib_text(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer rows a slot "
-        f"(context.max_tokens_per_slot){packed}, or a higher parallel.tp"
+        f"(context.max_tokens_per_slot){packed}{smaller}, or a higher parallel.tp"
     )
 
 
@@ -462,15 +509,38 @@ def _count_affordable_layers(
         return needs.layers
 
     def is_affordable(count: int) -> bool:
-        return prices.seconds_without_states(settings, needs.measures_of_layers(slow, count, fast)) <= seconds
+        return prices.seconds_on_device(settings, needs.measures_of_layers(slow, count, fast)) <= seconds
 
     return largest_number_that_fits(is_affordable, needs.layers)
+
+
+def _fixed_by_level(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[list[FixedMemory]]:
+    """Yield the keys without segments and weights on the host, then with one of them, then with both."""
+    segments = _segment_sizes_to_try(fixed)
+    weights = _weight_places_to_try(needs, fixed)
+    for level in range(len(segments) + len(weights) - 1):
+        yield [
+            replace(fixed, segment_layers=size, offload_weights=on_host)
+            for size in segments
+            for on_host in weights
+            if segments.index(size) + weights.index(on_host) == level
+        ]
 
 
 def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
     if fixed.segment_layers is not None:
         return [fixed.segment_layers]
     return [0, SEGMENT_LAYERS] if fixed.measure != "none" else [0]
+
+
+def _weight_places_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[bool]:
+    """Whether weights may be on the host (True); trained ones take the optimizer's states along."""
+    place = needs.places[0]
+    if fixed.offload_weights is not None:
+        return [fixed.offload_weights]
+    stay = place.reason_for_weights_on_device or not place.settings.gpu
+    states_stay = place.settings.trains_all and fixed.offload_optimizer_states is False
+    return [False] if stay or states_stay or fixed.gathered_once else [False, True]
 
 
 def memory_choices(
@@ -483,7 +553,14 @@ def memory_choices(
     place = needs.places[0]
     settings = place.settings
     can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface
-    can_offload = settings.gpu and settings.state_numbers > 0
+    states: list[bool] = [False, True][: 1 + (settings.gpu and settings.state_numbers > 0)]
+    if fixed.offload_optimizer_states is not None:
+        states = [fixed.offload_optimizer_states]
+    on_host = [
+        (states_move, weights_move)
+        for weights_move in _weight_places_to_try(needs, fixed)
+        for states_move in ([settings.state_numbers > 0] if weights_move and settings.trains_all else states)
+    ]
     sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is
     if settings.shard_parameters and not place.always_whole:
         sharding = [(True, True), (True, False), (False, False)][place.micro_batches == 1 :]
@@ -491,19 +568,20 @@ def memory_choices(
     sharding = [tuple(a if b is None else b for a, b in zip(once, by_hand, strict=True)) for once in sharding]
     exchanges = any(load.exchanged_rows for load in needs.loads)
     words: list[CheckpointPolicy] = [word for word in fixed.measures if exchanges or word != "exchanged"]
-    for segments, tile_rows, offload_optimizer_states, (gathered_once, summed_once) in product(
+    for segments, tile_rows, (offload_optimizer_states, offload_weights), (gathered_once, summed_once) in product(
         _segment_sizes_to_try(fixed),
         [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_tokens is None else [fixed.mlp_tile_tokens],
-        [False, True][: 1 + can_offload]
-        if fixed.offload_optimizer_states is None
-        else [fixed.offload_optimizer_states],
+        on_host,
         dict.fromkeys(once for once in sharding if once[0] or not once[1]),  # sums once keep weights too
     ):
+        if offload_weights and gathered_once:
+            continue
         choice = replace(
             settings,
             segment_layers=segments,
             mlp_tile_tokens=tile_rows,
             offload_optimizer_states=offload_optimizer_states,
+            offload_weights=offload_weights,
             gathered_once=gathered_once,
             summed_once=summed_once,
         )

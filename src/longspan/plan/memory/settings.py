@@ -22,8 +22,8 @@ class Bytes:
     7
 
     `weights`, `gradients` and `states` are this rank's shards, without those on the host, and `packed` its shards of
-    frozen weights in four or eight bits; `gathered` are weights of layers that are whole, and gradients of layers
-    before they are summed; `kept` is what layers hold for their backward
+    frozen weights in four or eight bits; `gathered` are weights of layers that are whole, gradients of layers before
+    they are summed, and what travels between host and device; `kept` is what layers hold for their backward
     passes, `work` what the layer that runs holds besides; `logits` are those of a chunk and what is computed from them;
     `communicators` the buffers of NCCL and the CUDA context.
     """
@@ -74,8 +74,9 @@ class MemorySettings:
     `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number; the weights that these
     leave lie as `frozen_weights` says (model.frozen). There are `depths` of
     multi-token prediction. `gathered_once` keeps weights whole through a step, and `summed_once`, which needs that,
-    gradients too, as `free` mode does. `segment_layers` neighbouring layers that recompute keep one input together (0
-    or 1: each its own). On a `gpu` there are a context and communicators; state-space layers scan by its
+    gradients too, as `free` mode does. Under `offload_weights` weights wait on the host, with their gradients and
+    states; adapters stay on the device with theirs. `segment_layers` neighbouring layers that recompute keep one input
+    together (0 or 1: each its own). On a `gpu` there are a context and communicators; state-space layers scan by its
     `scan_kernels`, else in float32. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`,
     in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
     """
@@ -92,6 +93,7 @@ class MemorySettings:
     gathered_once: bool = False
     summed_once: bool = False
     offload_optimizer_states: bool = False
+    offload_weights: bool = False
     mlp_tile_tokens: int = 0
     segment_layers: int = 0
     loss_chunk_rows: int = 0
@@ -137,6 +139,7 @@ CHOSEN_SETTINGS = (
     "gathered_once",
     "summed_once",
     "offload_optimizer_states",
+    "offload_weights",
     "mlp_tile_tokens",
     "segment_layers",
 )
@@ -157,6 +160,7 @@ class FixedMemory:
     gathered_once: bool | None = None
     summed_once: bool | None = None
     offload_optimizer_states: bool | None = None
+    offload_weights: bool | None = None
     mlp_tile_tokens: int | None = None
     segment_layers: int | None = None
 

@@ -325,19 +325,59 @@ class StageBytes:
         return int(self.all_numbers.trained_share * settings.weight_bytes * settings.state_numbers / self.shards)
 
     @cached_property
+    def reason_for_weights_on_device(self) -> str:
+        """Why weights cannot wait on the host, in words that follow "and"; "" where they can."""
+        settings = self.settings
+        home = self.home
+        reasons = {
+            f"parallel.pp is {home.pp}, whose stages keep their weights": home.pp > 1,
+            'context.mode is "free", which gathers all weights at once': settings.free,
+            f"parallel.dp_replicate is {home.dp_replicate}, which sums over copies": home.dp_replicate > 1,
+            "parallel.reshard_after_forward is false, which keeps weights gathered": settings.gathered_once,
+            "FSDP2 does not shard the weights (shard_parameters)": not settings.shard_parameters,
+            "an image encoder has a home of its own": self.numbers.tower_shape is not None,
+            "model.frozen packs the weights, which stay on the device": self.all_numbers.packed > 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    @property
+    def trained_on_host(self) -> bool:
+        """Whether trained weights wait on the host, with their gradients and states: all but adapters."""
+        return self.settings.offload_weights and self.settings.trains_all
+
+    @property
+    def states_on_host(self) -> bool:
+        return self.settings.offload_optimizer_states or self.trained_on_host
+
+    def weight_bytes(self, numbers: Numbers, *, on_host: bool) -> float:
+        """Return the bytes of this rank's shards of these weights on the host, or of those on the device."""
+        settings = self.settings
+        frozen = (numbers.share - numbers.packed_share - numbers.trained_share) * settings.parameter_bytes
+        trained = numbers.trained_share * settings.weight_bytes
+        frozen_here = settings.offload_weights == on_host
+        trained_here = self.trained_on_host == on_host
+        return ((frozen if frozen_here else 0.0) + (trained if trained_here else 0.0)) / self.shards
+
+    @cached_property
+    def staging_bytes(self) -> float:
+        """Two buffers of the largest layer's weights that come from the host, and two of gradients that go there."""
+        layers = [self.numbers.layers[i] for i in self.stage.layers]
+        weights = max(self.weight_bytes(layer, on_host=True) for layer in layers)
+        gradients = max(map(self.gradient_bytes, layers)) if self.trained_on_host else 0.0
+        return 2 * (weights + gradients)
+
+    @cached_property
     def resident_bytes(self) -> Bytes:
         """Shards of weights and states, and on a GPU CUDA's context and NCCL's communicators."""
         settings = self.settings
         home = self.home
         numbers = self.all_numbers
-        frozen = numbers.share - numbers.packed_share - numbers.trained_share
-        weights = frozen * settings.parameter_bytes + numbers.trained_share * settings.weight_bytes
         # two over all slots, one for every other axis of the home, and those of the plan's groups
         groups = (home.slots > 1) * 2 + (home.tp > 1) + (home.pp > 1) + (home.ep > 1) + (home.dp_replicate > 1)
         return Bytes(
-            weights=int(weights / self.shards),
+            weights=int(self.weight_bytes(numbers, on_host=False)),
             packed=int(numbers.packed_share_bytes / self.shards),
-            states=0 if settings.offload_optimizer_states else self.state_bytes,
+            states=0 if self.states_on_host else self.state_bytes,
             communicators=(CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)) * settings.gpu,
         )
 
@@ -420,11 +460,10 @@ class StageBytes:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
         base = vars(self.resident_bytes)
         settings = self.settings
-        # An update of states that wait on the host has two buckets of them.
-        states = (
-            min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if settings.offload_optimizer_states else self.state_bytes
-        )
-        yield Bytes(**base | {"gradients": int(self.gradient_bytes(self.all_numbers)), "states": states})
+        # An update of states that wait on the host has two buckets of them, with the weights and gradients there.
+        states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if self.states_on_host else self.state_bytes
+        all_gradients = int(self.gradient_bytes(self.all_numbers)) * (not self.trained_on_host)
+        yield Bytes(**base | {"gradients": all_gradients, "states": states})
         for load in loads:
             query = load.rows * attention_widths(self.read).query // self.home.tp
             replays = (
@@ -442,7 +481,7 @@ class StageBytes:
 
         gradients = Σ_(j>i) shard_j, or Σ shard_j in a later micro-batch; none where whole ones stay
         gathered  = root + W_i + V_(i−1), which is fetched ahead, + the gradients of i + 1, which are sent;
-                    root + Σ_j W_j + all gradients where these stay whole
+                    root + Σ_j W_j + all gradients where these stay whole; + buffers of copies from and to the host
         kept      = in_flight · Σ_j kept_j − Σ_(j≥i) kept_j + what layer i, and its segment before it, hold of forward
         work      = what the backward pass of i holds, or the packed bytes that W_i is made of; while its gradients are
                     summed one tensor of rows
@@ -466,11 +505,11 @@ class StageBytes:
             for i, size, of_packed in zip(stage.layers, whole, packed, strict=True)
         ]
         root = self.numbers.root_numbers(stage)
-        gathered = root.whole * number
+        gathered = root.whole * number + self.staging_bytes
         row = load.rows * self.hidden_row_bytes
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
         # Gradients of earlier micro-batches: shards, or whole ones to the end of the step.
-        all_gradients = self.gradient_bytes(self.all_numbers)
+        all_gradients = self.gradient_bytes(self.all_numbers) * (not self.trained_on_host)
         gradients = all_gradients * load.later * (not self.stays_whole)
         whole_gradients = self.all_numbers.trained * settings.reduce_bytes * self.stays_whole
         arrives = self.shards > 1  # weights come from other slots, in a tensor of their own
@@ -510,7 +549,7 @@ class StageBytes:
             if not self.stays_whole:  # the layer's gradients are summed over slots, and then sent
                 yield moment | {"gathered": others + self.summing_bytes(numbers), "kept": here, "work": row}
                 sent = numbers.trained * settings.reduce_bytes * sharded
-                gradients += self.gradient_bytes(numbers) * (not load.later)
+                gradients += self.gradient_bytes(numbers) * (not load.later and not self.trained_on_host)
         # After all layers whole gradients are summed, or those of the root; encoders run last.
         sums = self.summing_bytes(root) + sum(whole) * self.stays_gathered
         if self.stays_whole:
@@ -545,8 +584,12 @@ class StageBytes:
         return trained * sums * settings.depths + max(logits + trained * chunk, trained * scaling)
 
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
-        """Return the bytes that wait on the host: activations of the load that has most there, and states."""
+        """Return the bytes that wait on the host: activations of the load that has most there, weights and states."""
         activations = max(sum(layer.host for layer in self.waiting_bytes(load, measures)) for load in loads)
+        numbers = self.all_numbers
         return Bytes(
-            kept=int(activations * self.in_flight), states=self.state_bytes * self.settings.offload_optimizer_states
+            weights=int(self.weight_bytes(numbers, on_host=True)),
+            gradients=int(self.gradient_bytes(numbers)) if self.trained_on_host else 0,
+            kept=int(activations * self.in_flight),
+            states=self.state_bytes if self.states_on_host else 0,
         )
