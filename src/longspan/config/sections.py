@@ -293,7 +293,8 @@ class OptimizerSection(Section):
     SECTION: ClassVar[str] = "optimizer"
 
     class_: str = "adamw"
-    """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
+    """adamw (in one pass), muon (matrices of layers by Muon, the rest by adamw), sgd, or the dotted name of a class,
+    such as torch.optim.NAdam."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
     lr: NonNegativeFloat = NOT_GIVEN
@@ -307,7 +308,10 @@ class OptimizerSection(Section):
     """Steps of wsd's decay, the last ones; 0: a tenth of all steps."""
     min_lr_ratio: Annotated[float, AtLeast(0, most=1)] = 0.1
     """Learning rate of the last step, as a share of lr."""
-    betas: Annotated[tuple[float, float], AtLeast(0, below=1), Needs("optimizer.class", ("adamw",))] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], AtLeast(0, below=1), Needs("optimizer.class", ("adamw", "muon"))] = (
+        0.9,
+        0.95,
+    )
     """Decay of adamw's two moments at each step."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices (adamw: decoupled)."""
