@@ -20,6 +20,7 @@ from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, Tr
 
 from longspan.errors import CommError, NonFiniteError
 from longspan.hf import steps
+from longspan.train.optim.offload_states import OffloadedStates
 from tests.hf.stock import (
     AUTO,
     CP2,
@@ -312,6 +313,14 @@ def early_optimizer(run: Run) -> Any:
     return walk(run, before=schedule, steps=2)
 
 
+def paged_adamw(run: Run) -> Any:
+    """bitsandbytes' name: moments wait in the host's memory, and updates are those of AdamW."""
+    trainer = walk(run, optim="adamw_torch" if run.longspan is None else "paged_adamw_32bit", weight_decay=0.1)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    assert isinstance(optimizer, torch.optim.AdamW if run.longspan is None else OffloadedStates)
+    return trainer
+
+
 def early_scheduler(run: Run) -> Any:
     return walk(run, before=lambda trainer: trainer.create_optimizer_and_scheduler(3), steps=2)
 
@@ -415,7 +424,7 @@ def broken(run: Run) -> Any:
 
 CASES = (
     *(own_loss, halved_loss, loss_function, cut_steps, flattening),
-    *(regularized, of_weights_alone, two_passes, early_optimizer),
+    *(regularized, of_weights_alone, two_passes, early_optimizer, paged_adamw),
     (train, AUTO | {"eval_context_parallel_size": "1"}),
     (stopped, MEMORY | {"cp_comm_type": "auto"}),
     (own_loader, DYNAMIC | {"device_memory_limit": 1 << 30}),

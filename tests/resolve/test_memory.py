@@ -84,6 +84,7 @@ def test_numbers_of_state_are_counted_on_the_optimizer_itself() -> None:
 def test_settings_follow_the_keys() -> None:
     usual = memory_settings_of_run(config_of(), gpu=True)
     assert (usual.parameter_bytes, usual.compute_bytes, usual.state_numbers) == (4, 2, 2.0)
+    assert not usual.muon and memory_settings_of_run(config_of(optimizer__class="muon")).muon
     keys = {"train__float8": "rowwise", "lora__rank": 8, "context__mode": "free", "mtp__num_layers": 1}
     other = memory_settings_of_run(config_of(model__dtype="bfloat16", **keys), gpu=True)
     assert (other.parameter_bytes, other.lora_rank, other.depths) == (2, 8, 1)

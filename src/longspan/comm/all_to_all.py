@@ -1,10 +1,12 @@
 """Rows to members that only their senders know: counts travel first, then rows, and their gradients back."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from longspan.comm.channel import Channel
 from longspan.errors import CommError
@@ -29,6 +31,18 @@ def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], ch
             f"among {channel.degree} members; give one count for each member, and that many rows"
         )
     return _AllToAllRows.apply(x, tuple(sends), tuple(receives), channel)  # pyright: ignore[reportReturnType]
+
+
+def exchange_tensors(
+    tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
+) -> list[Tensor]:
+    """Send `tensors[m]` to member m of an axis of a mesh; return what each member sends here, of these shapes."""
+    sends = [tensor.numel() for tensor in tensors]
+    receives = [math.prod(shape) for shape in shapes]
+    leaving = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    arriving = leaving.new_empty(sum(receives))
+    group.alltoall_base(arriving, leaving, receives, sends).wait()
+    return [part.view(*shape) for part, shape in zip(arriving.split(receives), shapes, strict=True)]
 
 
 class _AllToAllRows(torch.autograd.Function):

@@ -293,7 +293,8 @@ class OptimizerSection(Section):
     SECTION: ClassVar[str] = "optimizer"
 
     class_: str = "adamw"
-    """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
+    """adamw (in one pass), muon (matrices of layers by Muon, the rest by adamw), sgd, or the dotted name of a class,
+    such as torch.optim.NAdam."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
     lr: NonNegativeFloat = NOT_GIVEN

@@ -27,6 +27,12 @@ from longspan.model.replaced_parameters import refuse_gradient_hooks
 from longspan.model.score_heads import find_score_head
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+# Of bitsandbytes, in whose place longspan's AdamW goes, and where or how its moments are.
+PAGED = "paged_adamw_32bit"
+ONE_PASS_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "in the parameters' dtype"),
+    PAGED: "in the host's memory",
+}
 NAMES_TO_READ = "loss, and of a fused head log_probs, entropy, is_top1, mean_logits, log_sum_sq_probs, label_mask"
 _PASSES = (
     "a pass has some of a batch's rows, and runs before the loss or without gradients, so that a loss cannot depend on "
@@ -63,6 +69,10 @@ _OF_LAUNCHER: dict[str, str] = {
 }
 
 
+def optimizer_name(args: Any) -> str:
+    return getattr(args.optim, "value", args.optim)
+
+
 def refusals_of_arguments(
     args: Any, longspan_arguments: LongspanArguments, constructor_values: Mapping[str, Any]
 ) -> Iterator[str]:
@@ -82,10 +92,14 @@ def refusals_of_arguments(
                 f"a longspan trainer does not run: {why}"
             )
     name = getattr(args.optim, "value", args.optim)
-    if name not in OPTIMIZERS and constructor_values.get("optimizer_cls_and_kwargs") is None:
+    if (
+        name not in {*OPTIMIZERS, *ONE_PASS_OPTIMIZERS}
+        and constructor_values.get("optimizer_cls_and_kwargs") is None
+    ):
         yield (
             f"args.optim is {name!r}, which a longspan trainer does not run over sharded parameters; use one of "
-            f"{', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs=(a class, {{…}}), which is tried first"
+            f"{', '.join((*OPTIMIZERS, *ONE_PASS_OPTIMIZERS))}, or optimizer_cls_and_kwargs=(a class, {{…}}), which is "
+            "tried first"
         )
     if args.accelerator_config is not None and args.accelerator_config.split_batches:
         yield (

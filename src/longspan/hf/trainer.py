@@ -25,7 +25,10 @@ from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.one_process import OneAccelerator, OneProcess
 from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
 from longspan.hf.refusals import (
+    ONE_PASS_OPTIMIZERS,
+    PAGED,
     is_score_model,
+    optimizer_name,
     refusals_of_arguments,
     refuse_made_model,
     refuse_model_kind,
@@ -45,7 +48,8 @@ from longspan.plan import MemoryPlan
 from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train import PlannerConfig
+from longspan.train import PlannerConfig, offload_optimizer_states
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.training import options_of_memory_plan
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
@@ -129,7 +133,9 @@ def _run_config(trainer: Any) -> RunConfig:
     dtype = str(model.dtype).removeprefix("torch.")
     computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
     model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
-    name = OPTIMIZERS.get(getattr(args.optim, "value", args.optim), "torch.optim.AdamW")
+    asked = optimizer_name(args)
+    name = "adamw" if asked in ONE_PASS_OPTIMIZERS else OPTIMIZERS.get(asked, "torch.optim.AdamW")
+    config = replace(config, train=replace(config.train, offload_optimizer_states=asked == PAGED))
     lora = LoraSection()
     if (adapter := find_adapter(model)) is not None:
         targets = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
@@ -270,7 +276,26 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     def create_optimizer(self, *args: Any) -> Any:
         """Make the Trainer's optimizer, over the parameters of the model, which is prepared first."""
         self._prepare_once()
-        return super().create_optimizer(*args)
+        name = optimizer_name(self._stock_arguments)
+        moments = ONE_PASS_OPTIMIZERS.get(name, "")
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None or not moments:
+            return super().create_optimizer(*args)
+        self.optimizer: Any = super().create_optimizer(*args)
+        if name == PAGED:
+            self.optimizer = offload_optimizer_states(self.optimizer, self.world)
+        if is_first_rank(self.world):
+            print(
+                f"optimizer  {name} is longspan's AdamW, with moments {moments}, without bitsandbytes", flush=True
+            )
+        return self.optimizer
+
+    @classmethod
+    def get_optimizer_cls_and_kwargs(cls, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Return the class and the arguments for `args.optim`: longspan's AdamW for names of bitsandbytes' AdamW."""
+        if optimizer_name(args) not in ONE_PASS_OPTIMIZERS:
+            return super().get_optimizer_cls_and_kwargs(args, model)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return OnePassAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def _prepare_for_training(self, *args: Any) -> Any:
         self._prepare_once()

@@ -136,6 +136,7 @@ def memory_settings_of_run(
         parameter_bytes=DTYPE_BYTES[config.model.dtype],
         compute_bytes=DTYPE_BYTES[computed],
         state_numbers=MOMENTS[config.optimizer.class_] if state_numbers is None else state_numbers,
+        muon=config.optimizer.class_ == "muon",
         lora_rank=config.lora.rank,
         lora_targets=config.lora.target_modules,
         adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
@@ -174,7 +175,7 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
         gathered_once=not config.parallel.reshard_after_forward or off,
         summed_once=not config.parallel.sync_each_batch or off,
         offload_optimizer_states=train.offload_optimizer_states
-        or (off if config.optimizer.class_ in MOMENTS else False),
+        or (off if config.optimizer.class_ in ("adamw", "sgd") else False),
         offload_weights=train.offload_weights or off,
         segment_layers=0 if by_hand else None,
         mlp_tile_tokens=train.mlp_tile_tokens or (0 if by_hand else None),

@@ -256,7 +256,7 @@ def check_optimizer(config: RunConfig) -> None:
         from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
         choice = OptimizerChoice.from_section(optimizer)
-        matrix = nn.Linear(2, 2, bias=False)
+        matrix = nn.Sequential(nn.Linear(2, 2, bias=False))  # in a layer, as muon needs
         if optimizer.stochastic_rounding and not choice.is_one_pass:
             raise ConfigError(
                 "optimizer.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; "

@@ -63,6 +63,8 @@ def test_shards_of_float32_masters() -> None:
     there = planned(offload_optimizer_states=True)
     assert there.host.states == device.states and there.device.states == 0
     assert there.offload_optimizer_states and "states on the host" in there.summary_line()
+    ends = 2 * 151936 * 4096  # embedding and head
+    assert planned(state_numbers=1, muon=True).device.states == pytest.approx((8.19e9 + ends) * 4 / 4, rel=1e-3)
 
 
 def test_measures_keep_less_in_their_order() -> None:

@@ -144,19 +144,21 @@ def test_decays_that_have_no_place(keys: dict[str, Any], message: str) -> None:
 # ---- names and arguments
 
 NAMES = [
-    ("adam", r"optimizer.class is 'adam'; use adamw or sgd, or the dotted name of a class, such as torch.optim"),
+    ("adam", r"optimizer.class is 'adam'; use adamw, muon, sgd, or the dotted name of a class, such as torch.optim"),
     ("torch.optim.Lion", r"'torch.optim.Lion' cannot be imported: .*install its package, or correct the name"),
     ("lion.Lion", r"'lion.Lion' cannot be imported: ModuleNotFoundError: No module named 'lion'"),
     ("..torch.optim.Adam", r"'..torch.optim.Adam' cannot be imported: TypeError"),
     ("torch.nn.Linear", r"no class of torch.optim.Optimizer"),
     ("torch.optim.LBFGS", r"'torch.optim.LBFGS' cannot train here: it evaluates the loss several times in a step"),
-    ("torch.optim.SparseAdam", r"it updates sparse gradients"),
+    ("torch.optim.SparseAdam", r"it updates sparse gradients, and those of a run are dense; use adamw"),
+    ("torch.optim.Muon", r"'torch.optim.Muon' cannot train here: it takes nothing but whole matrices; use muon, which"),
 ]
 ARGUMENTS = [
     ("sgd", "momentum", r"has 'momentum'; write name=value"),
     ("sgd", "momentom=0.9", r"'sgd' has no argument 'momentom'; known: momentum, dampening, nesterov, "),
     ("sgd", "lr=1", r"has lr, which is optimizer.lr"),
     ("adamw", "amsgrad=maybe", r"'adamw' is given amsgrad='maybe', which is true or false"),
+    ("muon", "nesterov=1", r"'muon' is given nesterov=1, which is true or false"),
     ("adamw", "foreach=1", r"'adamw' is given foreach=1, which is true or false"),
     ("sgd", "params=1", r"'sgd' has no argument 'params'; known: momentum"),
 ]
@@ -224,7 +226,6 @@ REFUSED = {
     f"{HERE}.NormOfShard": r"updates of [\d.e-]+ differ by [\d.e-]+ from those of whole parameters",
     f"{HERE}.StateOfShard": r"a state \(\d+, \d+\) is this rank's alone \(no DTensor\)",
     "torch.optim.Adafactor": "on rank 0: RuntimeError: ",
-    "torch.optim.Muon": "Muon only supports 2D parameters",
 }
 
 

@@ -59,7 +59,10 @@ CHECKPOINT_POLICIES: tuple[CheckpointPolicy, ...] = get_args(CheckpointPolicy)
 STATE_BUCKET_BYTES = 256 << 20
 """States in a bucket that an update copies from the host, of which two are on the device: 5 ms of a bus of 55 GB/s, a
 thousand times what it takes to start a copy."""
-MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state that an optimizer has for each weight
+# numbers of state that an optimizer has for each weight, muon of a layer's matrices
+MOMENTS = {"adamw": 2.0, "sgd": 0.0, "muon": 1.0}
+BUNDLE_NUMBERS = 1 << 26
+"""Numbers of matrices that a rank gathers and orthogonalizes at a time under muon; of larger matrices one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +72,14 @@ class MemorySettings:
     >>> MemorySettings(parameter_bytes=2, lora_rank=16).trains_all
     False
 
-    A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer; numbers
-    of activations and gathered weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears
-    `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number; the weights that these
-    leave lie as `frozen_weights` says (model.frozen). There are `depths` of
-    multi-token prediction. `gathered_once` keeps weights whole through a step, and `summed_once`, which needs that,
-    gradients too, as `free` mode does. Under `offload_weights` weights wait on the host, with their gradients and
-    states; adapters stay on the device with theirs. `segment_layers` neighbouring layers that recompute keep one input
+    A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer (embedding
+    and head one more with `muon`); numbers of activations and gathered weights have `compute_bytes`. Adapters of
+    `lora_rank` (0: none) on the linears `lora_targets` (none named: every linear of decoder layers) have
+    `adapter_bytes` a number; the weights that these leave lie as `frozen_weights` says (model.frozen). There are
+    `depths` of multi-token prediction. `gathered_once` keeps weights whole through a step, and `summed_once`, which
+    needs that, gradients too, as `free` mode does. Under `offload_weights` weights wait on the host, with their
+    gradients and states; adapters stay on the device with theirs. `segment_layers` neighbouring layers that recompute
+    keep one input
     together (0 or 1: each its own). On a `gpu` there are a context and communicators; state-space layers scan by its
     `scan_kernels`, else in float32. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`,
     in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
@@ -84,6 +88,7 @@ class MemorySettings:
     parameter_bytes: int = 4
     compute_bytes: int = 2
     state_numbers: float = 2.0
+    muon: bool = False
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     adapter_bytes: int = 4

@@ -13,6 +13,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.memory.layer_table import LayerTable, SlotLoad
 from longspan.plan.memory.settings import (
+    BUNDLE_NUMBERS,
     STATE_BUCKET_BYTES,
     Bytes,
     CheckpointPolicy,
@@ -322,7 +323,10 @@ class StageBytes:
     @cached_property
     def state_bytes(self) -> int:
         settings = self.settings
-        return int(self.all_numbers.trained_share * settings.weight_bytes * settings.state_numbers / self.shards)
+        states = self.all_numbers.trained_share * settings.state_numbers
+        if settings.muon:
+            states += self.numbers.root_numbers(self.stage).trained_share
+        return int(states * settings.weight_bytes / self.shards)
 
     @cached_property
     def reason_for_weights_on_device(self) -> str:
@@ -462,8 +466,10 @@ class StageBytes:
         settings = self.settings
         # An update of states that wait on the host has two buckets of them, with the weights and gradients there.
         states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if self.states_on_host else self.state_bytes
+        # Eight copies of a bundle in bfloat16: what is sent, what arrives, and the products.
+        gathered = 16 * BUNDLE_NUMBERS if settings.muon else 0
         all_gradients = int(self.gradient_bytes(self.all_numbers)) * (not self.trained_on_host)
-        yield Bytes(**base | {"gradients": all_gradients, "states": states})
+        yield Bytes(**base | {"gradients": all_gradients, "states": states, "gathered": gathered})
         for load in loads:
             query = load.rows * attention_widths(self.read).query // self.home.tp
             replays = (

@@ -348,14 +348,18 @@ class OnePassAdamW(AdamW):
         updates = list[Update]()
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or group.get("is_matrix"):
                     continue
                 count = self._count_step(parameter)
                 if (index, count) not in factors:
                     factors[index, count] = Factors.from_parameter_group(group, count)
                 updates.append(self._make_update(parameter, factors[index, count]))
-        apply_updates(updates, self.gradient_scale)
+        self.apply(updates)
         return loss
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        """Make the updates of a step; Muon, whose groups with `is_matrix` have none here, makes its own besides."""
+        apply_updates(updates, self.gradient_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; the next update draws the random bits of the first update of its step."""
@@ -391,7 +395,7 @@ class OnePassAdamW(AdamW):
         state = self.state if state is None else state
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is not None and "step" in state[parameter]:
                     state[parameter]["step"] -= 1
                     if self._rounding is not None:
                         self._rounding.count_update(parameter, -1)

@@ -22,17 +22,21 @@ from longspan.comm import World
 from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_block, local_tensor
+from longspan.train.optim.muon import Muon, is_layer_matrix
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
 
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon, "sgd": SGD}
 _ONE_PASS = {"betas", "eps", "maximize"}  # arguments that `OnePassAdamW` takes
 # Arguments that have a key of their own, and are refused in optimizer.arguments.
 _BY_KEY = {"lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay"}
-BETAS = (0.9, 0.95)  # adamw's, where optimizer.arguments has none
+BETAS = (0.9, 0.95)  # adamw's and muon's, where optimizer.arguments has none
+_WITH_BETAS = ("adamw", "muon")
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times in a step, which a run does once",
     "SparseAdam": "it updates sparse gradients, and those of a run are dense",
+    "Muon": "it takes nothing but whole matrices",
 }
+_INSTEAD = {"Muon": "muon, which is Muon over shards for matrices of layers, and AdamW for the rest"}
 _BIAS_OR_NORM = re.compile(r"bias$|(norm\d*|ln_\w+)\.[^.]+$")  # the parameter itself, or the module that it is in
 
 
@@ -53,7 +57,7 @@ class OptimizerChoice:
     def from_section(cls, optimizer: OptimizerSection) -> "OptimizerChoice":
         """Read the choice of [optimizer]. Raises ConfigError for a class that cannot train, or for its arguments."""
         arguments = parse_optimizer_arguments(optimizer.class_, optimizer.arguments)
-        if optimizer.class_ == "adamw":
+        if optimizer.class_ in _WITH_BETAS:
             arguments = {"betas": BETAS} | arguments
         return cls(optimizer.class_, optimizer.lr, optimizer.weight_decay, tuple(arguments.items()))
 
@@ -94,15 +98,16 @@ def build_optimizer(
     >>> optimizer = build_optimizer(model, lr={"encoders.image": 1e-4, "language_model": 1e-5})
 
     "adamw" (in one pass; torch's with arguments that only it has, such as amsgrad or fused), "sgd" (no momentum unless
-    given), or the dotted name of a class, such as "torch.optim.NAdam". `lr` is one learning rate, or those of modules
-    by name: a parameter has that of the innermost module that is named. `betas` are adamw's; `arguments` are the
-    class's own. Weight decay applies to matrices and kernels of convolutions (see `has_weight_decay`), not to norms and
-    biases. If the model has nothing to train (a frozen pipeline stage, say), the optimizer has no parameters.
+    given), "muon" (see `is_layer_matrix`), or the dotted name of a class, such as "torch.optim.NAdam". `lr` is one
+    learning rate, or those of modules by name: a parameter has that of the innermost module that is named. `betas` are
+    adamw's and muon's; `arguments` are the class's own. Weight decay applies to matrices and kernels of convolutions
+    (see `has_weight_decay`), not to norms and biases. If the model has nothing to train (a frozen pipeline stage, say),
+    the optimizer has no parameters.
 
     Raises ConfigError for another name, for arguments that the class does not take, for a rate whose name is not a
-    module, and for parameters without a rate.
+    module, for parameters without a rate, and for muon without a matrix to train.
     """
-    if name == "adamw":
+    if name in _WITH_BETAS:
         arguments = {"betas": betas} | arguments
     check_optimizer_arguments(name, arguments)
     rates = lr if isinstance(lr, Mapping) else {"": lr}
@@ -118,24 +123,32 @@ def parameter_groups(
     """Divide trainable parameters into groups of one rate and decay; DTensors apart, as kernels take no mixture.
 
     `rates` are learning rates by the names of modules (None: the optimizer's own). Raises ConfigError for weight decay
-    that the class does not know, and for rates that do not fit. Without parameters there is one empty group.
+    that the class does not know, for rates that do not fit, and for muon without matrices in layers, which are groups
+    with `is_matrix`. Without parameters there is one empty group.
     """
     knows_decay = _accepts_argument(optimizer_class(name), "weight_decay")
     if weight_decay and not knows_decay:
         raise ConfigError(f"optimizer.class {name!r} knows no weight decay; set optimizer.weight_decay to 0")
     if rates is not None:
         _check_rates(model, rates)
-    groups = defaultdict[tuple[bool, bool, float], list[nn.Parameter]](list)
+    groups = defaultdict[tuple[bool, bool, float, bool], list[nn.Parameter]](list)
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad:
             without_decay = knows_decay and not has_weight_decay(parameter_name, parameter)
             rate = 0.0 if rates is None else rates[_innermost_module(rates, parameter_name)]
-            groups[without_decay, not isinstance(parameter, DTensor), rate].append(parameter)
+            is_matrix = name == "muon" and not without_decay and is_layer_matrix(parameter_name, parameter)
+            groups[without_decay, not isinstance(parameter, DTensor), rate, is_matrix].append(parameter)
+    if name == "muon" and groups and not any(is_matrix for *_, is_matrix in groups):
+        raise ConfigError(
+            f"optimizer.class 'muon' found none of the {sum(map(len, groups.values()))} trained parameters to be a "
+            "matrix inside a layer, which it is for; use adamw"
+        )
     settings = [
-        {"params": groups[without_decay, is_plain, rate]}
+        {"params": groups[without_decay, is_plain, rate, is_matrix]}
         | ({} if rates is None else {"lr": rate})
         | ({"weight_decay": 0.0 if without_decay else weight_decay} if knows_decay else {})
-        for without_decay, is_plain, rate in sorted(groups)
+        | ({"is_matrix": True} if is_matrix else {})
+        for without_decay, is_plain, rate, is_matrix in sorted(groups)
     ]
     return settings or [{"params": []}]
 
@@ -174,7 +187,7 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """Return the class of "adamw", "sgd" or a dotted name.
+    """Return the class of "adamw", "muon", "sgd" or a dotted name.
 
     Raises ConfigError for a name that is no optimizer's class, or of a class that cannot train here.
     """
@@ -183,7 +196,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ConfigError(
-            f"optimizer.class is {name!r}; use {' or '.join(OPTIMIZERS)}, or the dotted name of a class, such as "
+            f"optimizer.class is {name!r}; use {', '.join(OPTIMIZERS)}, or the dotted name of a class, such as "
             "torch.optim.NAdam"
         )
     try:
@@ -196,7 +209,9 @@ def optimizer_class(name: str) -> type[Optimizer]:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"optimizer.class {name!r} is {kind!r}, no class of torch.optim.Optimizer")
     if reason := _REFUSED.get(kind.__name__) or _class_fault_text(kind):
-        raise ConfigError(f"optimizer.class {name!r} cannot train here: {reason}; use adamw")
+        raise ConfigError(
+            f"optimizer.class {name!r} cannot train here: {reason}; use {_INSTEAD.get(kind.__name__, 'adamw')}"
+        )
     return kind
 
 

@@ -1,0 +1,191 @@
+"""Muon for the matrices of layers, and AdamW in one pass for the rest, over sharded parameters.
+
+The formula is that of torch.optim.Muon, which takes whole matrices alone. Here updates of equal matrices travel in
+bundles: each rank gathers a share of the matrices, orthogonalizes these, and sends everybody's rows back.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from longspan.comm.all_to_all import exchange_tensors
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan.memory.settings import BUNDLE_NUMBERS
+from longspan.train.optim.one_pass_adamw import OnePassAdamW, Update
+
+EPS = 1e-7  # least norm of a matrix, as in torch
+_IN_LAYER = re.compile(r"(^|\.)\d+\.")
+_NO_MATRIX = re.compile(r"a_log$|conv\w*\.weight$")  # numbers of a state, and kernels
+
+
+def is_layer_matrix(name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter is a matrix inside a numbered layer, or one for each expert (n, rows, columns).
+
+    >>> is_layer_matrix("model.layers.0.mlp.gate_proj.weight", torch.zeros(8, 4))
+    True
+
+    So are an adapter's two matrices, and routers; embeddings, heads, single rows and kernels of convolutions are not.
+    """
+    shaped = parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1
+    return shaped and bool(_IN_LAYER.search(name)) and not _NO_MATRIX.search(name.lower())
+
+
+class Muon(OnePassAdamW):
+    """Muon for groups with `is_matrix`, AdamW with `betas` and `eps` for the others, both with `lr` and decay.
+
+    `adjust_lr_fn`: "match_rms_adamw" (as Moonshot, updates as large as AdamW's, so that one rate fits both) or
+    "original". Products are in bfloat16, as torch's, and in float64 for float64. Entered by all ranks that share
+    parameters.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        if adjust_lr_fn not in ("original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; use original or match_rms_adamw")
+        if not 0 <= momentum < 1 or len(ns_coefficients) != 3:
+            raise ValueError(
+                f"momentum {momentum} is not below 1, or ns_coefficients are {ns_coefficients}, not three"
+            )
+        super().__init__(params, lr, betas, eps, weight_decay)
+        settings: dict[str, Any] = {"is_matrix": False, "momentum": momentum, "nesterov": nesterov}
+        settings |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        self.defaults |= settings
+        for group in self.param_groups:
+            group |= settings | group
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)  # Adam's looks for a count of steps in each state
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        super().apply(updates)
+        scale = self.gradient_scale
+        if scale is not None and bool(scale.isnan()):
+            return
+        turn = 0
+        for group in self.param_groups:
+            for bundle in _cut_bundles(group):
+                self._update_bundle(bundle, group, turn)
+                turn += len(bundle)  # what is left over goes to other ranks than before
+
+    def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> None:
+        updates = list[Tensor]()
+        for parameter in bundle:
+            assert parameter.grad is not None
+            gradient = local_tensor(parameter.grad)
+            if self.gradient_scale is not None:
+                gradient = gradient * self.gradient_scale
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            momentum = local_tensor(state["momentum_buffer"])
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            updates.append(update.to(torch.float64 if update.dtype == torch.float64 else torch.bfloat16))
+        rows, columns = bundle[0].shape[-2:]
+        matched = group["adjust_lr_fn"] == "match_rms_adamw"
+        ratio = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1, rows / columns))
+        whole = _orthogonalize_bundle(torch.stack(updates), _list_hops(bundle[0]), group, turn)
+        for parameter, update in zip(bundle, whole, strict=True):
+            local = local_tensor(parameter.detach())
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(update, alpha=-group["lr"] * ratio)
+
+
+def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
+    """Matrices of one shape and home; of those that ranks share, at least one for each rank."""
+    alike = defaultdict[Any, list[Tensor]](list)
+    for parameter in group["params"] if group["is_matrix"] else ():
+        if parameter.grad is not None:
+            home = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
+            alike[home, parameter.shape, parameter.dtype].append(parameter)
+    for parameters in alike.values():
+        first = parameters[0]
+        ranks = first.device_mesh.size() if isinstance(first, DTensor) else 1
+        count = max(ranks if _list_hops(first) else 1, BUNDLE_NUMBERS * ranks // first.numel())
+        yield from (parameters[start : start + count] for start in range(0, len(parameters), count))
+
+
+class _Hop(NamedTuple):
+    """The ranks along an axis of a mesh, and how they cut `dim` of a parameter (None: each holds all of it)."""
+
+    group: ProcessGroup
+    index: int
+    dim: int | None
+    sizes: list[int]
+
+
+def _list_hops(parameter: Tensor) -> list[_Hop]:
+    """Return the axes along which matrices are cut or copied, the one that cuts last first; see `local_block`."""
+    hops = list[_Hop]()
+    shape = [*parameter.shape]
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    for axis in reversed(range(mesh.ndim if mesh is not None else 0)):
+        assert mesh is not None and isinstance(parameter, DTensor)
+        ranks = mesh.size(axis)
+        index = mesh.get_local_rank(axis)
+        dim = getattr(parameter.placements[axis], "dim", None)
+        sizes = [0] * ranks
+        if dim is not None:
+            step = -(-shape[dim] // ranks)
+            sizes = [max(0, min(step, shape[dim] - step * member)) for member in range(ranks)]
+            shape[dim] = sizes[index]
+        if ranks > 1 and (dim is None or dim >= parameter.ndim - 2):  # experts are whole matrices
+            hops.insert(0, _Hop(mesh.get_group(axis), index, dim, sizes))
+    return hops
+
+
+def _orthogonalize_bundle(bundle: Tensor, hops: Sequence[_Hop], group: dict[str, Any], turn: int) -> Tensor:
+    """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the result."""
+    if not hops:
+        numbers = max(1, bundle.shape[-2] * bundle.shape[-1])
+        parts = bundle.reshape(-1, *bundle.shape[-2:]).split(max(1, BUNDLE_NUMBERS // numbers))
+        done = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
+        return torch.cat(done).view(bundle.shape)
+    hop, *others = hops
+    ranks = len(hop.sizes)
+    shares = [len(bundle) // ranks + ((member - turn) % ranks < len(bundle) % ranks) for member in range(ranks)]
+    parts = bundle.split(shares)
+    if hop.dim is None:
+        result = _orthogonalize_bundle(parts[hop.index], others, group, turn // ranks)
+        sends = [result] * ranks
+    else:
+        dim = hop.dim + 1
+        share = [shares[hop.index], *bundle.shape[1:]]
+        shapes = [(*share[:dim], size, *share[dim + 1 :]) for size in hop.sizes]
+        whole = torch.cat(exchange_tensors(parts, shapes, hop.group), dim)
+        sends = _orthogonalize_bundle(whole, others, group, turn // ranks).split(hop.sizes, dim)
+    return torch.cat(exchange_tensors(sends, [(share, *bundle.shape[1:]) for share in shares], hop.group))
+
+
+def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """Bring the singular values of matrices x (n, rows, columns) near 1: Newton-Schulz's iteration, as in torch."""
+    a, b, c = coefficients
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x.mT if tall else x
