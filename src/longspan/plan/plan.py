@@ -243,11 +243,36 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
             f"{where} pads to {group.pad_to!r} rows, less than its longest document, {max(group.lengths)}"
         )
     check_choice(f"{where}: partition", group.partition, PARTITIONS)
+    if group.parents is not None:
+        _check_parents(where, group)
     try:
         types = check_comm_types(group.cp_comm_type)
         check_hierarchical_sizes(types, group.hierarchical_context_parallel_sizes, group.degree)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
+
+
+def _check_parents(where: str, group: Group) -> None:
+    parents = group.parents or ()
+    if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:
+        raise PlanError(
+            f"{where} has the parents {items_text(parents)} for {len(group.documents)} documents; give an integer (int) "
+            "each: the index of a document of the group, or -1"
+        )
+    if group.pad_to is not None:
+        raise PlanError(
+            f"{where} pads to {group.pad_to} rows and has parents; a family is packed: leave pad_to out"
+        )
+    path = list[int]()  # the document before and what it continues, from the last on
+    for index, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent != -1 and not path:
+            raise PlanError(
+                f"{where} gives document {group.documents[index]}, at index {index}, the parent {parent}; a parent "
+                "stands before its branches, and between both only descendants of the parent"
+            )
+        path.append(index)
 
 
 def _check_documents(plan: Plan) -> None:
@@ -432,6 +457,8 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
 def _encode_group(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
     """A kind that `kinds` lacks is added to it, with the next number."""
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
+    if group.parents is not None:
+        kind = (*kind, group.parents)
     slots = group.slots
     number = kinds.setdefault(kind, len(kinds))
     if slots == tuple(range(slots[0], slots[0] + len(slots))):
@@ -449,5 +476,4 @@ def _decode_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: t
         is_list = isinstance(first, list)
         slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))
         documents: tuple[int, ...] = tuple(numbers if is_list else numbers[1:])
-        kind, sizes, partition, pad_to = kinds[number]
-        yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)
+        yield Group(slots, documents, tuple(lengths[d] for d in documents), *kinds[number])
