@@ -66,6 +66,25 @@ class Plan:
         """Rows of all documents."""
         return sum(self.lengths)
 
+    @cached_property
+    def parents(self) -> tuple[int, ...] | None:
+        """Of each document the one whose rows come before its own, −1 for none; None: no documents share a prefix."""
+        parents = [-1] * len(self.lengths)
+        families = [group for batch in self.micro_batches for group in batch.groups if group.parents is not None]
+        for group in families:
+            for document, parent in zip(group.documents, group.parents or (), strict=True):
+                parents[document] = -1 if parent < 0 else group.documents[parent]
+        return tuple(parents) if families else None
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """The rows before each document's own, those of all that it continues; () where no documents share a prefix."""
+        if self.parents is None:
+            return ()
+        groups = [group for batch in self.micro_batches for group in batch.groups]
+        by_document = {d: base for group in groups for d, base in zip(group.documents, group.bases, strict=True)}
+        return tuple(by_document[document] for document in range(len(self.lengths)))
+
     @property
     def ratio(self) -> float:
         """Predicted time over the lower bound, at least 1; nan if the plan has no bound."""
@@ -108,6 +127,7 @@ class Plan:
             self.mode,
             max_cp=max_cp,
             node_size=self.node_size,
+            bases=self.bases,
         ).seconds
         bound += cost.update_seconds + cost.closing_seconds
         return replace(plan, predicted_seconds=plan.timeline().step_seconds, lower_bound_seconds=bound)
@@ -326,6 +346,12 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         closing = seconds_text(cost.closing_seconds)
         share = cost.closing_seconds / seconds
         lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
+    if plan.parents is not None:
+        prefixes = set(plan.parents) - {-1}
+        bases = [base for d, base in enumerate(plan.bases) if base and d not in prefixes]
+        saved = sum(bases) - sum(plan.lengths[d] for d in prefixes)
+        text = f"rows fewer: {plural(len(prefixes), 'prefix', 'es')} of {plural(len(bases), 'document')}"
+        lines.append(f"  shared      {saved:>14,}   {text}")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
     return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]
 
