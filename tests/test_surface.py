@@ -17,7 +17,7 @@ NAMES = [
     *("Layout", "World", "Plan", "MicroBatch", "Group", "Cost", "PlanOptions", "AsyncPlanner", "PlannerConfig"),
     *("plan_fixed", "plan_padded", "plan_dynamic", "bind", "SequenceShard", "attend"),
     *("load_model", "prepare", "save_model", "run_step", "evaluate", "token_log_probs", "weights_by_name"),
-    "gather_documents",
+    *("gather_documents", "share_prefixes"),
     *("Document", "DocumentLoss", "LongspanError"),
     *("Bridge", "Exchange", "MultimodalModel", "Packing", "Partition", "add_mtp"),
 ]

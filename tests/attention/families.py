@@ -1,4 +1,4 @@
-"""Forests of documents, and attention of each branch as in the separate document that its path is: dense, in float64."""
+"""Forests of documents, and attention of each branch as in the separate document: dense, in float64."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Attention over documents that share prefixes, against the separate documents: tiles as integers, `attend` on ranks."""
+"""Attention over documents that share prefixes, against the separate documents: tiles, and `attend` on ranks."""
 
 import itertools
 from functools import cache
@@ -49,7 +49,7 @@ def check_tiles(forest, degree, inner, window, partition):
             blocks.append((members.launches(None), np.arange(sum(lengths))))
         if mask.window is not None:
             keys = members.visible_rows(members.member)
-            blocks.append((members._make_launches(keys, lambda: keys.positions), packed_rows(keys, starts)))
+            blocks.append((members.window_rows.launches, packed_rows(keys, starts)))
             assert np.array_equal(np.sort(packed_rows(keys, starts)), np.flatnonzero(visible[rows].any(0)))
         for launches, keys in blocks:
             count = seen([launch.tiling for launch in launches], len(rows), len(keys))
@@ -142,7 +142,7 @@ MUTATIONS = {
     "a branch sees its sibling": (
         "attention.tiles",
         "return make_tilings(tiles._replace(document=prefix[tiles.document]))",
-        "return make_tilings(tiles._replace(q_stop=tiles.q_stop.max() + 0 * tiles.q_stop, document=prefix[tiles.document]))",
+        "return make_tilings(tiles._replace(k_stop=tiles.k_stop + 1, document=prefix[tiles.document]))",
     ),
     "a generation is left out": (
         "attention.call",
@@ -208,9 +208,9 @@ def test_what_is_not_exact_is_refused_by_name(options):
         options = {"indices": options["indices"].expand(len(q), 1)}
     with World(Layout(1)) as world:
         shard = bind(MicroBatch((group_of((lengths, parents)),)), world)
-        with pytest.raises(AttentionError, match=f"share prefixes.*{next(iter(options))}"):
+        with pytest.raises(AttentionError, match=rf"share prefixes.*{next(iter(options))}"):
             attend(q, q, q, shard, **options)
-        with pytest.raises(AttentionError, match="share prefixes.*spans"):
+        with pytest.raises(AttentionError, match=r"share prefixes.*spans"):
             attend(q, q, q, shard.with_spans({0: [(2, 6)]}))
 
 

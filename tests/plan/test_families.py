@@ -1,4 +1,4 @@
-"""Plans of documents that share prefixes: a family stays in one group, is priced by what its rows see, and is written."""
+"""Plans of documents that share prefixes: a family stays in one group, priced by what its rows see."""
 
 import json
 from dataclasses import replace

@@ -276,8 +276,8 @@ def _check_parents(where: str, group: Group) -> None:
     parents = group.parents or ()
     if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:
         raise PlanError(
-            f"{where} has the parents {items_text(parents)} for {len(group.documents)} documents; give an integer (int) "
-            "each: the index of a document of the group, or -1"
+            f"{where} has the parents {items_text(parents)} for {len(group.documents)} documents; give each an integer "
+            "(int): the index of a document of the group, or -1"
         )
     if group.pad_to is not None:
         raise PlanError(

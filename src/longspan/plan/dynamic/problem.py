@@ -157,8 +157,9 @@ class Problem:
 def _make_items(
     order: Ints, lengths: Ints, squares: Ints, slots: int, cap: int
 ) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """`order` are the documents by falling length, `lengths` their rows and `squares` those squared. Above `PACKED_ABOVE` documents a slot, those
-    of less than a pack's rows lie end to end, and a pack begins every `pack_rows`, at most a sixteenth of a slot's cap.
+    """`order` are the documents by falling length, `lengths` their rows and `squares` those squared. Above
+    `PACKED_ABOVE` documents a slot, those of less than a pack's rows lie end to end, and a pack begins every
+    `pack_rows`, at most a sixteenth of a slot's cap.
     """
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:

@@ -291,7 +291,7 @@ def plan_padded(
     request = Request.from_arguments(lengths, home, options, keywords)
     if request.families is not None:
         raise PlanError(
-            f"{plural(len(request.lengths), 'document')} in {plural(len(request.families), 'family', 'families')} share "
+            f"{plural(len(request.lengths), 'document')} are given with parents, of which some share "
             "prefixes, and a padded plan lays documents out alone; use plan_fixed or plan_dynamic, or give it the "
             "documents before share_prefixes"
         )

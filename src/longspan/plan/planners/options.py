@@ -198,7 +198,7 @@ class Request(PlanOptions):
     def families(self) -> tuple[tuple[int, ...], ...] | None:
         """The documents of each item, parents first, where some share a prefix; None: every document is an item.
 
-        An item is what planners place whole. Raises PlanError for parents that are no documents, or that go in a circle.
+        An item is what planners place whole. Raises PlanError for parents that go in a circle.
         """
         if self.parents is None or not any(parent >= 0 for parent in self.parents):
             return None
