@@ -7,6 +7,7 @@ the first row of its branch: so labels, losses and numbers of tokens are each in
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from longspan.data.document import Document, count_targets
@@ -131,7 +132,7 @@ def _divide(
     documents: Sequence[Any], rows: list[int], numbers: list[int], least: int, max_rows: int | None
 ) -> Iterator[_Family]:
     """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
-    common = [0, *(_common_rows(documents, rows, a, b) for a, b in zip(numbers, numbers[1:], strict=False))]
+    common = [0, *(_common_rows(documents, rows, a, b) for a, b in pairwise(numbers))]
     start = 0
     total = 0
     for index, number in enumerate(numbers):
@@ -163,7 +164,7 @@ def _make_family(
             parent = len(prefixes) - 1
             prefix[first:stop] = [parent] * (stop - first)
         cuts = [first, *(i for i in range(first + 1, stop) if common[i] == depth), stop]
-        waiting += [(a, b, parent) for a, b in zip(cuts, cuts[1:], strict=False)]
+        waiting += [(a, b, parent) for a, b in pairwise(cuts)]
     own = (len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True))
     shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent, _ in prefixes)
     return _Family(numbers, prefix, prefixes, sum(own) + sum(shared))

@@ -1,7 +1,8 @@
 """The documents and slots of one step as the dynamic planner sees them: items, longest first, and blocks of slots.
 
 An item is a document, a family of documents that share a prefix, or a pack of very short ones that stay together so
-that planning a batch of tiny documents takes no longer. A block is a run of slots inside one node (or of several nodes, if min_cp is above the node size).
+that planning a batch of tiny documents takes no longer. A block is a run of slots inside one node (or of several nodes,
+if min_cp is above the node size).
 """
 
 from bisect import bisect_left, bisect_right
