@@ -102,7 +102,7 @@ def _shareable_rows(number: int, document: Any) -> int:
     """The rows before the one that predicts the first target; at least one row stays in the document itself."""
     if getattr(document, "parent", -1) >= 0:
         raise DataError(
-            f"document {number} has the parent {document.parent}, and is cut already; give share_prefixes whole documents"
+            f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
         )
     if type(document) is not Document:
         return 0
