@@ -72,7 +72,7 @@ def test_pages_and_examples_import_public_names_alone(page):
 
 
 def test_public_names():
-    assert len(NAMES) == len(set(NAMES)) == 32 == len(set(longspan.__all__) - {"__version__"})
+    assert len(NAMES) == len(set(NAMES)) == 33 == len(set(longspan.__all__) - {"__version__"})
     for name in NAMES:
         value = getattr(longspan, name)
         assert value.__name__ == name and value.__module__.startswith("longspan.")

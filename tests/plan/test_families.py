@@ -93,8 +93,7 @@ PLANNERS = {
 
 def rows_of_families(lengths, parents):
     roots = [0] * len(lengths)
-    order = Request.from_arguments(lengths, Layout(1), PlanOptions(parents=parents)).families or ()
-    for family in order:
+    for family in Request.from_arguments(lengths, Layout(1), PlanOptions(parents=parents)).families:
         for d in family:
             roots[d] = family[0]
     return np.bincount(roots, weights=lengths).astype(int).tolist()

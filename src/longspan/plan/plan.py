@@ -127,7 +127,7 @@ class Plan:
             self.mode,
             max_cp=max_cp,
             node_size=self.node_size,
-            bases=self.bases,
+            bases=self.bases if self.parents else (),
         ).seconds
         bound += cost.update_seconds + cost.closing_seconds
         return replace(plan, predicted_seconds=plan.timeline().step_seconds, lower_bound_seconds=bound)

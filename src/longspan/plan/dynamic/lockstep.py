@@ -251,7 +251,7 @@ class DegreeTable:
     """Seconds and rows of a document in a group of its own, for classes of lengths and all degrees worth considering.
 
     Only single documents and families of enough work have a class: others are never long. A class has the longest of
-    its lengths, and a class of families the most squares; those come after the classes of documents.
+    its lengths, and the most squares.
     """
 
     problem: Problem
@@ -268,21 +268,13 @@ class DegreeTable:
     @classmethod
     def for_problem(cls, problem: Problem) -> "DegreeTable":
         """Short documents are as dense as the first of the last quarter."""
-        may_be_long = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_long_work)
+        too_long_for_bins = problem.families & (problem.tokens > problem.widest_run * problem.cap)
+        may_be_long = (problem.work >= problem.least_long_work) | too_long_for_bins
+        may_be_long &= problem.families | (problem.squares == problem.tokens**2)
         longest = _longest_by_class(np.unique(problem.tokens[may_be_long]))
-        squares = longest * longest
         item_class = np.where(may_be_long, np.searchsorted(longest, problem.tokens), -1)
-        if problem.families.any():
-            long_families = problem.work >= problem.least_long_work
-            long_families |= problem.tokens > problem.widest_run * problem.cap
-            long_families &= problem.families & ~may_be_long
-            longest_families = _longest_by_class(np.unique(problem.tokens[long_families]))
-            family_class = np.searchsorted(longest_families, problem.tokens[long_families])
-            most_squares = np.ones_like(longest_families)
-            np.maximum.at(most_squares, family_class, problem.squares[long_families])
-            item_class[long_families] = len(longest) + family_class
-            longest = np.append(longest, longest_families)
-            squares = np.append(squares, most_squares)
+        squares = np.ones_like(longest)
+        np.maximum.at(squares, item_class[may_be_long], problem.squares[may_be_long])
         degrees = problem.degrees_to_try()
         column = longest[:, None]
         inside = degrees <= problem.widest_in_node

@@ -86,7 +86,11 @@ def plan_dynamic(
         return request.make_plan((), "dynamic", max_cp=max_cp)
     problem = Problem.from_request(request, degrees)
     limits = request.lengths, request.slots, request.max_tokens_per_slot
-    places = {"max_cp": problem.max_cp, "node_size": request.node_size, "bases": request.bases}
+    places = {
+        "max_cp": problem.max_cp,
+        "node_size": request.node_size,
+        "bases": request.bases if request.parents else (),
+    }
     goal = lower_bound_seconds(*limits, request.cost, request.mode, **places).seconds
     return request.make_plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
@@ -136,7 +140,7 @@ def _keep_powers_of_two(problem: Problem) -> Problem | None:
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
     if request.cost.network is None or request.slots > HALVED_SLOTS or len(degrees) in (0, len(problem.degrees)):
         return None
-    return Problem.from_request(request, degrees) if request.longest <= degrees[-1] * problem.cap else None
+    return Problem.from_request(request, degrees) if problem.tokens[0] <= degrees[-1] * problem.cap else None
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
@@ -147,7 +151,11 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
     for cp in problem.degrees:
         launch = request.cost.micro_batch_seconds + float(request.cost.latency_seconds(cp))
         least = (problem.mean_slot_seconds + problem.least_micro_batches * launch) / request.cost.stages
-        if request.slots % cp or request.longest > cp * problem.cap or least + request.cost.update_seconds >= best:
+        if (
+            request.slots % cp
+            or problem.tokens[0] > cp * problem.cap
+            or least + request.cost.update_seconds >= best
+        ):
             continue
         packer = Packer.for_request(request, cp)
         yield [_sort_documents(batch) for batch in packer.micro_batches()]

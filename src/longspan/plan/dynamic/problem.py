@@ -36,18 +36,21 @@ class Problem:
     cap: int  # rows of a slot, in whole row multiples
     documents: tuple[tuple[int, ...], ...]  # of each item, ids
     tokens: Ints  # (items,) rows
-    squares: Ints  # (items,) sum of squared document lengths; of families as `Request.item_sizes`
+    squares: Ints  # (items,) sum of squared document lengths; of families as `Request.family_sizes`
     families: NDArray[np.bool_]  # (items,) whether it is a family
     blocks: tuple[tuple[int, int], ...]  # first slot and number of slots
 
     @classmethod
     def from_request(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        rows, squares = request.item_sizes
+        rows = np.array(request.lengths, dtype=np.int64)
+        squares = rows * rows
+        if request.parents is not None:
+            rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         cap = int(rows.sum()) if request.rows is None else request.rows
         items, tokens, squares = _make_items(order, rows[order], squares[order], request.slots, cap)
         families = np.zeros(len(items), dtype=bool)
-        if request.families is not None:
+        if request.parents is not None:
             families = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
             items = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
         blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])

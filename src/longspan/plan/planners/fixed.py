@@ -135,14 +135,17 @@ class Packer:
     cp: int
     order: Integers  # (documents,) ids, longest first, equal lengths by id
     lengths: list[int]  # (documents,) in that order
-    squares: Integers  # (documents,) in that order: `Request.item_sizes`
+    squares: Integers  # (documents,) in that order; of families as `Request.family_sizes`
     work: list[float]  # (documents,) seconds, in that order
     room: int  # rows that a group holds
     inside: NDArray[np.bool_]  # (groups,) whether all its slots share a node
 
     @classmethod
     def for_request(cls, request: Request, cp: int) -> "Packer":
-        rows, squares = request.item_sizes
+        rows = np.array(request.lengths, dtype=np.int64)
+        squares = rows * rows
+        if request.parents is not None:
+            rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         lengths = rows[order]
         squares = squares[order]
@@ -186,7 +189,7 @@ class Packer:
         """
         assignment = min(self.assignments_to_price(), key=self.seconds) if assignment is None else assignment
         documents_of: dict[int, list[int]] = {}
-        families = self.request.families
+        families = None if self.request.parents is None else self.request.families
         for item, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).extend((item,) if families is None else families[item])
         batches: list[list[Group]] = [[] for _ in range(self._count_micro_batches(assignment))]
@@ -289,7 +292,7 @@ def plan_padded(
     others.
     """
     request = Request.from_arguments(lengths, home, options, keywords)
-    if request.families is not None:
+    if request.parents is not None:
         raise PlanError(
             f"{plural(len(request.lengths), 'document')} are given with parents, of which some share "
             "prefixes, and a padded plan lays documents out alone; use plan_fixed or plan_dynamic, or give it the "

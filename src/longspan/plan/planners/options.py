@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -151,8 +152,15 @@ class Request(PlanOptions):
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check(home)
         if request.parents is not None:
-            check_work_fits_int64(len(documents), request.longest)
+            request = request._with_families()
         return replace(request, cost=replace(request.group_cost(), stages=home.pp))
+
+    def _with_families(self) -> "Request":
+        """Return the request without parents where none is a document; else as it is, checked."""
+        if max(self.parents or (), default=-1) < 0:
+            return replace(self, parents=None)
+        check_work_fits_int64(len(self.lengths), int(self.family_sizes[0].max()))
+        return self
 
     def group_cost(self) -> Cost:
         """Return the cost of groups of the request's type, partition and node size. `heads` of a cost are those of one
@@ -195,56 +203,48 @@ class Request(PlanOptions):
                 )
 
     @cached_property
-    def families(self) -> tuple[tuple[int, ...], ...] | None:
-        """The documents of each item, parents first, where some share a prefix; None: every document is an item.
+    def families(self) -> tuple[tuple[int, ...], ...]:
+        """The documents of each family, parents first, where there are parents; one that shares no prefix is alone.
 
-        An item is what planners place whole. Raises PlanError for parents that go in a circle.
+        Raises PlanError for parents that go in a circle.
         """
-        if self.parents is None or not any(parent >= 0 for parent in self.parents):
-            return None
-        branches: list[list[int]] = [[] for _ in self.lengths]
-        roots = list[int]()
-        for document, parent in enumerate(self.parents):
-            (roots if parent == -1 else branches[parent]).append(document)
+        parents = self.parents or ()
+        branches: list[list[int]] = [[] for _ in parents]
+        for document, parent in enumerate(parents):
+            if parent >= 0:
+                branches[parent].append(document)
         families = list[tuple[int, ...]]()
-        for root in roots:
+        for root in (document for document, parent in enumerate(parents) if parent < 0):
             family = list[int]()
             waiting = [root]
             while waiting:
                 family.append(waiting.pop())
                 waiting += reversed(branches[family[-1]])
             families.append(tuple(family))
-        if sum(map(len, families)) < len(self.lengths):
-            in_circle = min(set(range(len(self.lengths))) - {d for family in families for d in family})
-            raise PlanError(f"the parents of document {in_circle} go in a circle; a first one has the parent -1")
+        if in_circle := set(range(len(parents))).difference(*families):
+            raise PlanError(
+                f"the parents of document {min(in_circle)} go in a circle; a first one has the parent -1"
+            )
         return tuple(families)
 
     @cached_property
     def bases(self) -> Integers:
-        """The rows before each document's own: those of all that it continues (documents,), or () without families."""
-        bases = np.zeros(len(self.lengths) if self.families else 0, dtype=np.int64)
-        for family in self.families or ():
-            for document in family[1:]:
-                parent = (self.parents or ())[document]
-                bases[document] = bases[parent] + self.lengths[parent]
+        """The rows before each document's own, those of all that it continues (documents,); () without parents."""
+        parents = self.parents or ()
+        bases = np.zeros(len(parents), dtype=np.int64)
+        for document in chain.from_iterable(family[1:] for family in self.families):
+            bases[document] = bases[parents[document]] + self.lengths[parents[document]]
         return bases
 
     @cached_property
-    def item_sizes(self) -> tuple[Integers, Integers]:
-        """Rows of each item, and the squares that price its attention: twice the (row, key) pairs of causal masks."""
+    def family_sizes(self) -> tuple[Integers, Integers]:
+        """Rows of each family, and the squares that price its attention: twice the (row, key) pairs that are seen."""
         lengths = np.array(self.lengths, dtype=np.int64)
-        squares = lengths * lengths
-        if self.families is None:
-            return lengths, squares
-        squares += 2 * lengths * self.bases
         order = np.concatenate(self.families)
         first = np.cumsum([0, *map(len, self.families[:-1])])
-        return np.add.reduceat(lengths[order], first), np.add.reduceat(squares[order], first)
-
-    @property
-    def longest(self) -> int:
-        """The most rows of an item."""
-        return max(self.lengths, default=0) if self.families is None else int(self.item_sizes[0].max())
+        sizes = lengths, lengths * (lengths + 2 * self.bases)
+        rows, squares = (np.add.reduceat(values[order], first) for values in sizes)
+        return rows, squares
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -296,14 +296,14 @@ class Request(PlanOptions):
 
     def check_longest(self, cp: int, limit: str = "") -> None:
         """Raise PlanError if the longest document does not fit cp slots; `limit` explains why cp cannot be higher."""
-        longest = self.longest
+        longest = max(self.lengths, default=0) if self.parents is None else int(self.family_sizes[0].max())
         if self.rows is None or not self.lengths or longest <= self.rows * cp:
             return
         too_long = sum(length > self.rows * cp for length in self.lengths)
         rows = -(-longest // (cp * self.row_multiple)) * self.row_multiple
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
-        if self.families is not None:
-            family = self.families[int(self.item_sizes[0].argmax())]
+        if self.parents is not None:
+            family = self.families[int(self.family_sizes[0].argmax())]
             raise LongDocumentError(
                 f"document {family[0]} and {plural(len(family) - 1, 'document')} that continue it have {longest} rows, "
                 f"more than the {self.rows * cp} that cp {cp} x max_tokens_per_slot {self.max_tokens_per_slot} "
@@ -324,9 +324,9 @@ class Request(PlanOptions):
         sizes = self.level_sizes(len(slots))
         partition = self.partition if len(slots) > 1 else "zigzag"  # a single slot has the same rows either way
         parents = None
-        if self.families is not None:
+        if self.parents is not None:
             index = {document: i for i, document in enumerate(documents)} | {-1: -1}
-            parents = tuple(index[(self.parents or ())[document]] for document in documents)
+            parents = tuple(index[self.parents[document]] for document in documents)
             parents = parents if max(parents) >= 0 else None
         return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to, parents)
 
