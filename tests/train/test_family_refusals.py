@@ -18,7 +18,6 @@ from longspan import (
     bind,
     evaluate,
     gather_documents,
-    load_model,
     plan_fixed,
     run_step,
     token_log_probs,
@@ -50,8 +49,6 @@ def phi3(rope: dict[str, Any]) -> Any:
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
 MODELS: dict[str, tuple[Callable[[], Any], str, bool]] = {  # whether evaluation is refused too
-    "mamba": (lambda: load_model(preset="bamba-tiny", vocab_size=61), "carry states or convolutions", True),
-    "delta net": (lambda: load_model(preset="qwen3-next-tiny", vocab_size=61), "carry states or convolutions", True),
     "longrope": (lambda: phi3(LONG), "longrope rope, which depends on a document's length", True),
     "dropout": (lambda: deep("qwen3", torch.float64, attention_dropout=0.1), "dropout of attention weights", False),
 }

@@ -15,7 +15,7 @@ from longspan.model.exactness.check_model import check_model
 from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution
 from longspan.model.features import Call, features_of
-from longspan.model.kinds import find_mixers, is_peft_module, unwrap_peft_model
+from longspan.model.kinds import is_peft_module, unwrap_peft_model
 from longspan.model.layers import score_columns
 from longspan.model.options import PrepareOptions
 from longspan.model.parts import is_tied
@@ -209,7 +209,6 @@ def _make_call_rules(
     rope_types = sorted({kind for module in model.modules() for kind in length_dependent_types(module)})
     rates = [getattr(call.module, "attention_dropout", 0.0) for call in record.calls]
     separate = {
-        "layers that carry states or convolutions from row to row": bool(find_mixers(model)),
         "keys that an indexer chooses": any(call.indexed for call in record.calls),
         "chunks of positions that see each other": any(call.chunk for call in record.calls),
         f"{' and '.join(rope_types)} rope, which depends on a document's length": bool(rope_types),

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import Document, DocumentLoss, Layout, World, plan_dynamic, plan_fixed, run_step, token_log_probs
+from longspan import (
+    Document,
+    DocumentLoss,
+    Layout,
+    World,
+    load_model,
+    plan_dynamic,
+    plan_fixed,
+    run_step,
+    token_log_probs,
+)
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss, SharedDocuments, share_prefixes
@@ -129,6 +139,7 @@ CASES = [
     Case(Layout(1), fixed(1, 100), least=14),  # one generation, and several micro-batches
     *(Case(Layout(1), ONE, family) for family in ("mistral", "gemma2", "deepseek-v3", "deep gpt-oss")),
     *(Case(Layout(1), ONE, family) for family in ("deep qwen3-moe", "llama", "gpt-j", "apertus")),
+    *(Case(Layout(1), ONE, family) for family in ("bamba-tiny", "qwen3-next-tiny", "granite-hybrid-tiny")),
     Case(Layout(1), ONE, options=(("activation_checkpointing", True),)),
     Case(Layout(2), fixed(2, 60), losses=tuple(LOSSES)),
     Case(Layout(2), fixed(2, 70, partition="contiguous", cp_comm_type="all_gather"), "gemma2"),
@@ -137,6 +148,8 @@ CASES = [
     Case(Layout(2), dynamic(55, mode="free"), losses=NOT_FREE),
     Case(Layout(2, tp=2), ONE, "llama"),
     Case(Layout(2, pp=2), fixed(1, 100), losses=("weights", "tokens")),
+    Case(Layout(2), fixed(2, 60), "bamba-tiny"),
+    Case(Layout(2), dynamic(55), "qwen3-next-tiny"),
     Case(Layout(3), fixed(3, 60, cp_comm_type="all_gather"), "mistral"),
     Case(Layout(4), fixed(4, 60, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=2), "deep gpt-oss"),
     Case(Layout(4), dynamic(32), "deep qwen3-moe", losses=("groups",)),
@@ -145,6 +158,11 @@ CASES = [
 
 
 def model_of(family: str) -> Any:
+    if family.endswith("-tiny"):
+        model = load_model(preset=family, vocab_size=61, seed=0).double()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        return model
     name = family.removeprefix("deep ")
     if family != name:
         return deep(name, torch.float64, 2)
