@@ -17,7 +17,7 @@ NAMES = [
     *("Layout", "World", "Plan", "MicroBatch", "Group", "Cost", "PlanOptions", "AsyncPlanner", "PlannerConfig"),
     *("plan_fixed", "plan_padded", "plan_dynamic", "bind", "SequenceShard", "attend"),
     *("load_model", "prepare", "save_model", "run_step", "evaluate", "token_log_probs", "weights_by_name"),
-    "gather_documents",
+    *("gather_documents", "share_prefixes"),
     *("Document", "DocumentLoss", "LongspanError"),
     *("Bridge", "Exchange", "MultimodalModel", "Packing", "Partition", "add_mtp"),
 ]
@@ -72,7 +72,7 @@ def test_pages_and_examples_import_public_names_alone(page):
 
 
 def test_public_names():
-    assert len(NAMES) == len(set(NAMES)) == 32 == len(set(longspan.__all__) - {"__version__"})
+    assert len(NAMES) == len(set(NAMES)) == 33 == len(set(longspan.__all__) - {"__version__"})
     for name in NAMES:
         value = getattr(longspan, name)
         assert value.__name__ == name and value.__module__.startswith("longspan.")

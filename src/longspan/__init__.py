@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         PlannerConfig as PlannerConfig,
         gather_documents as gather_documents,
         run_step as run_step,
+        share_prefixes as share_prefixes,
         token_log_probs as token_log_probs,
     )
 

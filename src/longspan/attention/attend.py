@@ -276,6 +276,22 @@ def check_indices(indices: Tensor | None, q: Tensor, shard: SequenceShard, argum
         raise AttentionError(f"indices choose among earlier keys, got {got}; call without indices")
 
 
+def refuse_in_families(arguments: Arguments, shard: SequenceShard, *, indexed: bool) -> None:
+    """Raise AttentionError for what is not defined, or not exact, where documents share a prefix."""
+    asked = {
+        "causal=False": not arguments.causal,
+        f"chunk {arguments.chunk}": arguments.chunk is not None,
+        "indices": indexed,
+        f"dropout {arguments.dropout:g}": arguments.dropout > 0,
+        "a shard with spans": shard.has_spans,
+    }
+    if given := [name for name, value in asked.items() if value]:
+        raise AttentionError(
+            f"documents of the micro-batch share prefixes (Group.parents), and attend got {', '.join(given)}, which it "
+            "has for separate documents alone; plan the documents without share_prefixes"
+        )
+
+
 def pack_call(
     q: Tensor,
     k: Tensor,
@@ -297,7 +313,9 @@ def pack_call(
     groups = shard.micro_batch.groups
     scale = q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
-    mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.lengths)
+    mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.path_lengths)
+    if any(group.parents is not None for group in groups):
+        refuse_in_families(arguments, shard, indexed=indices is not None)
     # no model defines whether a span reaches over a chunk's end
     if arguments.chunk is not None and shard.has_spans:
         raise AttentionError(
@@ -335,7 +353,7 @@ def pack_call(
 
 def find_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int = 1) -> Members:
     """Find the members of a part's group; those with the same mask are made once for a shard."""
-    mask = mask.for_lengths(part.group.lengths)
+    mask = mask.for_lengths(part.group.path_lengths)
     cache = cache_of(shard)
     key = (part.index, inner, mask)
     if key not in cache.members:

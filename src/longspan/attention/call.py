@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.rows import Partial, RowIndex, RowSum, deltas, take_rows
-from longspan.attention.tiles import Launch, Mask, RowIdentities, Tile, span_tiles, tiles_between
+from longspan.attention.rows import Partial, RowIndex, RowSum, accumulation_dtype, deltas, sum_rows, take_rows
+from longspan.attention.tiles import Launch, Mask, RowIdentities, Tile, branch_tilings, span_tiles, tiles_between
 from longspan.comm import Addend, Channel, SequenceShard, ShardPart, to_device, world_of
 from longspan.comm.replays import Replay
 from longspan.layout import Segments
@@ -163,7 +163,7 @@ class Members:
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
         indices = list[Tensor]()
         for launch in self.launches(None):
-            rows = launch.tiling.k_rows()
+            rows = launch.key_rows
             places = np.full(len(by_member), -1, dtype=np.int64)
             places[rows] = np.arange(len(places[rows]))
             indices.append(to_device(places[by_member], self.device))
@@ -201,6 +201,12 @@ class Members:
 
         queries = self.real_segments(self.member)
         tilings = tiles_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
+        group = self.part.group
+        if group.parents is not None:
+            bases = np.asarray(group.bases, dtype=np.int64)
+            for ancestors in group.ancestors():
+                prefix = np.asarray(ancestors, dtype=np.int64)
+                tilings += branch_tilings(queries, keys, prefix, bases, self.mask.window)
         return tuple(Launch(tiling, self.device, identities) for tiling in tilings)
 
     @property
@@ -211,7 +217,7 @@ class Members:
     @cached_property
     def has_narrow_window(self) -> bool:
         """Members send each other just the rows that are seen, instead of blocks around a ring."""
-        return fetched_share(self.part.group.lengths, self.degree, self.mask.window, self.mask.chunk) < 1
+        return fetched_share(self.part.group.path_lengths, self.degree, self.mask.window, self.mask.chunk) < 1
 
     @cached_property
     def window_rows(self) -> WindowRows:
@@ -249,7 +255,29 @@ class Members:
         stop = self.spans.run_ends(runs)
         # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.
         start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
+        if self.part.group.parents is not None:
+            return self._with_prefix_ends(runs, start, stop)
         return segments_from_runs(runs.document, start, stop)
+
+    def _with_prefix_ends(self, runs: Segments, start: Integers, stop: Integers) -> Segments:
+        """Add what branches among the runs see of their prefixes: of each one run, up to its end."""
+        group = self.part.group
+        window = self.mask.window
+        assert window is not None
+        bases = np.asarray(group.bases, dtype=np.int64)
+        lengths = np.asarray(group.lengths, dtype=np.int64)
+        first_seen = lengths.copy()  # row of each document
+        for ancestors in group.ancestors():
+            prefix = np.asarray(ancestors, dtype=np.int64)[runs.document]
+            run = np.flatnonzero(prefix >= 0)
+            first_position = runs.start[run] + bases[runs.document[run]] - window + 1
+            np.minimum.at(first_seen, prefix[run], np.maximum(first_position - bases[prefix[run]], 0))
+        prefixes = np.flatnonzero(first_seen < lengths)
+        document = np.append(runs.document, prefixes)
+        start = np.append(start, first_seen[prefixes])
+        stop = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes])
+        order = np.lexsort((start, document))
+        return segments_from_runs(document[order], start[order], stop[order])
 
     def _find_rows_among_keys(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
         """Return which rows of `owner` are among `keys`, and where in the keys' tensor each of them is.
@@ -601,8 +629,18 @@ def block_gradients(
             take_rows(dout, rows), launch_saved, launch, call.for_rows(rows)
         )
         dq.add(rows, gradient)
-        addends.append(Addend(keys, key_gradients))
+        if launch.key_copies:
+            key_gradients = [_sum_copies(x, launch.key_copies) for x in key_gradients]
+        addends.append(Addend(launch.gradient_rows, key_gradients))
     return addends
+
+
+def _sum_copies(gradient: Tensor, copies: Sequence[Tensor]) -> Tensor:
+    """Sum the gradients of a key row's copies, in their order: every sum gives the same bits again."""
+    columns = gradient.flatten(1).contiguous()
+    total = columns.new_empty((len(copies[0]), columns.shape[1]), dtype=accumulation_dtype(gradient.dtype))
+    sum_rows(total, [(columns, index) for index in copies])
+    return total.unflatten(1, gradient.shape[1:])
 
 
 def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

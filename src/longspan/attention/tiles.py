@@ -69,13 +69,17 @@ class Tile(NamedTuple):
 class Tiling:
     """Tiles for one kernel launch: all with the mask `left`, `right`, no query row and no key row in two of them.
 
-    `bounds` (tiles, 4) holds the q_start, q_stop, k_start and k_stop of each; `tiles` are the same, one by one.
+    `bounds` (tiles, 4) holds the q_start, q_stop, k_start and k_stop of each; `tiles` are the same, one by one. Where
+    `repeats_keys`, key rows may be in several tiles: a kernel receives such a row once for each of them.
     """
 
-    def __init__(self, bounds: Integers, left: int | None, right: int | None) -> None:
+    def __init__(
+        self, bounds: Integers, left: int | None, right: int | None, *, repeats_keys: bool = False
+    ) -> None:
         self.bounds: Integers = bounds
         self.left: int | None = left
         self.right: int | None = right
+        self.repeats_keys: bool = repeats_keys
 
     @staticmethod
     def from_tiles(tiles: Iterable[Tile]) -> "Tiling":
@@ -162,7 +166,8 @@ class Launch:
     """One tiling, bound to a device. Made once per block and kept, so that layers share its index tensors.
 
     A kernel receives q[q_rows], k[k_rows], v[k_rows] (views where the rows follow each other) and `tiles` over those,
-    each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`).
+    each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`). The gradients of keys are
+    those of `gradient_rows`: of rows that the tiling repeats, the sum over `key_copies` (`find_copies`).
     """
 
     def __init__(
@@ -173,7 +178,14 @@ class Launch:
         self.left: int | None = tiling.left
         self.right: int | None = tiling.right
         self.q_rows: slice | Tensor = _index_on_device(tiling.q_rows(), device)
-        self.k_rows: slice | Tensor = _index_on_device(tiling.k_rows(), device)
+        self.key_rows: slice | Integers = tiling.k_rows()  # distinct, on the host
+        self.k_rows: slice | Tensor = _index_on_device(self.key_rows, device)
+        self.gradient_rows: slice | Tensor = self.k_rows
+        self.key_copies: tuple[Tensor, ...] = ()
+        if tiling.repeats_keys:
+            self.key_rows, copies = find_copies(expand_runs(tiling.bounds[:, 2], tiling.bounds[:, 3]))
+            self.gradient_rows = to_device(self.key_rows, device)
+            self.key_copies = tuple(to_device(index, device) for index in copies)
         self._identities = identities
         self._blocks: dict[tuple[int, bool], Tensor] = {}
 
@@ -229,6 +241,18 @@ class Launch:
         places[np.repeat(ends[0, :-1], keys) + positions] = np.arange(len(positions)) - np.repeat(starts, keys)
         place_starts, bit_starts = to_device(ends, self.device)
         return ChosenKeys(to_device(places, self.device), place_starts, bit_starts, int(ends[1, -1]))
+
+
+def find_copies(rows: Integers) -> tuple[Integers, list[Integers]]:
+    """Return the distinct rows (n,), rising, and for each copy the places in `rows` of that copy of each: −1 for none.
+
+    >>> find_copies(np.array([4, 5, 5, 6, 5]))
+    (array([4, 5, 6]), [array([0, 1, 3]), array([-1,  2, -1]), array([-1,  4, -1])])
+    """
+    distinct, first, counts = np.unique(np.sort(rows), return_index=True, return_counts=True)
+    places = np.append(np.argsort(rows, kind="stable"), -1)
+    copies = range(int(counts.max(initial=0)))
+    return distinct, [places[np.where(copy < counts, first + copy, -1)] for copy in copies]
 
 
 def visible_keys(tile: Tile, device: torch.device) -> Tensor | None:
@@ -333,11 +357,42 @@ def tiles_between(
         longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
         q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
     if window is not None:
-        band = _band_tiles(q, k, window)
-        without_idle = _drop_idle_limits(band)
-        candidates = (band, without_idle, split_left_limits(without_idle))
-        return min(map(make_tilings, candidates), key=len)  # all cover the same; each tiling is a launch
+        return _window_tilings(q, k, window)
     return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _whole_tiles(q, k))
+
+
+def _window_tilings(q: Segments, k: Segments, window: int, *, repeats_keys: bool = False) -> tuple[Tiling, ...]:
+    band = _band_tiles(q, k, window)
+    without_idle = _drop_idle_limits(band)
+    candidates = (band, without_idle, split_left_limits(without_idle))
+    # all cover the same; each tiling is a launch
+    return min((make_tilings(arrays, repeats_keys=repeats_keys) for arrays in candidates), key=len)
+
+
+def branch_tilings(
+    q: Segments, k: Segments, prefix: Integers, bases: Integers, window: int | None
+) -> tuple[Tiling, ...]:
+    """Return the tilings that cover what rows of `q` see of the documents that theirs continue, among the rows of `k`.
+
+    `prefix[d]` is what document d continues in one generation (−1: nothing), and `bases[d]` the position of its first
+    row. Without a window all of a prefix is seen: the rows of its branches, which follow each other, are one tile.
+    Under a window each branch sees rows at the prefix's end through a band of its own: these are repeated for each
+    branch, so that one launch has all bands of one form.
+    """
+    continues = prefix[q.document] >= 0
+    q = Segments(*(column[continues] for column in (q.document, q.start, q.stop, q.offset)))
+    branches = np.unique(q.document)
+    no_rows = np.zeros_like(branches)
+    branch, run, _ = pair_runs(Segments(prefix[branches], no_rows, no_rows, no_rows), k)
+    document = branches[branch]
+    base = bases[q.document]
+    base_of_keys = bases[prefix[document]]
+    q = Segments(q.document, q.start + base, q.stop + base, q.offset)
+    keys = Segments(document, k.start[run] + base_of_keys, k.stop[run] + base_of_keys, k.offset[run])
+    if window is not None:
+        return _window_tilings(q, keys, window, repeats_keys=True)
+    tiles = _join_neighbours(_prefix_tiles(q, keys))
+    return make_tilings(tiles._replace(document=prefix[tiles.document]))
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
@@ -352,7 +407,7 @@ def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
     return Segments(document, start, stop, segments.offset[run] + start - segments.start[run])
 
 
-def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
+def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tiling, ...]:
     """Make the tilings of some tiles: of each mask as many as the most tiles that one document has of it.
 
     The i-th tile of each document with a mask goes into that mask's i-th tiling, as a kernel takes one tile a document.
@@ -379,7 +434,7 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
         )  # a limit that hides no key of any tile is left out
         left = int(of_launch.left[0]) if hides_left.any() else None
         right = int(of_launch.right[0]) if hides_right.any() else None
-        tilings.append(Tiling(bounds, left, right))
+        tilings.append(Tiling(bounds, left, right, repeats_keys=repeats_keys))
     return tuple(tilings)
 
 

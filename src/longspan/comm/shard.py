@@ -135,6 +135,8 @@ def _lay_out_part(part: ShardPart, base: int) -> tuple[Integers, Integers, Integ
     document = np.repeat(segments.document, sizes)
     real = (positions < lengths[document]) & (part.index >= 0)
     rows = np.where(real, base + starts[document] + positions, -1)
+    if part.group.parents is not None:
+        positions = positions + np.asarray(part.group.bases, dtype=np.int64)[document]
     rows_of_document = np.bincount(document, minlength=len(lengths))
     present = np.flatnonzero(rows_of_document)
     return rows, positions, np.asarray(part.group.documents, dtype=np.int64)[present], rows_of_document[present]
@@ -231,11 +233,11 @@ class SequenceShard(Immutable):
     """One rank's view of one micro-batch, as `bind` returns it. T local rows of S packed rows.
 
     `rows` (T,) int64: packed row of each local row, −1 for padding; `position_ids` (T,) int64: position inside the
-    document. Per local segment, which is one document's rows of one group: `documents` (ids; −1 for padding) and
-    `cu_seqlens` (n + 1,) int32, boundaries among the local rows. `parts`: one per group that this slot is in, and a
-    last one of padding rows, if any. `seed` is the world's seed and step when it was bound, from which masks of dropout
-    are hashed. `spans`, one value a group, are the runs of rows that see each other (`with_spans`); None where it was
-    not said whether there are any.
+    document, behind the rows of those that it continues (`Group.parents`). Per local segment, which is one document's
+    rows of one group: `documents` (ids; −1 for padding) and `cu_seqlens` (n + 1,) int32, boundaries among the local
+    rows. `parts`: one per group that this slot is in, and a last one of padding rows, if any. `seed` is the world's
+    seed and step when it was bound, from which masks of dropout are hashed. `spans`, one value a group, are the runs of
+    rows that see each other (`with_spans`); None where it was not said whether there are any.
 
     >>> shard = bind(plan.micro_batches[0], world)
     >>> x_local = shard.scatter(x)                  # (S, …) to (T, …)

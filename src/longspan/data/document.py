@@ -51,12 +51,21 @@ class Document:
 
     `loss_mask` marks the targets, or `labels` as Hugging Face's, −100 for none; the first token is never one. `weights`
     multiply the losses of tokens. Other keywords are numbers of the document, or of each of its tokens, which a loss of
-    one's own reads by their names. Raises DataError for arrays of another length and for values that are no numbers.
+    one's own reads by their names. `parent` is the number, in the step, of a document whose tokens come before these,
+    as `share_prefixes` gives it. Raises DataError for arrays of another length and for values that are no numbers.
     """
 
     def __init__(
-        self, ids: Any, *, labels: Any = None, loss_mask: Any = None, weights: Any = None, **values: Any
+        self,
+        ids: Any,
+        *,
+        labels: Any = None,
+        loss_mask: Any = None,
+        weights: Any = None,
+        parent: int = -1,
+        **values: Any,
     ) -> None:
+        self.parent: int = parent
         self._ids = _read_integers("ids", ids)
         if labels is not None and loss_mask is not None:
             raise DataError("a document has labels and a loss_mask; give one of them: −100 in labels masks a token")
@@ -103,6 +112,18 @@ class Document:
         document = copy(self)
         document._values = {**self._values, **self._read_values(values)}
         return document
+
+    def part(self, start: int, stop: int, parent: int = -1) -> "Document":
+        """Return tokens `start` to `stop` as a document that continues `parent`; arrays are views, its first token is
+        predicted by none.
+        """
+        part = copy(self)
+        vars(part).pop("targets", None)
+        part.parent = parent
+        part._ids = self._ids[start:stop]
+        part._labels = self._labels[start:stop]
+        part._values = {name: value[start:stop] if value.ndim else value for name, value in self._values.items()}
+        return part
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         """Return numbers (n,) of the tokens at these positions, by name; a number of the document is repeated."""

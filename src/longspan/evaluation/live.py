@@ -159,6 +159,11 @@ def _checked_step_inputs(
     model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World
 ) -> StepInputs:
     if isinstance(choice, Plan):
+        if choice.parents is not None:
+            raise PlanError(
+                "documents of the plan share prefixes, and an evaluation has lengths and positions of whole documents; "
+                "plan the documents before share_prefixes, or use run_step(…, backward=False) or token_log_probs"
+            )
         return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model
     if isinstance(model, MultimodalModel):

@@ -1,7 +1,7 @@
 """Groups of slots that work on documents, the two levels of hierarchical ones, and the micro-batches they make up."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -20,7 +20,9 @@ class Group:
 
     `slots` in ring order; `documents` are ids into the plan's lengths, `lengths` their rows, in packed order.
     `cp_comm_type` is one string, or one per model layer. `pad_to` lays every document out as that many rows
-    (the classical padded batch); None lays each out as it is.
+    (the classical padded batch); None lays each out as it is. `parents` make families (docs/shared-prefixes.md): of
+    each document the index, in `documents`, of the one whose rows come before its own, −1 for none; a document stands
+    behind its parent, and between both only descendants of the parent.
     """
 
     slots: tuple[int, ...]
@@ -30,6 +32,32 @@ class Group:
     hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     partition: PartitionKind = "zigzag"
     pad_to: int | None = None
+    parents: tuple[int, ...] | None = None
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """How many rows come before each document's own: those of all that it continues."""
+        if self.parents is None:
+            return (0,) * len(self.lengths)
+        bases = list[int]()
+        for parent in self.parents:
+            bases.append(0 if parent < 0 else bases[parent] + self.lengths[parent])
+        return tuple(bases)
+
+    @cached_property
+    def path_lengths(self) -> tuple[int, ...]:
+        """Rows up to each document's last, with those of all that it continues."""
+        if self.parents is None:
+            return self.lengths
+        return tuple(base + length for base, length in zip(self.bases, self.lengths, strict=True))
+
+    def ancestors(self) -> Iterator[tuple[int, ...]]:
+        """Yield for each generation, from the first on, every document's ancestor in it; −1 where it has none."""
+        paths = list[tuple[int, ...]]()
+        for parent in self.parents or ():
+            paths.append(() if parent < 0 else (*paths[parent], parent))
+        for generation in range(max(map(len, paths), default=0)):
+            yield tuple(path[generation] if generation < len(path) else -1 for path in paths)
 
     @property
     def degree(self) -> int:
@@ -86,6 +114,11 @@ class MicroBatch:
     def lengths(self) -> tuple[int, ...]:
         """Document lengths in packed order, group by group."""
         return tuple(n for group in self.groups for n in group.lengths)
+
+    @property
+    def path_lengths(self) -> tuple[int, ...]:
+        """Rows up to each document's last, with those of all that it continues, in packed order."""
+        return tuple(n for group in self.groups for n in group.path_lengths)
 
     def groups_of(self, slot: int) -> tuple[tuple[int, Group], ...]:
         """Return the groups that a slot is in, with their index, in order."""

@@ -66,6 +66,25 @@ class Plan:
         """Rows of all documents."""
         return sum(self.lengths)
 
+    @cached_property
+    def parents(self) -> tuple[int, ...] | None:
+        """Of each document the one whose rows come before its own, −1 for none; None: no documents share a prefix."""
+        parents = [-1] * len(self.lengths)
+        families = [group for batch in self.micro_batches for group in batch.groups if group.parents is not None]
+        for group in families:
+            for document, parent in zip(group.documents, group.parents or (), strict=True):
+                parents[document] = -1 if parent < 0 else group.documents[parent]
+        return tuple(parents) if families else None
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """The rows before each document's own, those of all that it continues; () where no documents share a prefix."""
+        if self.parents is None:
+            return ()
+        groups = [group for batch in self.micro_batches for group in batch.groups]
+        by_document = {d: base for group in groups for d, base in zip(group.documents, group.bases, strict=True)}
+        return tuple(by_document[document] for document in range(len(self.lengths)))
+
     @property
     def ratio(self) -> float:
         """Predicted time over the lower bound, at least 1; nan if the plan has no bound."""
@@ -108,6 +127,7 @@ class Plan:
             self.mode,
             max_cp=max_cp,
             node_size=self.node_size,
+            bases=self.bases if self.parents else (),
         ).seconds
         bound += cost.update_seconds + cost.closing_seconds
         return replace(plan, predicted_seconds=plan.timeline().step_seconds, lower_bound_seconds=bound)
@@ -243,11 +263,36 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
             f"{where} pads to {group.pad_to!r} rows, less than its longest document, {max(group.lengths)}"
         )
     check_choice(f"{where}: partition", group.partition, PARTITIONS)
+    if group.parents is not None:
+        _check_parents(where, group)
     try:
         types = check_comm_types(group.cp_comm_type)
         check_hierarchical_sizes(types, group.hierarchical_context_parallel_sizes, group.degree)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
+
+
+def _check_parents(where: str, group: Group) -> None:
+    parents = group.parents or ()
+    if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:
+        raise PlanError(
+            f"{where} has the parents {items_text(parents)} for {len(group.documents)} documents; give each an integer "
+            "(int): the index of a document of the group, or -1"
+        )
+    if group.pad_to is not None:
+        raise PlanError(
+            f"{where} pads to {group.pad_to} rows and has parents; a family is packed: leave pad_to out"
+        )
+    path = list[int]()  # the document before and what it continues, from the last on
+    for index, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent != -1 and not path:
+            raise PlanError(
+                f"{where} gives document {group.documents[index]}, at index {index}, the parent {parent}; a parent "
+                "stands before its branches, and between both only descendants of the parent"
+            )
+        path.append(index)
 
 
 def _check_documents(plan: Plan) -> None:
@@ -301,6 +346,12 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         closing = seconds_text(cost.closing_seconds)
         share = cost.closing_seconds / seconds
         lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
+    if plan.parents is not None:
+        prefixes = set(plan.parents) - {-1}
+        bases = [base for d, base in enumerate(plan.bases) if base and d not in prefixes]
+        saved = sum(bases) - sum(plan.lengths[d] for d in prefixes)
+        text = f"rows fewer: {plural(len(prefixes), 'prefix', 'es')} of {plural(len(bases), 'document')}"
+        lines.append(f"  shared      {saved:>14,}   {text}")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
     return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]
 
@@ -432,6 +483,8 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
 def _encode_group(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
     """A kind that `kinds` lacks is added to it, with the next number."""
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
+    if group.parents is not None:
+        kind = (*kind, group.parents)
     slots = group.slots
     number = kinds.setdefault(kind, len(kinds))
     if slots == tuple(range(slots[0], slots[0] + len(slots))):
@@ -449,5 +502,4 @@ def _decode_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: t
         is_list = isinstance(first, list)
         slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))
         documents: tuple[int, ...] = tuple(numbers if is_list else numbers[1:])
-        kind, sizes, partition, pad_to = kinds[number]
-        yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)
+        yield Group(slots, documents, tuple(lengths[d] for d in documents), *kinds[number])

@@ -44,6 +44,12 @@ class GroupTable:
         pad = np.repeat(_int_array([group.pad_to or 0 for _, group in groups]), counts)
         lengths = np.fromiter(chain.from_iterable(group.lengths for _, group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
+        squares = rows * rows
+        unpadded = lengths * lengths
+        if any(group.parents is not None for _, group in groups):  # rows of branches see those of their prefixes
+            bases = np.fromiter(chain.from_iterable(group.bases for _, group in groups), np.int64, len(pad))
+            squares += 2 * rows * bases
+            unpadded += 2 * lengths * bases
         first = np.cumsum(counts) - counts  # document of each group
         ways: dict[Way, int] = {}
         way = list[int]()
@@ -56,8 +62,8 @@ class GroupTable:
             degree=degree,
             documents=counts,
             tokens=np.add.reduceat(rows, first),
-            squares=np.add.reduceat(rows * rows, first),
-            unpadded=np.add.reduceat(lengths * lengths, first),
+            squares=np.add.reduceat(squares, first),
+            unpadded=np.add.reduceat(unpadded, first),
             skipped=np.array([_count_skipped_rows(group) for _, group in groups], dtype=np.float64),
             group=np.repeat(np.arange(len(groups)), degree),
             slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
@@ -279,8 +285,10 @@ def lower_bound_seconds(
     *,
     max_cp: int | None = None,
     node_size: int = 8,
+    bases: Sequence[int] | Integers = (),
 ) -> Bound:
     """Return the bound of these lengths, by area and by the longest document; max_tokens_per_slot None means no limit.
+    `bases` are the rows that come before each document's own, where documents share prefixes.
 
     `max_cp` limits the degree of any group. The slots of a step have slots · seconds together, of which work,
     unavoidable messages and launches are parts that do not overlap: their sum over the slots bounds the step. Raises
@@ -288,7 +296,10 @@ def lower_bound_seconds(
     """
     rows = np.asarray(lengths, dtype=np.int64)
     widest = min(max_cp or slots, slots)
-    attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
+    squares = rows.astype(np.float64) ** 2
+    if len(bases):
+        squares += 2.0 * rows * np.asarray(bases)
+    attention = math.fsum(squares * cost.attention_seconds)
     work = math.fsum(rows * float(cost.work_seconds(1, 0))) + attention
     # In free mode a slot skips micro-batches without documents for it: it is in as many as its rows fill, on average.
     launches = int(rows.sum()) / (slots * max_tokens_per_slot) if max_tokens_per_slot else 0.0

@@ -1,7 +1,8 @@
 """Runs of rows of a group's members in the order of their documents, decided in integers.
 
 A *chain* is a document's runs by position, whoever holds them; a run's *place* is its number in its chain. What a run
-needs of those before it and what it owes to those after it follow only from places. This module moves no tensors.
+needs of those before it and what it owes to those after it follow only from places. Where documents share a prefix,
+a chain has the runs of all that its document continues before its own. This module moves no tensors.
 """
 
 from functools import cached_property
@@ -21,6 +22,7 @@ class Runs(NamedTuple):
     """Runs of all members, chain after chain, each in the order of its positions: arrays of equal length.
 
     A run is rows `start` to `stop` (half open) of `document`, at `place` in its chain; `last` are the last of a chain.
+    `before` is the run whose final state enters each, −1 for none.
     """
 
     member: Integers
@@ -30,6 +32,7 @@ class Runs(NamedTuple):
     offset: Integers  # first row among the member's
     place: Integers
     last: Flags
+    before: Integers
 
     def member_runs(self, member: int) -> Integers:
         """Return the indices of a member's runs, in the order in which the member holds them."""
@@ -66,7 +69,16 @@ class Chains:
         is_first = np.diff(document, prepend=-1) != 0
         place = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
         is_last = np.append(is_first[1:], np.ones(min(1, len(is_first)), dtype=bool))
-        return Runs(member, document, start, stop, offset, place, is_last)
+        before = np.where(is_first, -1, np.arange(len(order)) - 1)
+        if self.part.group.parents is not None:
+            first_runs = np.flatnonzero(is_first)
+            last_runs = np.flatnonzero(is_last)
+            for index, parent in enumerate(self.part.group.parents):
+                if parent >= 0:
+                    before[first_runs[index]] = last_runs[parent]
+                    place[first_runs[index] : last_runs[index] + 1] += place[last_runs[parent]] + 1
+            is_last = ~np.isin(np.arange(len(order)), before)
+        return Runs(member, document, start, stop, offset, place, is_last, before)
 
     @cached_property
     def local_indices(self) -> Integers:
@@ -90,6 +102,8 @@ class Chains:
         −1 stands past a chain's end. Longer chains come first, so that those with a run at a place are the first few.
         """
         runs = self.runs
+        if self.part.group.parents is not None:
+            return self._list_paths()
         first_runs = np.flatnonzero(runs.place == 0)
         sizes = np.diff(np.append(first_runs, len(runs.place)))
         is_local = np.zeros(len(first_runs), dtype=bool)
@@ -103,6 +117,21 @@ class Chains:
         place = expand_runs(np.zeros_like(chain_numbers), sizes)
         table[table_row, place] = expand_runs(first_runs, first_runs + sizes)
         return table
+
+    def _list_paths(self) -> Integers:
+        """`local_chains` where documents share prefixes: a chain for each last run, from the first run on."""
+        before = self.runs.before.tolist()
+        is_local = (self.local_number_of_run >= 0).tolist()
+        paths = list[list[int]]()
+        for run in np.flatnonzero(self.runs.last & (self.runs.place > 0)).tolist():
+            path = [run]
+            while before[path[-1]] >= 0:
+                path.append(before[path[-1]])
+            if any(is_local[run] for run in path):
+                paths.append(path[::-1])
+        paths.sort(key=len, reverse=True)
+        most = max(map(len, paths), default=0)
+        return np.array([path + [-1] * (most - len(path)) for path in paths], dtype=np.int64).reshape(-1, most)
 
     @cached_property
     def local_places(self) -> range:

@@ -42,6 +42,8 @@ class Halo:
 
     def __init__(self, chains: Chains, width: int) -> None:
         self._runs = chains.runs
+        self._group = chains.part.group
+        self._bases = np.asarray(self._group.bases, dtype=np.int64)[chains.runs.document]
         self._width = width
         self._device = chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
@@ -68,9 +70,16 @@ class Halo:
         """
         runs = self._runs
         local = self._runs.member_runs(member)
-        first_position = np.maximum(runs.start[local] - self._width, 0)
-        position = expand_runs(first_position, runs.start[local])
-        document = np.repeat(runs.document[local], runs.start[local] - first_position)
+        start = runs.start[local] + self._bases[local]
+        first_position = np.maximum(start - self._width, 0)
+        position = expand_runs(first_position, start)
+        document = np.repeat(runs.document[local], start - first_position)
+        if self._group.parents is not None:
+            bases = np.asarray(self._group.bases)
+            parents = np.asarray(self._group.parents)
+            while (is_before := position < bases[document]).any():  # in a document that this one continues
+                document = np.where(is_before, parents[document], document)
+            position = position - bases[document]
         stride = int(runs.stop.max(initial=0)) + 1
         owner_run = (
             np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
@@ -89,7 +98,7 @@ class Halo:
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
         table = np.full((len(local_indices), width), -1, dtype=np.int64)
-        sizes = np.minimum(runs.start[local_indices], width)
+        sizes = np.minimum((runs.start + self._bases)[local_indices], width)
         table[np.arange(width) >= width - sizes[:, None]] = arrived
         return table
 

@@ -113,6 +113,8 @@ class BackwardFold:
             return leaving
         gathered = self._gathered.wait()
         table = self._chains.local_chains
+        if self._chains.part.group.parents is not None:
+            return self._sum_over_branches(table, gathered)
         local_number_of_run = self._chains.local_number_of_run
         gradient = leaving[:0]
         first_place = self._chains.local_places.start
@@ -127,6 +129,24 @@ class BackwardFold:
             gradient = gradients
             _put_local_runs(leaving, gradient, local_number_of_run[table[:count, place - 1]])
         return leaving
+
+    def _sum_over_branches(self, table: Integers, gathered: "_GatheredSummaries") -> Tensor:
+        """`leaving_gradients` where the final state of a run enters several: their gradients are summed."""
+        runs = self._chains.runs
+        device = self._states.device
+        final = self._states.new_zeros((len(runs.member), *self._states.shape[1:]))
+        for place in range(table.shape[1] - 1, 0, -1):
+            entered = np.unique(table[:, place])
+            entered = entered[entered >= 0]
+            gradients = gathered.states(entered).clone()
+            goes_on = np.flatnonzero(~runs.last[entered])
+            if len(goes_on):
+                index = index_on_device(goes_on, device)
+                later = final.index_select(0, index_on_device(entered[goes_on], device))
+                transitions = gathered.transitions(entered[goes_on]).mT
+                gradients[index] = map_states(transitions, later, gradients[index])
+            final.index_add_(0, index_on_device(runs.before[entered], device), gradients)
+        return final.index_select(0, index_on_device(self._chains.local_indices, device))
 
 
 class _GatheredSummaries:

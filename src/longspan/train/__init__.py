@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from longspan.data.batch_documents import BatchDocuments as BatchDocuments, documents_of as documents_of
     from longspan.data.document import Document as Document
     from longspan.data.scored_document import ScoredDocument as ScoredDocument
+    from longspan.data.shared_prefixes import SharedDocuments as SharedDocuments, share_prefixes as share_prefixes
     from longspan.model import disable_adapter as disable_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
     from longspan.resolve.choice import PlannerConfig as PlannerConfig

@@ -271,6 +271,11 @@ class _Local:
                 f"document {number} is a {type(document).__name__} of {', '.join(map(str, document))}; give its token "
                 "ids, or longspan.Document(ids, labels=…) where not every token is a target"
             )
+        if getattr(document, "parent", -1) >= 0:
+            raise DataError(
+                f"document {number} continues document {document.parent}, which ranks that gather documents do not "
+                "know; gather whole documents"
+            )
         try:
             positions = np.arange(len(document))
         except TypeError as error:

@@ -87,9 +87,10 @@ def run_step(
     """Run every micro-batch of a plan and return the loss: a sum over targets, divided by the plan's targets.
 
     `documents[d]` is document d of the plan: it has a length and is indexed by an int64 array of positions, those that
-    a rank holds. With `backward`, gradients are added to `.grad` as a plain sum over slots; with an
-    `optimizer`, they are zeroed before, clipped to `max_grad_norm` if given, and a step is taken; AdamW in one pass, as
-    `build_optimizer` makes it, clips within its update and leaves `.grad` as it is. `step` appears in errors.
+    a rank holds. Of what `share_prefixes` returns, losses and numbers of tokens are those of whole documents. With
+    `backward`, gradients are added to `.grad` as a plain sum over slots; with an `optimizer`, they are zeroed before,
+    clipped to `max_grad_norm` if given, and a step is taken; AdamW in one pass, as `build_optimizer` makes it, clips
+    within its update and leaves `.grad` as it is. `step` appears in errors.
 
     A model in training mode runs as it is: modules in it that were put in evaluation mode (frozen ones, say) stay so. A
     model in evaluation mode is put in training mode, all of it. Without `backward` all of it runs in evaluation mode
@@ -211,6 +212,6 @@ def token_log_probs(
     compare_names_on_ranks(also, world)
     terms = encoder_terms(inputs)
     batches = read_batches(inputs, terms, temperature)
-    log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also)
+    log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also, bases=plan.bases)
     run_passes(Passes.with_terms(inputs, terms, log_probs, temperature=temperature), batches)
     return log_probs.sum_over_ranks(world)

@@ -53,6 +53,7 @@ class StepDocuments:
         self.documents: Any = documents
         self._scores = score_columns(getattr(model, "language_model", model)) > 0
         self.lengths: tuple[int, ...] = tuple(lengths)
+        self._parents: dict[int, int] = {}  # of documents that continue another, once they are counted
         items = getattr(documents, "items", None)
         items = None if callable(items) else items  # a dict of documents has a method of this name
         self.items: ItemTable | None = None
@@ -86,7 +87,11 @@ class StepDocuments:
         return count_text_targets(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
-        if plan.targets == (targets := sum(self.targets_by_document)):
+        """Raise PlanError for a plan of other targets than the documents have, or of other families."""
+        targets = sum(self.targets_by_document)
+        if self._parents or plan.parents is not None:
+            self._check_parents(plan)
+        if plan.targets == targets:
             return
         clause = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
         raise PlanError(
@@ -94,6 +99,22 @@ class StepDocuments:
             f"{plural(targets, 'token')}{clause}; plan with targets={targets}, or without targets= where every token "
             "is predicted"
         )
+
+    def _check_parents(self, plan: Plan) -> None:
+        planned = plan.parents or (-1,) * len(plan.lengths)
+        for document, parent in enumerate(planned):
+            if (own := self._parents.get(document, -1)) != parent:
+                texts = [f"continues document {p}" if p >= 0 else "continues none" for p in (own, parent)]
+                raise PlanError(
+                    f"document {document} {texts[0]} and in the plan it {texts[1]}; plan the lengths of what "
+                    "share_prefixes returns with parents=shared.parents, and give the step the same documents"
+                )
+        for parent in set(planned) - {-1}:
+            if targets := self.targets_by_document[parent]:
+                raise PlanError(
+                    f"document {parent} predicts {plural(targets, 'token')} and other documents continue it: the loss "
+                    "of these would count once for all of them; share only rows without a target (share_prefixes)"
+                )
 
     def with_moved_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
         """Return the documents, with this rank's rows where rows move between ranks; entered by all ranks."""
@@ -130,6 +151,8 @@ class StepDocuments:
                 f"document {document} has {plural(len(value), 'token')}, the plan laid out {length}; plan from the "
                 "lengths of the documents that the step is given"
             )
+        if (parent := getattr(value, "parent", -1)) >= 0:
+            self._parents[document] = parent
         return count_targets(value)
 
 
@@ -174,6 +197,13 @@ def check_step_arguments(
             f"with row_multiple={multiple}"
         )
     documents.check_targets(plan)
+    if plan.parents is not None:
+        rules.check_families(training=backward)
+        if is_multimodal(model):
+            raise ModelError(
+                "documents of the plan share prefixes, and a MultimodalModel takes whole documents; plan them before "
+                "share_prefixes"
+            )
     refuse_documents_beyond_positions(rules.position_table, plan.micro_batches)
     try_rows(language_model, world, backward=backward)
     return StepInputs(model, language_model, plan, documents, world, backward)

@@ -181,7 +181,12 @@ def refuse_documents_beyond_positions(
         (f"document {document} takes {rows} rows" + ("" if rows == length else f" ({length} tokens, padded)"), rows)
         for micro_batch in micro_batches
         for group in micro_batch.groups
-        for document, length, rows in zip(group.documents, group.lengths, group.laid_out, strict=True)
+        for document, length, rows in zip(
+            group.documents,
+            group.path_lengths,
+            group.laid_out if group.parents is None else group.path_lengths,
+            strict=True,
+        )
     ]
     for subject, rows in (*rows_of_documents, (f"the shard has {padding_rows} rows of padding", padding_rows)):
         if rows > table.positions:
@@ -196,7 +201,8 @@ class CallRules:
     """The kernel of a model's layers, and conditions on its rows.
 
     Without a kernel each call takes the first that can. Draws are in words, outside attention. Rows see each other in
-    items of modalities `in_spans`, or in a `prefix` of at most `prefix_window` rows; the shard must say where.
+    items of modalities `in_spans`, or in a `prefix` of at most `prefix_window` rows; the shard must say where. What is
+    `separate`, or so in training, is exact for separate documents alone, not for those that share prefixes.
     """
 
     architecture: str
@@ -208,6 +214,8 @@ class CallRules:
     in_spans: tuple[str, ...] = ()
     prefix: bool = False
     prefix_window: int | None = None
+    separate: tuple[str, ...] = ()
+    separate_in_training: tuple[str, ...] = ()
 
     def add_kernel_argument(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Put the model's kernel into the keyword arguments of a call, unless the caller chose one."""
@@ -221,6 +229,16 @@ class CallRules:
                 f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp "
                 f"{self.row_multiple}; use shard.with_padding(multiple={self.row_multiple}), and plans with "
                 f"row_multiple={self.row_multiple}"
+            )
+
+    def check_families(self, *, training: bool) -> None:
+        """Raise ModelError if the model computes something that is not exact where documents share prefixes."""
+        spans = ("a bidirectional prefix",) if self.prefix else tuple(f"spans of {name}" for name in self.in_spans)
+        features = (*self.separate, *spans, *(self.separate_in_training if training else ()))
+        if features:
+            raise ModelError(
+                f"{self.architecture} has {', '.join(features)}, exact for separate documents alone, and documents of "
+                "the plan share prefixes; plan the documents before share_prefixes"
             )
 
     def check_spans(self, shard: SequenceShard) -> None:

@@ -115,10 +115,17 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     if call.heads % inner:
         return TypePrice(kind, sizes, math.inf, math.inf, f"{call.heads} query heads do not divide by {inner}")
     tokens = sum(laid_out)
-    squares = sum(length * length for length in laid_out)
+    before: tuple[
+        int, ...
+    ] = ()  # rows before each document's own; pairs are those up to its last, less those before
+    if group.parents is not None:
+        laid_out = group.path_lengths
+        before = group.bases
+    squares = sum(length * length for length in laid_out) - sum(length * length for length in before)
     typical = squares / max(1, tokens)
     rows, pairs, members, neighbours, causal, ring = np.array(
-        [tokens, call.squares(laid_out), degree, together, squares, sizes[1]], dtype=np.float64
+        [tokens, call.squares(laid_out) - call.squares(before), degree, together, squares, sizes[1]],
+        dtype=np.float64,
     )
     even = call.window or call.chunk or not call.causal  # members of a ring see about as much as each other
     price = PricedRows(
@@ -129,7 +136,7 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
         busiest=1.0 if even else attention_imbalance(group.partition, rows, causal, ring),
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
         window=call.window or math.inf,
-        sent=1.0 if kind == "all_gather" else fetched_share(group.lengths, around, call.window, call.chunk),
+        sent=1.0 if kind == "all_gather" else fetched_share(group.path_lengths, around, call.window, call.chunk),
     )
     computed, shown = attention_and_message_seconds(
         dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price

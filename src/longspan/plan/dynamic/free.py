@@ -105,8 +105,8 @@ class _Queues:
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         queue = int(ends.argmin())
-        is_one_document = len(self.problem.documents[item]) == 1  # `_group_seconds` prices no other
-        if ends[queue] > goal and is_one_document:
+        is_pack = len(self.problem.documents[item]) > 1 and not self.problem.families[item]
+        if ends[queue] > goal and not is_pack:
             queues, end = self._choose_slots(item, goal)
             if queues is not None and end < ends[queue]:
                 self._make_group(item, queues)
@@ -141,7 +141,8 @@ class _Queues:
     def _group_seconds(self, item: int, queues: Ints) -> float:
         tokens = int(self.problem.tokens[item])
         degree = self._group_degree(queues)
-        seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
+        squares = int(self.problem.squares[item])
+        seconds = self.problem.request.cost.group_seconds(tokens, squares, degree, inside=False)
         return self.launch + float(seconds)
 
     def _make_group(self, item: int, queues: Ints) -> None:

@@ -242,16 +242,16 @@ def _seconds_at_other_degree(problem: Problem, long: list[LongDocument], random:
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
     degree = problem.widest_degree(max(degree, problem.min_cp))
     tokens = int(problem.tokens[document.item])
-    return float(
-        problem.request.cost.group_seconds(tokens, tokens * tokens, degree, degree <= problem.widest_in_node)
-    )
+    squares = int(problem.squares[document.item])
+    return float(problem.request.cost.group_seconds(tokens, squares, degree, degree <= problem.widest_in_node))
 
 
 @dataclass(frozen=True, eq=False)
 class DegreeTable:
     """Seconds and rows of a document in a group of its own, for classes of lengths and all degrees worth considering.
 
-    Only single documents of enough work have a class: others are never long. A class has the longest of its lengths.
+    Only single documents and families of enough work have a class: others are never long. A class has the longest of
+    its lengths, and the most squares.
     """
 
     problem: Problem
@@ -268,17 +268,21 @@ class DegreeTable:
     @classmethod
     def for_problem(cls, problem: Problem) -> "DegreeTable":
         """Short documents are as dense as the first of the last quarter."""
-        may_be_long = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_long_work)
+        too_long_for_bins = problem.families & (problem.tokens > problem.widest_run * problem.cap)
+        may_be_long = (problem.work >= problem.least_long_work) | too_long_for_bins
+        may_be_long &= problem.families | (problem.squares == problem.tokens**2)
         longest = _longest_by_class(np.unique(problem.tokens[may_be_long]))
         item_class = np.where(may_be_long, np.searchsorted(longest, problem.tokens), -1)
+        squares = np.ones_like(longest)
+        np.maximum.at(squares, item_class[may_be_long], problem.squares[may_be_long])
         degrees = problem.degrees_to_try()
         column = longest[:, None]
         inside = degrees <= problem.widest_in_node
-        seconds = problem.request.cost.group_seconds(column, column * column, degrees, inside)
+        seconds = problem.request.cost.group_seconds(column, squares[:, None], degrees, inside)
         rows = -(-column // degrees)
         short = len(problem.tokens) * SHORT_FROM[0] // SHORT_FROM[1]
         density = float(problem.work[short] / problem.tokens[short])
-        work = problem.request.cost.work_seconds(longest, longest**2)
+        work = problem.request.cost.work_seconds(longest, squares)
         latency = problem.request.cost.latency_seconds(np.arange(1, problem.widest_block + 1))
         return cls(
             problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density, work, latency
@@ -292,9 +296,10 @@ class DegreeTable:
         problem = self.problem
         may_be_long = self.item_class >= 0
         tokens = problem.tokens[may_be_long][:, None]
+        squares = problem.squares[may_be_long][:, None]
         inside = np.array([False, True])[:, None, None] & (self.degrees <= problem.widest_in_node)
         seconds = np.full((2, len(may_be_long), len(self.degrees)), np.nan)
-        seconds[:, may_be_long] = problem.request.cost.group_seconds(tokens, tokens * tokens, self.degrees, inside)
+        seconds[:, may_be_long] = problem.request.cost.group_seconds(tokens, squares, self.degrees, inside)
         return seconds
 
     def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
@@ -581,8 +586,8 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
         base_seconds = 0.0
         base_rows = 0
         if (long := bins.long[b]) >= 0 and len(candidate.long[long].parts) == 1:
-            length = int(problem.tokens[candidate.long[long].item])
-            first = length, length * length, 1
+            item = candidate.long[long].item
+            first = int(problem.tokens[item]), int(problem.squares[item]), int(problem.document_counts[item])
         elif long >= 0:
             base_seconds = candidate.long[long].seconds
             base_rows = candidate.long[long].rows

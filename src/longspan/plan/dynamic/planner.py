@@ -86,7 +86,11 @@ def plan_dynamic(
         return request.make_plan((), "dynamic", max_cp=max_cp)
     problem = Problem.from_request(request, degrees)
     limits = request.lengths, request.slots, request.max_tokens_per_slot
-    places = {"max_cp": problem.max_cp, "node_size": request.node_size}
+    places = {
+        "max_cp": problem.max_cp,
+        "node_size": request.node_size,
+        "bases": request.bases if request.parents else (),
+    }
     goal = lower_bound_seconds(*limits, request.cost, request.mode, **places).seconds
     return request.make_plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
@@ -136,7 +140,7 @@ def _keep_powers_of_two(problem: Problem) -> Problem | None:
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
     if request.cost.network is None or request.slots > HALVED_SLOTS or len(degrees) in (0, len(problem.degrees)):
         return None
-    return Problem.from_request(request, degrees) if max(request.lengths) <= degrees[-1] * problem.cap else None
+    return Problem.from_request(request, degrees) if problem.tokens[0] <= degrees[-1] * problem.cap else None
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
@@ -149,7 +153,7 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
         least = (problem.mean_slot_seconds + problem.least_micro_batches * launch) / request.cost.stages
         if (
             request.slots % cp
-            or max(request.lengths) > cp * problem.cap
+            or problem.tokens[0] > cp * problem.cap
             or least + request.cost.update_seconds >= best
         ):
             continue
@@ -160,6 +164,9 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
 def _sort_documents(batch: MicroBatch) -> MicroBatch:
     groups: list[Group] = []
     for group in batch.groups:
+        if group.parents is not None:
+            groups.append(group)
+            continue
         order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))
         documents, lengths = (tuple(values[i] for i in order) for values in (group.documents, group.lengths))
         groups.append(replace(group, documents=documents, lengths=lengths))

@@ -1,13 +1,14 @@
 """The documents and slots of one step as the dynamic planner sees them: items, longest first, and blocks of slots.
 
-An item is a document, or a pack of very short ones that stay together so that planning a batch of tiny documents
-takes no longer. A block is a run of slots inside one node (or of several nodes, if min_cp is above the node size).
+An item is a document, a family of documents that share a prefix, or a pack of very short ones that stay together so
+that planning a batch of tiny documents takes no longer. A block is a run of slots inside one node (or of several nodes,
+if min_cp is above the node size).
 """
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,18 +37,26 @@ class Problem:
     degrees: DegreeSet  # that a group may have, at most the slots
     cap: int  # rows of a slot, in whole row multiples
     documents: tuple[tuple[int, ...], ...]  # of each item, ids
-    tokens: Ints  # (items,)
-    squares: Ints  # (items,) sum of squared document lengths
+    tokens: Ints  # (items,) with the rows that prefixes share once
+    squares: Ints  # (items,) sum of squared document lengths; of families as `Request.family_sizes`
+    families: NDArray[np.bool_]  # (items,) whether it is a family
     blocks: tuple[tuple[int, int], ...]  # first slot and number of slots
 
     @classmethod
     def from_request(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        lengths = np.array(request.lengths, dtype=np.int64)
-        order = np.argsort(-lengths, kind="stable")
-        cap = int(lengths.sum()) if request.rows is None else request.rows
-        documents, tokens, squares = _make_items(order, lengths[order], request.slots, cap)
+        rows = np.array(request.lengths, dtype=np.int64)
+        squares = rows * rows
+        if request.parents is not None:
+            rows, squares = request.family_sizes
+        order = np.argsort(-rows, kind="stable")
+        cap = int(rows.sum()) if request.rows is None else request.rows
+        items, tokens, squares = _make_items(order, rows[order], squares[order], request.slots, cap)
+        families = np.zeros(len(items), dtype=bool)
+        if request.parents is not None:
+            families = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
+            items = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
         blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])
-        return cls(request, degrees, cap, documents, tokens, squares, blocks)
+        return cls(request, degrees, cap, items, tokens, squares, families, blocks)
 
     @property
     def min_cp(self) -> int:
@@ -151,25 +160,28 @@ class Problem:
         return max(1, -(-int(self.tokens.sum()) // (self.request.slots * self.cap)))
 
 
-def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """`order` are the documents by falling length, `lengths` their tokens. Above `PACKED_ABOVE` documents a slot, those
-    of less than a pack's tokens lie end to end, and a pack begins every `pack_tokens`, at most a sixteenth of a cap.
+def _make_items(
+    order: Ints, lengths: Ints, squares: Ints, slots: int, cap: int
+) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
+    """`order` are the documents by falling length, `lengths` their tokens and `squares` those squared. Above
+    `PACKED_ABOVE` documents a slot, those of less than a pack's tokens lie end to end, and a pack begins every
+    `pack_tokens`, at most a sixteenth of a slot's cap.
     """
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:
-        return tuple((d,) for d in ids), lengths, lengths * lengths
+        return tuple((d,) for d in ids), lengths, squares
     pack_tokens = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
     long = int(np.searchsorted(-lengths, -pack_tokens, side="right"))
     starts = np.cumsum(lengths[long:]) - lengths[long:]
     item = np.unique(np.concatenate((np.arange(long), long + starts // pack_tokens)), return_inverse=True)[1]
     count = int(item[-1]) + 1
-    tokens, squares = np.zeros((2, count), dtype=np.int64)
+    tokens, squares_of_items = np.zeros((2, count), dtype=np.int64)
     np.add.at(tokens, item, lengths)
-    np.add.at(squares, item, lengths * lengths)
+    np.add.at(squares_of_items, item, squares)
     first = np.searchsorted(item, np.arange(count + 1)).tolist()
     rank = np.argsort(-tokens, kind="stable")
     ranked: list[int] = rank.tolist()
-    return tuple(tuple(ids[first[i] : first[i + 1]]) for i in ranked), tokens[rank], squares[rank]
+    return tuple(tuple(ids[first[i] : first[i + 1]]) for i in ranked), tokens[rank], squares_of_items[rank]
 
 
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:

@@ -13,6 +13,7 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.errors import PlanError, plural
 from longspan.layout import Floats, Integers, Layout
 from longspan.plan.check import check_comm_types, heads_allow_degree
 from longspan.plan.micro_batch import Group, MicroBatch
@@ -124,7 +125,7 @@ def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanO
 
 @dataclass(frozen=True, eq=False)
 class Packer:
-    """Documents longest first, and the groups that they can go to.
+    """Documents longest first, and the groups that they can go to; a family counts as one document here.
 
     An *assignment* is an array (documents,) with the place of each document, in that order: micro-batch x groups +
     group. A *bin* holds the documents of one place, before it is decided which place that is.
@@ -134,20 +135,25 @@ class Packer:
     cp: int
     order: Integers  # (documents,) ids, longest first, equal lengths by id
     lengths: list[int]  # (documents,) in that order
+    squares: Integers  # (documents,) in that order; of families as `Request.family_sizes`
     work: list[float]  # (documents,) seconds, in that order
     room: int  # rows that a group holds
     inside: NDArray[np.bool_]  # (groups,) whether all its slots share a node
 
     @classmethod
     def for_request(cls, request: Request, cp: int) -> "Packer":
-        in_plan_order = np.array(request.lengths, dtype=np.int64)
-        order = np.argsort(-in_plan_order, kind="stable")
-        lengths = in_plan_order[order]
+        rows = np.array(request.lengths, dtype=np.int64)
+        squares = rows * rows
+        if request.parents is not None:
+            rows, squares = request.family_sizes
+        order = np.argsort(-rows, kind="stable")
+        lengths = rows[order]
+        squares = squares[order]
         first = np.arange(0, request.slots, cp)
         room = int(lengths.sum()) if request.rows is None else request.rows * cp
         inside = first // request.node_size == (first + cp - 1) // request.node_size
-        work = request.cost.work_seconds(lengths, lengths * lengths)
-        return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
+        work = request.cost.work_seconds(lengths, squares)
+        return cls(request, cp, order, lengths.tolist(), squares, work.tolist(), room, inside)
 
     def assignments_to_price(self) -> Iterator[Integers]:
         """Yield assignments that are worth pricing.
@@ -183,8 +189,9 @@ class Packer:
         """
         assignment = min(self.assignments_to_price(), key=self.seconds) if assignment is None else assignment
         documents_of: dict[int, list[int]] = {}
-        for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
-            documents_of.setdefault(place, []).append(document)
+        families = None if self.request.parents is None else self.request.families
+        for item, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
+            documents_of.setdefault(place, []).extend((item,) if families is None else families[item])
         batches: list[list[Group]] = [[] for _ in range(self._count_micro_batches(assignment))]
         for place in sorted(documents_of):
             m, g = divmod(place, len(self.inside))
@@ -251,7 +258,7 @@ class Packer:
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)
-        np.add.at(squares, bins, rows * rows)
+        np.add.at(squares, bins, self.squares)
         documents = np.bincount(bins, minlength=count)
         return np.where(
             tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0
@@ -285,6 +292,12 @@ def plan_padded(
     others.
     """
     request = Request.from_arguments(lengths, home, options, keywords)
+    if request.parents is not None:
+        raise PlanError(
+            f"{plural(len(request.lengths), 'document')} are given with parents, of which some share "
+            "prefixes, and a padded plan lays documents out alone; use plan_fixed or plan_dynamic, or give it the "
+            "documents before share_prefixes"
+        )
     cp = request.check_degree(home, cp)
     groups = request.slots // cp
     count = len(request.lengths)

@@ -3,12 +3,15 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
 from longspan.errors import PlanError, plural
-from longspan.layout import Layout, check_lengths
+from longspan.layout import Integers, Layout, check_lengths
+from longspan.plain_text import short_text
 from longspan.plan.check import (
     MODES,
     LongDocumentError,
@@ -64,9 +67,12 @@ class PlanOptions:
     refused, or left out of dynamic plans. None: unknown, and `attend` raises the error in the step."""
     allow_empty: bool = True
     """No documents give a step of dummy micro-batches; False: they are an error."""
+    parents: Sequence[int] | None = None
+    """Of each document the one whose rows come before its own, -1 for none (`share_prefixes`); such a family stays in
+    one group. None: no documents share a prefix."""
 
     def __post_init__(self) -> None:
-        for name in ("cp_comm_type", "hierarchical_context_parallel_sizes"):
+        for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "parents"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))  # pyright: ignore[reportUnknownArgumentType]
 
@@ -92,6 +98,7 @@ class PlanKeywords(TypedDict, total=False):
     partition: PartitionKind
     heads: int | None
     allow_empty: bool
+    parents: Sequence[int] | None
 
 
 def expand_option_signature(planner: Planner) -> Planner:
@@ -144,7 +151,16 @@ class Request(PlanOptions):
         }
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check(home)
+        if request.parents is not None:
+            request = request._with_families()
         return replace(request, cost=replace(request.group_cost(), stages=home.pp))
+
+    def _with_families(self) -> "Request":
+        """Return the request without parents where none is a document; else as it is, checked."""
+        if max(self.parents or (), default=-1) < 0:
+            return replace(self, parents=None)
+        check_work_fits_int64(len(self.lengths), int(self.family_sizes[0].max()))
+        return self
 
     def group_cost(self) -> Cost:
         """Return the cost of groups of the request's type, partition and node size. `heads` of a cost are those of one
@@ -170,6 +186,8 @@ class Request(PlanOptions):
             check_count("heads", self.heads)
         if isinstance(self.hierarchical_context_parallel_sizes, int) and "a2a+p2p" in self.types:
             check_count("hierarchical_context_parallel_sizes", self.hierarchical_context_parallel_sizes)
+        if self.parents is not None:
+            _check_parents(self.parents, len(self.lengths))
         if self.max_tokens_per_slot is not None:
             cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
             if cap < self.row_multiple:
@@ -183,6 +201,50 @@ class Request(PlanOptions):
                     f"mode is 'free' and the home has {axis} {degree}: slots that share experts or a pipeline wait for "
                     f"each other; use mode='lockstep', or {axis} 1"
                 )
+
+    @cached_property
+    def families(self) -> tuple[tuple[int, ...], ...]:
+        """The documents of each family, parents first, where there are parents; one that shares no prefix is alone.
+
+        Raises PlanError for parents that go in a circle.
+        """
+        parents = self.parents or ()
+        branches: list[list[int]] = [[] for _ in parents]
+        for document, parent in enumerate(parents):
+            if parent >= 0:
+                branches[parent].append(document)
+        families = list[tuple[int, ...]]()
+        for root in (document for document, parent in enumerate(parents) if parent < 0):
+            family = list[int]()
+            waiting = [root]
+            while waiting:
+                family.append(waiting.pop())
+                waiting += reversed(branches[family[-1]])
+            families.append(tuple(family))
+        if in_circle := set(range(len(parents))).difference(*families):
+            raise PlanError(
+                f"the parents of document {min(in_circle)} go in a circle; a first one has the parent -1"
+            )
+        return tuple(families)
+
+    @cached_property
+    def bases(self) -> Integers:
+        """The rows before each document's own, those of all that it continues (documents,); () without parents."""
+        parents = self.parents or ()
+        bases = np.zeros(len(parents), dtype=np.int64)
+        for document in chain.from_iterable(family[1:] for family in self.families):
+            bases[document] = bases[parents[document]] + self.lengths[parents[document]]
+        return bases
+
+    @cached_property
+    def family_sizes(self) -> tuple[Integers, Integers]:
+        """Rows of each family, and the squares that price its attention: twice the (row, key) pairs that are seen."""
+        lengths = np.array(self.lengths, dtype=np.int64)
+        order = np.concatenate(self.families)
+        first = np.cumsum([0, *map(len, self.families[:-1])])
+        sizes = lengths, lengths * (lengths + 2 * self.bases)
+        rows, squares = (np.add.reduceat(values[order], first) for values in sizes)
+        return rows, squares
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -234,12 +296,20 @@ class Request(PlanOptions):
 
     def check_longest(self, cp: int, limit: str = "") -> None:
         """Raise PlanError if the longest document does not fit cp slots; `limit` explains why cp cannot be higher."""
-        if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:
+        longest = max(self.lengths, default=0) if self.parents is None else int(self.family_sizes[0].max())
+        if self.rows is None or not self.lengths or longest <= self.rows * cp:
             return
-        longest = max(self.lengths)
         too_long = sum(length > self.rows * cp for length in self.lengths)
         rows = -(-longest // (cp * self.row_multiple)) * self.row_multiple
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
+        if self.parents is not None:
+            family = self.families[int(self.family_sizes[0].argmax())]
+            raise LongDocumentError(
+                f"document {family[0]} and {plural(len(family) - 1, 'document')} that continue it have {longest} rows, "
+                f"more than the {self.rows * cp} that cp {cp} x max_tokens_per_slot {self.max_tokens_per_slot} "
+                f"hold{multiple}; raise max_tokens_per_slot to {rows}, {limit or 'raise cp'}, or give "
+                f"share_prefixes(documents, max_rows={self.rows * cp})"
+            )
         raise LongDocumentError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
             f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(too_long, 'such document')}); "
@@ -255,7 +325,12 @@ class Request(PlanOptions):
         if "a2a+p2p" in self.types and self.hierarchical_context_parallel_sizes is not None:
             sizes = fit_level_sizes(self.hierarchical_context_parallel_sizes, len(slots))
         partition = self.partition if len(slots) > 1 else "zigzag"  # a single slot has the same rows either way
-        return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
+        parents = None
+        if self.parents is not None:
+            index = {document: i for i, document in enumerate(documents)} | {-1: -1}
+            parents = tuple(index[self.parents[document]] for document in documents)
+            parents = parents if max(parents) >= 0 else None
+        return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to, parents)
 
     def make_plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
         """Make the checked plan of these micro-batches, with its predicted time and lower bound. Dummy micro-batches
@@ -313,6 +388,19 @@ class Request(PlanOptions):
         if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
             sizes = fit_level_sizes(way.a2a_size, group.degree)
         return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
+
+
+def _check_parents(parents: Sequence[int], count: int) -> None:
+    if len(parents) != count or {type(parent) for parent in parents} - {int}:
+        raise PlanError(
+            f"parents are {short_text(parents)} for {plural(count, 'document')}; give an integer (int) each: the "
+            "document whose rows come before its own, or -1"
+        )
+    outside = [d for d, parent in enumerate(parents) if not -1 <= parent < count]
+    if outside:
+        raise PlanError(
+            f"document {outside[0]} has the parent {parents[outside[0]]}, but there are documents 0 to {count - 1}"
+        )
 
 
 def _first_size(sizes: int | Sequence[int]) -> int:

@@ -12,17 +12,19 @@ from torch import Tensor
 from longspan.comm import World, to_device
 from longspan.errors import LossError
 from longspan.layout import Floats
+from longspan.layout.segments import expand_runs
 from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import Head, chunked_loss, chunked_values, row_numbers
 from longspan.train.read_rows import LocalBatch
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import BatchTargets, check_value_names, tabulate_values
+from longspan.train.terms.token_loss import BatchTargets, bases_of_documents, check_value_names, tabulate_values
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchTokens:
     """All tokens of a micro-batch's documents, of these numbers in the plan, in this order, the same on every rank.
+    Prefixes that documents share are none of them: tokens of a document are those of its prefix, all 0, and its own.
 
     `values` are by name, (tokens of these documents,) end to end in float64 on the host: "log_probs", and what `also=`
     of the loss names, 0 at tokens without a label; of a head of one score "scores", 0 at rows that do not count.
@@ -79,13 +81,15 @@ class MicroBatchPasses:
         self._ahead = 0 if scores else 1  # a log-probability is of the token after a row
         self._function = loss.function
         self._lengths = plan.lengths
+        self._prefixes = set(plan.parents or ())  # of several documents: they predict nothing
         self._world = world
         self._chunk_rows = chunk_rows
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return this rank's part of the micro-batch's loss, with all its gradients."""
         targets = BatchTargets(batch, hidden.device)
-        documents = tuple(d for group in batch.shard.micro_batch.groups for d in group.documents)
+        groups = batch.shard.micro_batch.groups
+        documents = tuple(d for group in groups for d in group.documents if d not in self._prefixes)
         lengths = tuple(self._lengths[d] for d in documents)
         starts = dict(zip(documents, np.cumsum((0, *lengths)), strict=False))
         at = (
@@ -99,7 +103,16 @@ class MicroBatchPasses:
             chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
         )
         over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
-        loss, slopes = self._differentiate(documents, lengths, np.reshape(over_slots, table.shape))
+        table = np.reshape(over_slots, table.shape)
+        if bases := bases_of_documents(batch.shard.micro_batch):
+            ends = np.cumsum([bases[d] + length for d, length in zip(documents, lengths, strict=True)])
+            own_places = expand_runs(ends - np.array(lengths), ends)  # of documents' own tokens among all of theirs
+            whole_table = np.zeros((len(table), int(ends[-1])))
+            whole_table[:, own_places] = table
+            table = whole_table
+            at = own_places[at]
+            lengths = tuple(np.diff(ends, prepend=0).tolist())
+        loss, slopes = self._differentiate(documents, lengths, table)
         local = [slope[at] for slope in slopes.values()]
         return loss_with_slopes(loss, local, self._world, hidden, targets, head, self._chunk_rows)
 

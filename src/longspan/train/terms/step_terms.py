@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from longspan.errors import LossError
 from longspan.model.kinds import is_multimodal
 from longspan.model.layers import score_columns
 from longspan.train.passes import Term
@@ -31,6 +32,11 @@ def step_terms(
     """
     model = inputs.language_model
     terms = list[Term]()
+    has_routers = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
+    has_routers = has_routers or (router is not None and router.any)
+    if inputs.plan.parents is not None:
+        _refuse_in_families(inputs, router, mtp, has_routers=has_routers)
+        has_routers = False  # their statistics would count a shared row once
     if inputs.backward and getattr(model, "adapter", None) is not None:
         from longspan.model.lora import refuse_adapter_left_out
 
@@ -49,8 +55,7 @@ def step_terms(
         from longspan.train.terms.mtp import DepthsTerm
 
         depths = DepthsTerm(mtp, inputs, chunk_rows)
-    is_configured = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
-    if is_configured or (router is not None and router.any):
+    if has_routers:
         from longspan.train.terms.routers import router_terms
 
         terms += router_terms(inputs, router)
@@ -61,6 +66,26 @@ def step_terms(
 
         terms.append(SlotPaceTerm(inputs.world))  # last: it times the measure of all others
     return (*encoder_terms(inputs, 0 if depths is None else depths.depths), *terms)
+
+
+def _refuse_in_families(
+    inputs: StepInputs, router: "RouterCoefficients | None", mtp: "MtpLoss | None", *, has_routers: bool
+) -> None:
+    """Raise LossError for what is exact for separate documents alone, where documents share prefixes."""
+    reasons = list[str]()
+    if mtp is not None:
+        reasons.append("multi-token prediction (mtp=), which reads tokens behind a prefix's end")
+    if has_routers:
+        from longspan.model.experts.moe import make_router_statistics
+
+        statistics = make_router_statistics(inputs.language_model, inputs.world, inputs.plan.tokens, router)
+        if statistics is not None and statistics.coefficients.any:
+            reasons.append("losses of routers (router=, router_aux_loss_coef), which would count a shared row once")
+    if reasons:
+        raise LossError(
+            f"documents of the plan share prefixes, and the step has {' and '.join(reasons)}; leave that out, or plan "
+            "the documents before share_prefixes"
+        )
 
 
 def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:

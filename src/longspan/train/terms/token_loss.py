@@ -18,8 +18,9 @@ from torch import Tensor
 
 from longspan.comm import World, to_device
 from longspan.errors import DataError, LossError
-from longspan.layout import Floats
+from longspan.layout import Floats, Integers
 from longspan.plain_text import short_text
+from longspan.plan import MicroBatch
 from longspan.train.loss import (
     Head,
     Targets,
@@ -194,7 +195,10 @@ class BatchTargets:
         rows = target_rows(batch)
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
-        self.positions = positions
+        self.positions = positions  # among the document's own rows
+        bases = bases_of_documents(batch.shard.micro_batch)
+        before = np.array([bases[d] for d in self.documents.tolist()], dtype=np.int64) if bases else 0
+        self._path_positions: Integers = positions + before
         self.targets: Targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
@@ -204,11 +208,18 @@ class BatchTargets:
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossTokens(
             to_device(self.documents[part], self._device),
-            to_device(self.positions[part], self._device),
+            to_device(self._path_positions[part], self._device),
             self.targets.ids[part],
             MappingProxyType(numbers),
             distributions,
         )
+
+
+def bases_of_documents(micro_batch: MicroBatch) -> dict[int, int]:
+    """Return the rows before each document's own, where some of the micro-batch share prefixes; else nothing."""
+    if all(group.parents is None for group in micro_batch.groups):
+        return {}
+    return {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}
 
 
 LossFunction = Callable[[Tensor, LossTokens], Tensor]
@@ -274,16 +285,18 @@ class TokenLogProbs:
     """Log-probabilities of the tokens of documents of these lengths, the same on every rank; `values` end to end.
 
     `sums` (D,) are those of each document times the weights of its tokens, as a DocumentLoss gets them. `also` are
-    other numbers of tokens by name, end to end as well.
+    other numbers of tokens by name, end to end as well. Where documents share prefixes, `bases` (D,) are the tokens
+    before each document's own: all these are 0.
     """
 
     lengths: tuple[int, ...]
     values: Floats
     sums: Floats
     also: Mapping[str, Floats] = field(default_factory=dict)
+    bases: tuple[int, ...] = ()
 
     def of(self, document: int) -> Floats:
-        """Return the log-probability of each token of a document (length,).
+        """Return the log-probability of each token of a document (length,), those of its shared prefix among them.
 
         It is 0 where there is no label, and at position 0.
         """
@@ -303,7 +316,8 @@ class TokenLogProbs:
 
     def _document_values(self, values: Floats, document: int) -> Floats:
         start = self._starts[document]
-        return values[start : start + self.lengths[document]]
+        own_values = values[start : start + self.lengths[document]]
+        return np.concatenate([np.zeros(self.bases[document]), own_values]) if self.bases else own_values
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
@@ -320,9 +334,16 @@ class CollectedLogProbs:
     """A loss that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
 
     def __init__(
-        self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = (), *, scores: int = 0
+        self,
+        lengths: Sequence[int],
+        chunk_rows: int,
+        also: tuple[str, ...] = (),
+        *,
+        scores: int = 0,
+        bases: tuple[int, ...] = (),
     ) -> None:
         self._lengths = tuple(lengths)
+        self._bases = bases
         self._chunk_rows = chunk_rows
         self._also = also
         self._scores = scores
@@ -339,9 +360,8 @@ class CollectedLogProbs:
         """Put the numbers of all ranks' rows together, on every rank: a sum, as a rank has 0 for tokens of others."""
         values, sums = self.gather_tables(world)
         sums = sums if self._scores > 1 else sums[0]
-        return TokenLogProbs(
-            self._lengths, values[0], sums.T, dict(zip(self._also, values[self._scores or 1 :], strict=True))
-        )
+        also = dict(zip(self._also, values[self._scores or 1 :], strict=True))
+        return TokenLogProbs(self._lengths, values[0], sums.T, also, self._bases)
 
     def gather_tables(self, world: World) -> tuple[Floats, Floats]:
         """Return the numbers of rows (k, rows of all documents), 0 at others, and log-probabilities or scores of

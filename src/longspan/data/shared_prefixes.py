@@ -1,0 +1,188 @@
+"""Prefixes that documents share, found on their token ids, and cut so that each is computed once.
+
+Only rows that predict no token are shared. The row that predicts a document's first target, the last of its prompt, is
+the first row of its branch: so labels, losses and numbers of tokens are each in one document, as before.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from longspan.data.document import Document, count_targets
+from longspan.errors import DataError, plural
+from longspan.layout.partition import NO_TARGET
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SharedDocuments(Sequence[Any]):
+    """Documents of a step of which some share prefixes, as `share_prefixes` returns them.
+
+    `shared[d]` for a d that `share_prefixes` was given is the rest of document d, after `prefix_lengths[d]` tokens that
+    lie in other documents; it has all of d's targets and their numbers. The prefixes stand behind. `parents[d]` is the
+    document whose rows come before those of `shared[d]`, −1 for none. `left_out` were longer than `max_rows` allows.
+    """
+
+    documents: tuple[Any, ...]
+    parents: tuple[int, ...]
+    prefix_lengths: tuple[int, ...]
+    left_out: int = 0
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, document: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.documents[document]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each, for the planners, whose `parents=` are these parents."""
+        return tuple(map(len, self.documents))
+
+    @cached_property
+    def targets(self) -> int:
+        """How many tokens the documents predict, for the planners' `targets=`."""
+        return sum(map(count_targets, self.documents))
+
+    def __repr__(self) -> str:
+        count = len(self.prefix_lengths)
+        separate = sum(self.lengths[:count]) + sum(self.prefix_lengths)
+        text = f"{plural(count, 'document')}, {plural(len(self) - count, 'shared prefix', 'es')}: "
+        text += f"{sum(self.lengths):,} rows in place of {separate:,}"
+        return text + (f"; {self.left_out} in families above max_rows are left separate" if self.left_out else "")
+
+
+def share_prefixes(
+    documents: Sequence[Any], *, least_rows: int = 256, max_rows: int | None = None
+) -> SharedDocuments:
+    """Find prefixes that documents of a step share, so that each is computed once.
+
+    >>> prompt = list(range(1000))
+    >>> answers = [[7, 8, 9], [7, 5]]
+    >>> shared = share_prefixes([Document(prompt + a, labels=[-100] * 1000 + a) for a in answers])
+    >>> shared.lengths, shared.parents, shared.targets
+    ((4, 3, 999), (2, 2, -1), 5)
+    >>> plan = plan_dynamic(shared.lengths, home, parents=shared.parents, targets=shared.targets)  # doctest: +SKIP
+    >>> run_step(model, plan, shared, world)  # doctest: +SKIP
+
+    A prefix has at least `least_rows` rows, which no prefix that it continues has; prefixes may continue each other.
+    `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
+    with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`) share; any
+    other stays as it is. Raises DataError for a document that has a parent already, and numbers below 1.
+    """
+    for name, value in (("least_rows", least_rows), ("max_rows", max_rows)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise DataError(f"{name} is {value!r}; give an integer of at least 1")
+    rows = [_shareable_rows(number, document) for number, document in enumerate(documents)]
+    families = list[_Family]()
+    left_out = 0
+    for numbers in _candidates(documents, rows, least_rows):
+        for family in _divide(documents, rows, numbers, least_rows, max_rows):
+            if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
+                families.append(family)
+            else:
+                left_out += len(family.documents)
+    return _cut_documents(documents, families, left_out)
+
+
+class _Family(NamedTuple):
+    """Documents in the order of their ids, and their prefixes as (rows, index of the one continued, a document of it).
+
+    `prefix` has for each document the index of the prefix that it continues; `rows` are those of all.
+    """
+
+    documents: list[int]
+    prefix: list[int]
+    prefixes: list[tuple[int, int, int]]
+    rows: int
+
+
+def _shareable_rows(number: int, document: Any) -> int:
+    """The rows before the one that predicts the first target; at least one row stays in the document itself."""
+    if getattr(document, "parent", -1) >= 0:
+        raise DataError(
+            f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
+        )
+    if type(document) is not Document:
+        return 0
+    is_target = document.labels()[1:] != NO_TARGET
+    return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
+
+
+def _candidates(documents: Sequence[Any], rows: list[int], least: int) -> Iterator[list[int]]:
+    """Yield the documents with the same first `least` ids, sorted by the ids that they may share."""
+    same_start: dict[bytes, list[int]] = {}
+    for number, count in enumerate(rows):
+        if count >= least:
+            same_start.setdefault(documents[number].ids[:least].tobytes(), []).append(number)
+    for numbers in same_start.values():
+        if len(numbers) > 1:
+            # in this order documents with a common prefix follow each other
+            yield sorted(numbers, key=lambda number: documents[number].ids[: rows[number]].astype(">i8").tobytes())
+
+
+def _common_rows(documents: Sequence[Any], rows: list[int], one: int, other: int) -> int:
+    count = min(rows[one], rows[other])
+    differs = documents[one].ids[:count] != documents[other].ids[:count]
+    return int(differs.argmax()) if differs.any() else count
+
+
+def _divide(
+    documents: Sequence[Any], rows: list[int], numbers: list[int], least: int, max_rows: int | None
+) -> Iterator[_Family]:
+    """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
+    common = [0, *(_common_rows(documents, rows, a, b) for a, b in pairwise(numbers))]
+    start = 0
+    total = 0
+    for index, number in enumerate(numbers):
+        added = len(documents[number]) - (common[index] if index > start else 0)
+        if max_rows is not None and index > start and total + added > max_rows:
+            yield _make_family(documents, rows, numbers[start:index], common[start:index], least)
+            start = index
+            total = 0
+            added = len(documents[number])
+        total += added
+    yield _make_family(documents, rows, numbers[start:], common[start:], least)
+
+
+def _make_family(
+    documents: Sequence[Any], rows: list[int], numbers: list[int], common: list[int], least: int
+) -> _Family:
+    """Prefixes are the intervals of sorted documents with so many rows in common, where they add `least` to another."""
+    prefixes = list[tuple[int, int, int]]()
+    prefix = [-1] * len(numbers)
+    waiting = [(0, len(numbers), -1)]  # documents first to stop, and what they continue
+    while waiting:
+        first, stop, parent = waiting.pop()
+        if stop - first < 2:
+            continue
+        depth = min(common[first + 1 : stop])
+        before = prefixes[parent][0] if parent >= 0 else 0
+        if depth - before >= least:
+            prefixes.append((depth, parent, numbers[first]))
+            parent = len(prefixes) - 1
+            prefix[first:stop] = [parent] * (stop - first)
+        cuts = [first, *(i for i in range(first + 1, stop) if common[i] == depth), stop]
+        waiting += [(a, b, parent) for a, b in pairwise(cuts)]
+    own = (len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True))
+    shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent, _ in prefixes)
+    return _Family(numbers, prefix, prefixes, sum(own) + sum(shared))
+
+
+def _cut_documents(documents: Sequence[Any], families: list[_Family], left_out: int) -> SharedDocuments:
+    cut = list(documents)
+    parents = [-1] * len(cut)
+    starts = [0] * len(cut)
+    for family in families:
+        first = len(cut)
+        for depth, parent, example in family.prefixes:
+            start = family.prefixes[parent][0] if parent >= 0 else 0
+            parents.append(first + parent if parent >= 0 else -1)
+            cut.append(documents[example].part(start, depth, parents[-1]))
+        for number, prefix in zip(family.documents, family.prefix, strict=True):
+            if prefix >= 0:
+                starts[number] = family.prefixes[prefix][0]
+                parents[number] = first + prefix
+                cut[number] = documents[number].part(starts[number], len(documents[number]), parents[number])
+    return SharedDocuments(tuple(cut), tuple(parents), tuple(starts), left_out)

@@ -1,0 +1,222 @@
+"""Attention over documents that share prefixes, against the separate documents: tiles, and `attend` on ranks."""
+
+import itertools
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings, strategies as st
+
+from longspan import Group, Layout, MicroBatch, World, attend, bind
+from longspan.attention.call import Members
+from longspan.attention.tiles import Mask, find_copies
+from longspan.comm.shard import ShardPart
+from longspan.errors import AttentionError
+from longspan.testing import run_ranks
+from tests.attention.families import FORESTS, forests, paths_of, separate_attention, visible_rows
+from tests.attention.test_attend import TYPES, needs
+from tests.attention.test_tiles import seen
+from tests.mutation import mutated
+
+CPU = torch.device("cpu")
+
+
+def group_of(forest, slots=1, kind="p2p", partition="zigzag"):
+    lengths, parents = forest
+    sizes = (2, slots // 2) if slots % 2 == 0 else (slots, 1)
+    return Group(tuple(range(slots)), tuple(range(len(lengths))), lengths, kind, sizes, partition, None, parents)
+
+
+def packed_rows(segments, starts):
+    first = starts[segments.document]
+    runs = zip(first + segments.start, first + segments.stop, strict=True)
+    return np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in runs)])
+
+
+def check_tiles(forest, degree, inner, window, partition):
+    """Each member's tiles, against each block, all rows and what it sees, cover what is visible once."""
+    lengths, _ = forest
+    group = group_of(forest, degree, partition=partition)
+    starts = np.cumsum(lengths) - lengths
+    visible = visible_rows(*forest, window)
+    mask = Mask(True, window).for_lengths(group.path_lengths)
+    for slot in range(0, degree, inner):
+        members = Members(ShardPart(group, 0, slot, 0, 0), mask, CPU, inner)
+        rows = packed_rows(members.segments(members.member), starts)
+        blocks = [(members.launches(m), packed_rows(members.segments(m), starts)) for m in range(members.degree)]
+        if inner == 1:
+            blocks.append((members.launches(None), np.arange(sum(lengths))))
+        if mask.window is not None:
+            keys = members.visible_rows(members.member)
+            blocks.append((members.window_rows.launches, packed_rows(keys, starts)))
+            assert np.array_equal(np.sort(packed_rows(keys, starts)), np.flatnonzero(visible[rows].any(0)))
+        for launches, keys in blocks:
+            count = seen([launch.tiling for launch in launches], len(rows), len(keys))
+            assert (count == visible[np.ix_(rows, keys)]).all()
+
+
+@given(
+    forest=forests(),
+    degree=st.integers(1, 5),
+    inner=st.sampled_from((1, 2)),
+    window=st.none() | st.integers(1, 40),
+    partition=st.sampled_from(("zigzag", "contiguous")),
+)
+@example(FORESTS["tree"], 4, 1, 12, "zigzag")
+@example(FORESTS["answers"], 4, 2, None, "contiguous")
+@settings(max_examples=60, deadline=None)
+def test_tiles_cover_what_branches_see_once(forest, degree, inner, window, partition):
+    check_tiles(forest, degree, inner if degree % inner == 0 else 1, window, partition)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
+@settings(max_examples=30, deadline=None)
+def test_copies_of_key_rows_are_found(rows):
+    distinct, copies = find_copies(np.array(rows))
+    listed = [(int(row), int(place)) for index in copies for row, place in zip(distinct, index, strict=True)]
+    assert sorted((row, place) for row, place in listed if place >= 0) == sorted((row, i) for i, row in enumerate(rows))
+
+
+@pytest.mark.parametrize("window, most", [(None, 1), (12, 2), (70, 2)])
+def test_launches_do_not_grow_with_the_branches(window, most):
+    for answers in (2, 8, 64):
+        lengths = (127, *(20 + 3 * i for i in range(answers)))
+        group = group_of((lengths, (-1,) + (0,) * answers))
+        mask = Mask(True, window)
+        alone = Group(group.slots, group.documents, lengths)
+        families, separate = (len(Members(ShardPart(g, 0, 0, 0, 0), mask, CPU).launches(0)) for g in (group, alone))
+        assert families - separate <= most
+
+
+def attend_to_forests(rank, slots, cases):
+    """The worst error of each case, of out and of every gradient."""
+    errors = []
+    with World(Layout(slots)) as world:
+        for name, kind, partition, heads, options in cases:
+            lengths, parents = FORESTS[name]
+            n, k_heads, size, value_size = heads
+            generator = torch.Generator().manual_seed(len(errors))
+            shapes = ((n, size), (k_heads, size), (k_heads, value_size), (n, value_size))
+            q, k, v, dout = (
+                torch.randn(sum(lengths), *shape, generator=generator, dtype=torch.float64) for shape in shapes
+            )
+            sinks = torch.randn(n, generator=generator, dtype=torch.float64)
+            want = separate_attention(q, k, v, sinks, dout, lengths, parents, **options)
+            shard = bind(MicroBatch((group_of((lengths, parents), slots, kind, partition),)), world)
+            local = [shard.scatter(x).requires_grad_() for x in (q, k, v)]
+            own_sinks = sinks.clone().requires_grad_()
+            out = attend(*local, shard, sinks=own_sinks, **options)
+            out.backward(shard.scatter(dout))
+            sink_sum = torch.tensor(world.control.sum_over_slots(own_sinks.grad.tolist(), "sinks"), dtype=torch.float64)
+            got = [shard.gather(x.detach()) for x in (out, *(x.grad for x in local))] + [sink_sum]
+            errors.append(max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)))
+    return errors
+
+
+HEADS = ((4, 2, 8, 8), (4, 4, 12, 8), (12, 1, 8, 8))
+OPTIONS = ({}, {"window": 5}, {"window": 30}, {"softcap": 1.5, "window": 12}, {"scale": 0.3})
+
+
+@cache
+def cases_of(slots):
+    ways = list(itertools.product(TYPES, ("zigzag", "contiguous")))
+    ways = [(kind, p) for kind, p in ways if kind == "p2p" or slots > 1]
+    every = [
+        (name, *way, HEADS[(i + j) % 3] if slots in (1, 2, 4) else (12, 4, 8, 8), OPTIONS[(i + j) % len(OPTIONS)])
+        for (i, name), (j, way) in itertools.product(enumerate(FORESTS), enumerate(ways))
+    ]
+    return every if slots > 1 else [(*case[:4], options) for case in every for options in OPTIONS]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_attend_equals_the_separate_documents(slots):
+    needs(slots)
+    cases = cases_of(slots)
+    errors = run_ranks(attend_to_forests, slots, slots, cases)[0]
+    wrong = [(error, case) for error, case in zip(errors, cases, strict=True) if not error < 1e-12]
+    assert len(errors) == len(cases) and not wrong, f"{len(wrong)} of {len(cases)}: {wrong[:4]}"
+
+
+MUTATIONS = {
+    "a branch sees its sibling": (
+        "attention.tiles",
+        "return make_tilings(tiles._replace(document=prefix[tiles.document]))",
+        "return make_tilings(tiles._replace(k_stop=tiles.k_stop + 1, document=prefix[tiles.document]))",
+    ),
+    "a generation is left out": (
+        "attention.call",
+        "for ancestors in group.ancestors():\n                prefix",
+        "for ancestors in [*group.ancestors()][:1]:\n                prefix",
+    ),
+    "a window counts from the branch": ("attention.tiles", "base = bases[q.document]", "base = 0 * bases[q.document]"),
+    "of repeated keys one copy counts": ("attention.call", "for index in copies])", "for index in copies[:1]])"),
+}
+SENT = (
+    "attention.call",
+    "stop = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes])",
+    "stop = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes] - 1)",
+)
+
+
+def errors_of_mutations(rank, slots, cases):
+    errors = {}
+    for name, change in {"nothing": None, **MUTATIONS}.items():
+        with mutated(change):
+            try:
+                errors[name] = max(attend_to_forests(rank, slots, cases))
+            except Exception as error:
+                errors[name] = repr(error)
+    return errors
+
+
+def test_mutations_are_noticed():
+    cases = [
+        (name, "p2p", "zigzag", HEADS[0], options) for name in ("tree", "answers") for options in ({}, {"window": 12})
+    ]
+    errors = run_ranks(errors_of_mutations, 1, 1, cases)[0]
+    assert errors.pop("nothing") < 1e-12
+    assert all(isinstance(error, str) or not error < 1e-3 for error in errors.values()), errors
+    with mutated(SENT), pytest.raises(AssertionError):
+        check_tiles(FORESTS["tree"], 4, 1, 12, "zigzag")
+
+
+# ---- latents, and what is refused
+
+
+def test_latents_equal_keys_with_both_parts():
+    lengths, parents = FORESTS["tree"]
+    q, k, v, dout = (
+        torch.randn(sum(lengths), *shape, dtype=torch.float64) for shape in ((4, 12), (1, 4), (1, 8), (4, 8))
+    )
+    want = separate_attention(
+        q, torch.cat([v, k], -1), v, torch.full((4,), -torch.inf).double(), dout, lengths, parents
+    )
+    with World(Layout(1)) as world:
+        shard = bind(MicroBatch((group_of((lengths, parents)),)), world)
+        out = attend(q, k, v, shard, latents=True)
+    assert float((out - want[0]).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": False}, {"chunk": 4}, {"dropout": 0.1}, {"indices": torch.zeros(1, 1, dtype=torch.int32)}]
+)
+def test_what_is_not_exact_is_refused_by_name(options):
+    lengths, parents = FORESTS["chain"]
+    q = torch.zeros(sum(lengths), 2, 4, dtype=torch.float64)
+    if "indices" in options:
+        options = {"indices": options["indices"].expand(len(q), 1)}
+    with World(Layout(1)) as world:
+        shard = bind(MicroBatch((group_of((lengths, parents)),)), world)
+        with pytest.raises(AttentionError, match=rf"share prefixes.*{next(iter(options))}"):
+            attend(q, q, q, shard, **options)
+        with pytest.raises(AttentionError, match=r"share prefixes.*spans"):
+            attend(q, q, q, shard.with_spans({0: [(2, 6)]}))
+
+
+def test_positions_continue_those_of_the_prefix():
+    lengths, parents = FORESTS["tree"]
+    with World(Layout(1)) as world:
+        shard = bind(MicroBatch((group_of((lengths, parents)),)), world)
+    wanted = [len(path) - n + i for path, n in zip(paths_of(lengths, parents), lengths, strict=True) for i in range(n)]
+    assert shard.position_ids.tolist() == wanted

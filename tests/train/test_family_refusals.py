@@ -1,0 +1,142 @@
+"""What is not exact over documents that share prefixes is refused by name, before the first collective."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from longspan import (
+    Document,
+    DocumentLoss,
+    Layout,
+    World,
+    attend,
+    bind,
+    evaluate,
+    gather_documents,
+    plan_fixed,
+    run_step,
+    token_log_probs,
+)
+from longspan.comm.control_group import ControlGroup
+from longspan.errors import DataError, LossError, ModelError, PlanError
+from longspan.mtp import MtpLoss
+from longspan.train import PlannerConfig, RouterCoefficients, SharedDocuments, share_prefixes
+from tests.model.deep import deep
+from tests.model.stock import SIZES, prepare_untried, random_model, texts
+
+
+def shared_of(vocabulary: int = 61) -> SharedDocuments:
+    prompt, *answers = texts((9, 4, 6))
+    documents = [Document(np.append(prompt, a), loss_mask=[0] * 9 + [1] * len(a)) for a in answers]
+    return share_prefixes(documents, least_rows=4)
+
+
+def plan_of(shared: SharedDocuments, world: World) -> Any:
+    return plan_fixed(shared.lengths, world.home, 1, targets=shared.targets, parents=shared.parents)
+
+
+def phi3(rope: dict[str, Any]) -> Any:
+    config = transformers.Phi3Config(
+        **SIZES, original_max_position_embeddings=16, max_position_embeddings=64, rope_parameters=rope
+    )
+    return random_model(config, torch.float64)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+MODELS: dict[str, tuple[Callable[[], Any], str, bool]] = {  # whether evaluation is refused too
+    "longrope": (lambda: phi3(LONG), "longrope rope, which depends on a document's length", True),
+    "dropout": (lambda: deep("qwen3", torch.float64, attention_dropout=0.1), "dropout of attention weights", False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_refused_by_what_they_have(name: str) -> None:
+    make, message, always = MODELS[name]
+    with World(Layout(1)) as world:
+        model = prepare_untried(make(), world)
+        shared = shared_of()
+        plan = plan_of(shared, world)
+        with patch.object(ControlGroup, "compare_digests", side_effect=AssertionError("a collective")):
+            with pytest.raises(ModelError, match=message):
+                run_step(model, plan, shared, world)
+            if always:
+                with pytest.raises(ModelError, match=message):
+                    token_log_probs(model, plan, shared, world)
+        shard = bind(plan.micro_batches[0], world)
+        ids = torch.zeros(1, shard.local_rows, dtype=torch.long)
+        model.train(not always)
+        with pytest.raises(ModelError, match=message):
+            model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
+        if not always:
+            token_log_probs(model, plan, shared, world)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mtp": MtpLoss(0.1)}, r"multi-token prediction \(mtp=\)"),
+        ({"router": RouterCoefficients(balance=0.1)}, "losses of routers"),
+        ({"router": RouterCoefficients(z=0.1), "loss": DocumentLoss(lambda sums, _: sums.sum())}, "losses of routers"),
+    ],
+)
+def test_losses_that_count_rows_are_refused(options: dict[str, Any], message: str) -> None:
+    with World(Layout(1)) as world:
+        model = prepare_untried(deep("qwen3-moe", torch.float64, 2), world)
+        shared = shared_of()
+        with (
+            patch.object(ControlGroup, "compare_digests", side_effect=AssertionError("a collective")),
+            pytest.raises(LossError, match=message),
+        ):
+            run_step(model, plan_of(shared, world), shared, world, **options)
+        result = run_step(model, plan_of(shared, world), shared, world)
+        assert result.router is None  # its statistics would count a shared row once
+
+
+def test_plans_and_documents_of_other_families_are_refused() -> None:
+    with World(Layout(1)) as world:
+        model = prepare_untried(deep("qwen3", torch.float64, 2), world)
+        shared = shared_of()
+        plan = plan_of(shared, world)
+        alone = plan_fixed(shared.lengths, world.home, 1, targets=shared.targets)
+        with pytest.raises(PlanError, match="document 0 continues document 2 and in the plan it continues none"):
+            run_step(model, alone, shared, world)
+        with pytest.raises(PlanError, match="document 0 continues none and in the plan it continues document 2"):
+            run_step(model, plan, [Document(d.ids, labels=d.labels()) for d in shared], world)
+        predicting = [*shared.documents[:2], Document(shared[2].ids)]
+        counted = sum(document.targets for document in predicting)
+        with pytest.raises(PlanError, match="document 2 predicts 7 tokens and other documents continue it"):
+            more = plan_fixed(shared.lengths, world.home, 1, targets=counted, parents=shared.parents)
+            run_step(model, more, predicting, world)
+        with pytest.raises(PlanError, match="plan the documents before share_prefixes"):
+            evaluate(model, shared, plan, world)
+        with pytest.raises(PlanError, match="document 0 continues document 2"):
+            evaluate(model, shared, PlannerConfig.fixed(1), world)
+        with pytest.raises(DataError, match="document 0 continues document 2"):
+            gather_documents(shared, world)
+
+
+def test_documents_beyond_a_table_of_positions_are_counted_with_their_prefix() -> None:
+    config = transformers.GPTJConfig(
+        n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=14, vocab_size=61, bos_token_id=None,
+        eos_token_id=None, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+    )  # fmt: skip
+    with World(Layout(1)) as world:
+        model = prepare_untried(random_model(config), world)
+        shared = shared_of()
+        with pytest.raises(ModelError, match=r"document 1 takes 15 rows, .* knows 14 positions"):
+            run_step(model, plan_of(shared, world), shared, world)
+
+
+def test_padding_rows_and_families_share_a_shard() -> None:
+    with World(Layout(1)) as world:
+        plan = plan_of(shared_of(), world)
+        shard = bind(plan.micro_batches[0], world).with_padding(multiple=8)
+        q = torch.randn(shard.local_rows, 2, 4, dtype=torch.float64)
+        out = attend(q, q, q, shard)
+        alone = attend(q[: plan.tokens], q[: plan.tokens], q[: plan.tokens], bind(plan.micro_batches[0], world))
+        assert torch.equal(out[: plan.tokens], alone)
