@@ -73,7 +73,9 @@ class HostStore:
             shards = [torch.empty_like(p._sharded_param_data, device=self._device) for p in missing]
             for parameter, shard in zip(missing, shards, strict=True):
                 shard.copy_(parameter._sharded_param_data, non_blocking=True)
-            arrived = None if self._stream is None else self._stream.record_event()
+            arrived = None if self._stream is None else torch.cuda.Event()
+            if arrived is not None:
+                arrived.record()
         for parameter, shard in zip(missing, shards, strict=True):
             parameter.staged = _Staged(shard, arrived)
 
@@ -148,7 +150,7 @@ class HostParam(FSDPParam):
         if len(self.memory) < 2 or not (self.given is None or self.given.expired()):
             return super().to_sharded_dtensor(torch.empty_like(like, device="cpu"))
         gradient = super().to_sharded_dtensor(_own_view(self.memory[1], like))
-        self.given = torch._C._WeakTensorRef(gradient)
+        self.given = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
         return gradient
 
 

@@ -102,7 +102,7 @@ class FrozenFeature(Feature):
     @contextmanager
     def checks_context(self, model: nn.Module) -> Iterator[None]:
         stored = isinstance(model, PreTrainedModel) and self.options.frozen == "stored"
-        with take_over_codes(model) if stored else nullcontext():
+        with take_over_codes(model) if stored else nullcontext():  # pyright: ignore[reportArgumentType]
             yield
 
     def refuse(self, model: PreTrainedModel) -> None:

@@ -86,12 +86,10 @@ def plan_dynamic(
         return request.make_plan((), "dynamic", max_cp=max_cp)
     problem = Problem.from_request(request, degrees)
     limits = request.lengths, request.slots, request.max_tokens_per_slot
-    places = {
-        "max_cp": problem.max_cp,
-        "node_size": request.node_size,
-        "bases": request.bases if request.parents else (),
-    }
-    goal = lower_bound_seconds(*limits, request.cost, request.mode, **places).seconds
+    bases = request.bases if request.parents else ()
+    goal = lower_bound_seconds(
+        *limits, request.cost, request.mode, max_cp=problem.max_cp, node_size=request.node_size, bases=bases
+    ).seconds
     return request.make_plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
 

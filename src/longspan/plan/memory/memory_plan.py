@@ -282,7 +282,9 @@ def seconds_beyond_settings(config: Any, memory: MemoryPlan, needs: MemoryNeeds,
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     word: CheckpointPolicy = memory.recomputation
-    one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
+    one_measure: tuple[CheckpointPolicy, ...] = tuple(
+        "none" if measure == "none" else word for measure in memory.measures
+    )
     return prices.seconds_on_device(memory, memory.measures) - prices.seconds_on_device(memory, one_measure)
 
 

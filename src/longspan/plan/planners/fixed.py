@@ -189,8 +189,11 @@ class Packer:
         """
         assignment = min(self.assignments_to_price(), key=self.seconds) if assignment is None else assignment
         documents_of: dict[int, list[int]] = {}
-        families = None if self.request.parents is None else self.request.families
-        for item, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
+        families: tuple[tuple[int, ...], ...] | None = (
+            None if self.request.parents is None else self.request.families
+        )
+        order: list[int] = self.order.tolist()
+        for item, place in sorted(zip(order, assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).extend((item,) if families is None else families[item])
         batches: list[list[Group]] = [[] for _ in range(self._count_micro_batches(assignment))]
         for place in sorted(documents_of):

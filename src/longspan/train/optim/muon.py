@@ -129,7 +129,7 @@ class _Hop(NamedTuple):
     """The ranks along an axis of a mesh, and how they cut `dim` of a parameter (None: each holds all of it)."""
 
     group: ProcessGroup
-    index: int
+    rank: int
     dim: int | None
     sizes: list[int]
 
@@ -166,11 +166,11 @@ def _orthogonalize_bundle(bundle: Tensor, hops: Sequence[_Hop], group: dict[str,
     shares = [len(bundle) // ranks + ((member - turn) % ranks < len(bundle) % ranks) for member in range(ranks)]
     parts = bundle.split(shares)
     if hop.dim is None:
-        result = _orthogonalize_bundle(parts[hop.index], others, group, turn // ranks)
+        result = _orthogonalize_bundle(parts[hop.rank], others, group, turn // ranks)
         sends = [result] * ranks
     else:
         dim = hop.dim + 1
-        share = [shares[hop.index], *bundle.shape[1:]]
+        share = [shares[hop.rank], *bundle.shape[1:]]
         shapes = [(*share[:dim], size, *share[dim + 1 :]) for size in hop.sizes]
         whole = torch.cat(exchange_tensors(parts, shapes, hop.group), dim)
         sends = _orthogonalize_bundle(whole, others, group, turn // ranks).split(hop.sizes, dim)

@@ -173,7 +173,8 @@ def cut_buckets(
         group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         parts = list[StatePart]()
         filled = 0
-        for parameter in sorted(group["params"], key=lambda p: places.get(p, 0)):
+        parameters: Any = group["params"]
+        for parameter in sorted(parameters, key=lambda p: places.get(p, 0)):
             if parameter.grad is None and not every:
                 continue
             tensors = STATES[type(optimizer)](group)
@@ -245,7 +246,7 @@ class OffloadedStates(Optimizer):
             self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> defaultdict[Tensor, Any]:
         self.finish_step()
         return self.host_states
 
@@ -322,7 +323,7 @@ class OffloadedStates(Optimizer):
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
         saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = dict(zip(saved_keys, (p for group in self.param_groups for p in group["params"]), strict=True))
-        self.state = defaultdict(dict)
+        self.state = defaultdict(dict)  # pyright: ignore[reportIncompatibleVariableOverride]
         for key, state in states.items():
             parameter = parameters[key]
             casts = parameter.is_floating_point()
@@ -562,7 +563,11 @@ class _Copies:
 
     def record_update(self) -> torch.cuda.Event | None:
         """Return the event after which what was launched on the current stream is done (None: now)."""
-        return None if self._to_host is None else torch.cuda.current_stream(self.device).record_event()
+        if self._to_host is None:
+            return None
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        return done
 
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         return self._copy_pairs(pairs, self._to_device)
