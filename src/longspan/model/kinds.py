@@ -11,7 +11,7 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -231,3 +231,28 @@ def packed_weights(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         for name, record in vars(module).get(PACKED_WEIGHTS, {}).items()
     }
+
+
+HOST_STORE = "host_store"  # an attribute of parameters, and of prepared models
+_NORM = "norm_on_device"
+
+
+def waits_on_host(parameter: nn.Parameter) -> bool:
+    """Return whether this rank's part of a parameter, and its gradient's, lie in the host's memory between steps."""
+    return HOST_STORE in vars(parameter)
+
+
+def has_weights_on_host(model: nn.Module) -> bool:
+    """Return whether weights of a prepared model wait on the host."""
+    return HOST_STORE in vars(model)
+
+
+def note_norm(gradient: Any, norm: Tensor) -> None:
+    """Note the 2-norm of this rank's part of a gradient on the host, for `norm_on_device`."""
+    vars(gradient)[_NORM] = norm, (gradient._version, gradient._local_tensor._version)
+
+
+def norm_on_device(gradient: Any) -> Tensor | None:
+    """Return the 2-norm that was noted, if nothing has written to the gradient since, nor to its part on this rank."""
+    norm, versions = vars(gradient).get(_NORM, (None, None))
+    return norm if norm is not None and versions == (gradient._version, gradient._local_tensor._version) else None
