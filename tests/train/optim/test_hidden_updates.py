@@ -18,6 +18,7 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model
+from longspan.model.kinds import HOST_STORE
 from longspan.model.sharding import fsdp_modules
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed
@@ -34,12 +35,14 @@ BUCKET = 128 << 10  # bytes: a layer's matrices come apart
 
 @dataclass(frozen=True)
 class Case:
-    """A home and the type of its parameters; `on_device`: the end of a step is that of GPUs; options of `prepare`."""
+    """A home and the type of its parameters; `on_device`: the end of a step is that of GPUs; options of `prepare`;
+    `on_host`: every other parameter is treated as one that waits on the host."""
 
     home: Layout
     dtype: str = "float32"
     on_device: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    on_host: bool = False
 
 
 CASES = {
@@ -47,10 +50,15 @@ CASES = {
     "one rank, by chance": Case(Layout(1), "bfloat16", on_device=True),
     "two ranks": Case(Layout(2), on_device=True),
     "two ranks, gathered once": Case(Layout(2), options=(("reshard_after_forward", False),)),
-    "two ranks, by chance": Case(Layout(2), "bfloat16"),
+    "two ranks, by chance": Case(Layout(2), "bfloat16", on_host=True),
     "replicas": Case(Layout(2, dp_replicate=2)),
     "a pipeline": Case(Layout(2, pp=2)),
 }
+
+
+class _Store:
+    def fetch(self, parameters: Any) -> None:
+        """As of HostStore."""
 
 
 def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, Any]:
@@ -60,6 +68,9 @@ def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, Any]:
     keys = {"optimizer.lr": 1e-2, "optimizer.stochastic_rounding": case.dtype == "bfloat16"}
     optimizer = make_optimizer(load_config(None, keys), world, model)
     if hidden:
+        store = _Store()
+        for parameter in [*model.parameters()][::2] if case.on_host else ():
+            setattr(parameter, HOST_STORE, store)
         optimizer = OffloadedStates(optimizer, world.device, bucket_bytes=BUCKET, hidden_in=model)
     return model, optimizer
 

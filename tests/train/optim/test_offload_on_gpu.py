@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, optim
 from torch.utils._pytree import tree_leaves, tree_map
 
+from longspan.model.kinds import HOST_STORE
 from longspan.train.optim import offload_states as module
 from longspan.train.optim.offload_states import OffloadedStates
 from tests.train.optim.test_offload_states import ADAMW, KINDS, Model, _differences, _everything, _make, _take_steps
@@ -73,3 +74,22 @@ def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
     assert 1.4 * BUCKET < added <= optimizer.device_bytes + (1 << 16) <= 2 * BUCKET + (1 << 16)
     assert torch.cuda.memory_allocated() - before < 1 << 16
     assert optimizer.host_bytes == sum(2 * -(-4 * count // 256) * 256 for count in counts)
+
+
+@pytest.mark.parametrize("late", ["none", "copies", "updates"])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "adamw by chance"])
+def test_parameters_and_gradients_come_from_the_host(kind: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in LATE[late]:
+        monkeypatch.setattr(owner, name, _late(getattr(owner, name)))
+    dtype = torch.bfloat16 if KINDS[kind][0] is ADAMW else torch.float32
+    on_device, on_host = Model(dtype, SHAPES).to(GPU), Model(dtype, SHAPES)
+    for parameter in on_host.parameters():
+        parameter.data = parameter.data.pin_memory()
+        setattr(parameter, HOST_STORE, None)
+    plain, inner = (_make(model, *KINDS[kind]) for model in (on_device, on_host))
+    offloaded = OffloadedStates(inner, GPU, bucket_bytes=BUCKET)
+    _take_steps(on_device, plain, range(4))
+    _take_steps(on_host, offloaded, range(4))
+    expected, result = _everything(on_device, plain), _everything(on_host, offloaded)
+    assert not _differences(*(_moved(state, "cpu") for state in (expected, result)))
+    assert all(parameter.is_pinned() for parameter in on_host.parameters())

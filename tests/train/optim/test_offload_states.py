@@ -15,6 +15,7 @@ from longspan.comm import World
 from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
 from longspan.model.activations import host_offload
+from longspan.model.kinds import HOST_STORE
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states, total_state_bytes
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
@@ -120,6 +121,31 @@ def test_states_are_loaded_from_either_place(kind: str) -> None:
         _take_steps(model, optimizer, range(3, 5))
         results.append(_everything(model, optimizer))
     assert not any(_differences(results[0], result) for result in results[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw", "amsgrad", "sgd", "nadam", "adamw by chance", "no states"])
+def test_parameters_and_gradients_on_the_host_come_with_their_moments(kind: str, dtype: torch.dtype) -> None:
+    shapes = SHAPES | {"empty": (0, 4)}
+    models = [Model(dtype, shapes) for _ in range(2)]
+    plain, inner = (_make(model, *(KINDS | {"no states": (optim.SGD, {})})[kind]) for model in models)
+    optimizer = OffloadedStates(inner, CPU, bucket_bytes=BUCKET)
+    names = dict(zip(models[1].parameters(), shapes, strict=True))
+    for parameter, name in names.items():
+        if name in ("wide", "small", "later", "empty"):
+            setattr(parameter, HOST_STORE, None)
+    updated = list[Tensor]()
+    with pytest.MonkeyPatch.context() as patched:
+        step = type(inner).step
+        patched.setattr(inner, "step", lambda: updated.extend(inner.param_groups[0]["params"]) or step(inner))
+        for steps in (range(1), range(1, 4)):
+            for model, other in zip(models, (plain, optimizer), strict=True):
+                _take_steps(model, other, steps)
+            assert not _differences(_everything(models[0], plain), _everything(models[1], optimizer))
+    places = {parameter.untyped_storage().data_ptr(): name for parameter, name in names.items() if parameter.numel()}
+    in_place = {places.get(x.untyped_storage().data_ptr()) for x in updated} - {None}
+    assert in_place == {"matrix", "last"}, "others are updated in copies"
+    assert len(updated) > 4 * (len(shapes) - 1), "wide comes in parts"
 
 
 def test_host_and_device_hold_what_they_say() -> None:

@@ -33,7 +33,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError, ModelError
 from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory
-from longspan.model.host_weights import waits_on_host
+from longspan.model.kinds import HOST_STORE, waits_on_host
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
@@ -92,7 +92,8 @@ def offload_optimizer_states(
         return total_state_bytes(optimizer)
 
     size = run_on_every_rank(world, measure_bytes, ConfigError)
-    if not world.control.reduce_object(size, max, "bytes of the optimizer's states"):
+    waiting = sum(waits_on_host(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if not world.control.reduce_object(size + waiting, max, "bytes of the optimizer's states"):
         raise ConfigError(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
@@ -278,11 +279,10 @@ class OffloadedStates(Optimizer):
         groups = [] if self._model is None else [*reduction_groups(fsdp_modules(self._model))]
         places = {p.sharded_param: place for place, group in enumerate(groups) for p in group.fsdp_params}
         buckets = [*cut_buckets(self.inner, self._bucket_bytes, places)]
-        hidden = self.hides_updates and all(
-            p.parameter in places and not waits_on_host(p.parameter) for b in buckets for p in b.parts
-        )
+        hidden = self.hides_updates and all(part.parameter in places for b in buckets for part in b.parts)
         if hidden:
-            for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            with_states = [group for group in self.param_groups if STATES[type(self.inner)](group)]
+            for parameter in [p for group in with_states for p in group["params"] if p.grad is not None]:
                 self.host_states[parameter]  # takes its place: files of checkpoints have states in this order
             buckets.sort(key=lambda bucket: places[bucket.parts[0].parameter])
         self._update = _Update(self, self._copies, buckets)
@@ -383,7 +383,7 @@ class _Update:
         self._last_bucket = {part.parameter: index for index, bucket in enumerate(buckets) for part in bucket.parts}
         self._event: torch.cuda.Event | None = None  # after the last bucket that was waited for
         self._stream: torch.cuda.Stream | None = None  # None: that of the caller
-        self._groups: Sequence[Any] = ()
+        self._replaced = dict[Any, str]()  # objects, and the method in whose place one of here stands
         self._failure = ""
         inner = optimizer.inner
         self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None
@@ -394,18 +394,23 @@ class _Update:
     # ---- when a bucket is updated
 
     def begin(self, groups: Sequence[Any]) -> None:
-        """Let each of FSDP2's groups wait, before it is next gathered, for the updates of its parameters."""
-        self._groups = groups
+        """Let each of FSDP2's groups wait, before it is next gathered, for the updates of its parameters; and copies of
+        those on the host.
+        """
         self._stream = self._copies.begin_updates()
         for group in groups:
-            vars(group)["unshard"] = partial(self._unshard, group)  # in place of the method, until it is called
+            self._replaced[group] = "unshard"
+            vars(group)["unshard"] = partial(self._unshard, group)
+        for store in {vars(parameter)[HOST_STORE] for parameter in self._last_bucket if waits_on_host(parameter)}:
+            self._replaced[store] = "fetch"
+            vars(store)["fetch"] = partial(self._fetch_shards, store)
         self._launch_buckets(self._ahead)
 
     def finish(self) -> None:
         """Update what waits; the current stream waits for it, and the host for the states."""
         if self._failure:
             raise ModelError(self._failure)
-        self._leave_groups()
+        self._leave_replaced()
         try:
             self._launch_buckets(self._total)
             self._buckets.close()
@@ -416,18 +421,27 @@ class _Update:
     def _ahead(self) -> int:
         return AHEAD if self._stream is not None else 0
 
-    def _leave_groups(self) -> None:
-        for group in self._groups:
-            vars(group).pop("unshard", None)
+    def _leave_replaced(self) -> None:
+        for waiter, method in self._replaced.items():
+            vars(waiter).pop(method, None)
+
+    def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
+        parameters = [*parameters]
+        self._make_current(parameters)
+        type(store).fetch(store, parameters)
 
     def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
         del group.unshard
-        ends = [self._last_bucket.get(parameter.sharded_param, -1) + 1 for parameter in group.fsdp_params]
-        self._launch_buckets(max(ends) + self._ahead)
-        self._wait_for_buckets(max(ends))
-        # FSDP2 copies shards on streams of its own, which do not wait for the one that computes
-        group._wait_all_gather_streams_on_event(self._event)
+        self._make_current(group.fsdp_params)
+        if self._event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
+            group._wait_all_gather_streams_on_event(self._event)
         return group.unshard(*args, **keywords)
+
+    def _make_current(self, parameters: Iterable[Any]) -> None:
+        last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
+        count = last + 1
+        self._launch_buckets(count + self._ahead)
+        self._wait_for_buckets(count)
 
     def _launch_buckets(self, count: int) -> None:
         """Launch updates until `count` buckets are, in whatever mode the caller runs."""
@@ -438,13 +452,13 @@ class _Update:
                 for _ in islice(self._buckets, missing):
                     self._launched += 1
         except BaseException as error:
-            if self._launched or self._groups:
+            if self._launched or self._replaced:
                 self._failure = (
                     f"an update failed after {self._launched} of {self._total} buckets: their parameters and moments "
                     "are updated, the others are not; start again from a checkpoint"
                 )
                 error.add_note(self._failure)
-                self._leave_groups()
+                self._leave_replaced()
                 self._copies.wait_for_all()
             raise
 
@@ -469,7 +483,8 @@ class _Update:
                 new_states = self._update_bucket(bucket, fetched)
                 device_tensors = self._store_bucket(bucket, fetched.stand_ins, new_states)
                 if self._stream is not None:  # otherwise gradients are the caller's
-                    self._updated.append((bucket, self._copies.record_update()))
+                    stored = any(waits_on_host(part.parameter) for part in bucket.parts)
+                    self._updated.append((bucket, self._copies.record_update(stored=stored)))
                 fetched = next_fetched
                 del bucket, next_fetched, new_states
                 yield
@@ -532,8 +547,8 @@ class _Update:
             if waits_on_host(part.parameter)
         ]
         for part, new_state in zip(bucket.parts, states, strict=True):
-            state = self._optimizer.host_states[part.parameter]
             for name, value in new_state.items():
+                state = self._optimizer.host_states[part.parameter]
                 if _is_moment(value):
                     state[name] = host = self._optimizer.host_tensor(part.parameter, name, value.dtype)
                     pairs.append((part.local_view(local_tensor(host)), value))
@@ -561,12 +576,12 @@ class _Copies:
             self._updates.wait_stream(torch.cuda.current_stream(self.device))
         return self._updates
 
-    def record_update(self) -> torch.cuda.Event | None:
-        """Return the event after which what was launched on the current stream is done (None: now)."""
+    def record_update(self, *, stored: bool) -> torch.cuda.Event | None:
+        """Return the event after an update on the current stream, or after what it `stored` on the host (None: now)."""
         if self._to_host is None:
             return None
         done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
+        done.record(self._to_host if stored else torch.cuda.current_stream(self.device))
         return done
 
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
