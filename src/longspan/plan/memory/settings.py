@@ -62,6 +62,10 @@ thousand times what it takes to start a copy."""
 MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state that an optimizer has for each weight
 
 
+def _names_experts(target: str) -> bool:
+    return target.split(".")[-2:-1] == ["experts"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
     """What of a run decides its bytes; the defaults are float32 masters under AdamW, computed in bfloat16 on GPUs.
@@ -119,9 +123,13 @@ class MemorySettings:
 
     def has_adapter(self, linear: str) -> bool:
         """Return whether a linear of this name has an adapter; of dotted targets the last part counts."""
-        return bool(self.lora_rank) and (
-            not self.lora_targets or linear in {target.rpartition(".")[2] for target in self.lora_targets}
-        )
+        named = {target.rpartition(".")[2] for target in self.lora_targets if not _names_experts(target)}
+        return bool(self.lora_rank) and (not self.lora_targets or linear in named)
+
+    def adapts_experts(self, matrix: str) -> bool:
+        """Return whether the experts' matrices of this name have adapters: a target is experts.down_proj, say."""
+        named = {target.rpartition(".")[2] for target in self.lora_targets if _names_experts(target)}
+        return bool(self.lora_rank) and matrix in named
 
     @property
     def weight_bytes(self) -> int:
