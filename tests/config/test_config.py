@@ -191,7 +191,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ),
     ({"model.compute_dtype": "bfloat16", "model.dtype": "float64"}, r'bfloat16 has 8 .* use model.dtype = "float32"'),
     ({"optimizer.arguments": ("betas=[0.9, 1.0]",)}, "Invalid beta parameter at index 1: 1.0; correct"),
-    ({"optimizer.class": "adam"}, r"optimizer.class is 'adam'; use adamw or sgd, or the dotted name"),
+    ({"optimizer.class": "adam"}, r"optimizer.class is 'adam'; use adamw, muon, sgd, or the dotted name"),
     ({"optimizer.arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
     ({"optimizer.arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
     ({"optimizer.class": "torch.optim.Rprop", "optimizer.weight_decay": 0.1}, r"knows no weight decay"),

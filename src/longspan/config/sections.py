@@ -124,7 +124,8 @@ class LoraSection(Section):
     dropout: Annotated[float, AtLeast(0, below=1), Needs("lora.rank", AtLeast(1))] = 0.0
     """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows, so not under tp."""
     target_modules: Annotated[tuple[str, ...], Needs("lora.rank", AtLeast(1))] = ()
-    """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers."""
+    """Names of the linears that get one, such as q_proj or lm_head, and of experts' matrices, such as
+    experts.gate_up_proj; empty: every linear of the decoder layers, and no experts."""
 
 
 @dataclass(frozen=True)

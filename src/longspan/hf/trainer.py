@@ -138,10 +138,12 @@ def _run_config(trainer: Any) -> RunConfig:
     config = replace(config, train=replace(config.train, offload_optimizer_states=asked == PAGED))
     lora = LoraSection()
     if (adapter := find_adapter(model)) is not None:
-        targets = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
-        lora = replace(
-            lora, rank=adapter.config.r, target_modules=() if isinstance(targets, str) else tuple(targets or ())
-        )
+        modules = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
+        targets = [] if isinstance(modules, str) else [*(modules or ())]
+        if targets:
+            parameters = getattr(adapter.config, "target_parameters", None) or ()
+            targets += [f"experts.{name.rpartition('.')[2]}" for name in parameters]
+        lora = replace(lora, rank=adapter.config.r, target_modules=tuple(targets))
     return replace(config, model=model_keys, optimizer=OptimizerSection(class_=name, lr=1e-3), lora=lora)
 
 

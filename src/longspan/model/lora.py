@@ -79,7 +79,7 @@ def _check_target_names(
     for target in dict.fromkeys(targets):
         if any(f".{name}".endswith(f".{target}") for name in linears):
             continue
-        if any(name.endswith(f".{target}") for name in matrices):
+        if "." in target and any(name.endswith(f".{target}") for name in matrices):
             of_experts.append(target)
             continue
         endings = sorted({name.rpartition(".")[2] for name in linears})

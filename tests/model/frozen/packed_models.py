@@ -24,13 +24,16 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, 
 
 def adapted(family: str = "llama", *, dequantised: torch.dtype | None = None, **changes: Any) -> Any:
     """A PeftModel in float32; with `dequantised` its frozen weights are what NF4 makes of them in that type."""
-    if family == "moe":
+    if family != "llama":
         config: Any = transformers.Qwen3MoeConfig(**WIDE | MOE | changes)
     else:
         config = transformers.LlamaConfig(**WIDE | changes)
     model = random_model(config, torch.float32, attn_implementation="sdpa")
-    linears = ["q_proj", "k_proj", "v_proj", "o_proj"] + ["gate_proj", "up_proj", "down_proj"] * (family != "moe")
-    peft_model = drawn(peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=linears)))
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj"] + ["gate_proj", "up_proj", "down_proj"] * (family == "llama")
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=linears)
+    if family == "adapted experts":
+        lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    peft_model = drawn(peft.get_peft_model(model, lora))
     if dequantised is not None:
         for module, name in weights_to_pack(model).values():
             weight = getattr(module, name).data

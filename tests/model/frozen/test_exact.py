@@ -56,6 +56,7 @@ ONE: Mapping[str, Home] = {
     "three micro-batches, recomputed": Home(Layout(ranks=1), options=FULL, rows=32),
     "float32": Home(Layout(ranks=1), dtype=torch.float32),
     "experts": Home(Layout(ranks=1), "moe"),
+    "adapted experts": Home(Layout(ranks=1), "adapted experts"),
     "kept gathered": Home(Layout(ranks=1), options=ONCE, rows=32),
 }
 TWO: Mapping[str, Home] = {
@@ -63,6 +64,7 @@ TWO: Mapping[str, Home] = {
     "kept gathered": Home(Layout(ranks=2), options=ONCE, rows=20),
     "tp 2, rows split": Home(Layout(ranks=2, tp=2), options={"sequence_parallel": True, **FULL}),
     "ep 2": Home(Layout(ranks=2, ep=2), "moe"),
+    "ep 2, adapted experts": Home(Layout(ranks=2, ep=2), "adapted experts"),
     "pp 2, zero bubble": Home(Layout(ranks=2, pp=2), options={"pipeline_schedule": "zero_bubble"}),
 }
 MORE_OF_TWO: Mapping[str, Home] = {

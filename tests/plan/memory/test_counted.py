@@ -6,15 +6,19 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from longspan.attention import all_to_all
 from longspan.comm import World
 from longspan.layout import Layout
+from longspan.model.lora import NewAdapter, add_lora
 from longspan.plan import MemoryNeeds, MemorySettings, messages, plan_fixed
 from longspan.plan.memory import layer_table
 from longspan.plan.memory.layer_table import LayerTable
+from longspan.plan.memory.stage_bytes import ModelNumbers
 from longspan.plan.messages import count_exchange_slices
 from longspan.testing import backend, run_ranks
+from tests.model.stock import random_model
 from tests.plan.memory.counted import (
     EXPERTS,
     HYBRIDS,
@@ -114,6 +118,26 @@ def test_adapters_of_some_projections_keep_less(world: World, monkeypatch: pytes
     _check_kept(needs, counted, "none")
     every = MemoryNeeds.of(config_of("qwen3").to_dict(), world.home, plan_fixed([ROWS], world.home, cp=1), settings)
     assert _kept(needs, "none", 2) < 0.8 * _kept(every, "none", 2)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_adapters_of_experts_keep_what_is_planned(world: World, family: str) -> None:
+    targets = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+    settings = replace(SETTINGS, lora_rank=8, adapter_bytes=2, lora_targets=targets)
+    needs, counted = _compare(world, family, "none", settings=settings, lora={"rank": 8, "targets": targets})
+    (place,), (load,) = needs.places, needs.loads  # the first layer's norms need no gradient
+    assert place.layer_bytes(1, load, "none").kept == pytest.approx(counted.kept[1], rel=1e-3)
+    fewer = replace(settings, lora_targets=targets[:1])
+    plan = plan_fixed([ROWS], world.home, cp=1)
+    bare = MemoryNeeds.of(config_of(family).to_dict(), world.home, plan, fewer)
+    assert _kept(bare, "none", 2) < 0.97 * _kept(needs, "none", 2)
+    model = add_lora(random_model(config_of(family), torch.float32), NewAdapter(rank=8, targets=targets))
+    trained = [
+        ModelNumbers.from_configuration(config_of(family).to_dict(), world.home, x).layers[0].trained
+        for x in (settings, fewer)
+    ]
+    layer = model.get_base_model().model.layers[0].mlp
+    assert trained[0] - trained[1] == sum(p.numel() for p in layer.parameters() if p.requires_grad)
 
 
 def test_depths_keep_what_joins_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

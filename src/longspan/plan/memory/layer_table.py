@@ -331,7 +331,15 @@ class LayerTable:
         # results, what the first product made, and its gate; for trained weights the copies and the product too
         gates = (4 if own_gate else int(not self.settings.gpu)) * self._mlp_has_gate
         order = self.bytes_of_rows(2 * visits, INDEX)
-        saved = copies + (1 + self._mlp_has_gate + gates) * product + (copies + product) * trained + order
+        first = self.settings.adapts_experts("gate_up_proj") or self.settings.adapts_experts("up_proj")
+        last = self.settings.adapts_experts("down_proj")
+        saved = copies + (1 + self._mlp_has_gate + gates) * product + order
+        saved += copies * (trained or first) + product * (trained or last)
+        # rows of rank numbers, and the second matrices of adapters, which products of groups want in another order
+        rank = self.settings.lora_rank
+        saved += self.bytes_of_rows(visits * rank) * (first + last)
+        outputs = (1 + self._mlp_has_gate) * width * first + (latent or self.hidden_size) * last
+        saved += rank * outputs * experts / self.ep * self.settings.compute_bytes
         work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
         visited = LayerPart(saved, work, lasting=order)
         part = router + self._tiled_part(visited, 0.0, (weights.of_experts + weights.unvisited) / self.ep)

@@ -65,6 +65,10 @@ BUNDLE_NUMBERS = 1 << 26
 """Numbers of matrices that a rank gathers and orthogonalizes at a time under muon; of larger matrices one."""
 
 
+def _names_experts(target: str) -> bool:
+    return target.split(".")[-2:-1] == ["experts"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
     """What of a run decides its bytes; the defaults are float32 masters under AdamW, computed in bfloat16 on GPUs.
@@ -125,9 +129,13 @@ class MemorySettings:
 
     def has_adapter(self, linear: str) -> bool:
         """Return whether a linear of this name has an adapter; of dotted targets the last part counts."""
-        return bool(self.lora_rank) and (
-            not self.lora_targets or linear in {target.rpartition(".")[2] for target in self.lora_targets}
-        )
+        named = {target.rpartition(".")[2] for target in self.lora_targets if not _names_experts(target)}
+        return bool(self.lora_rank) and (not self.lora_targets or linear in named)
+
+    def adapts_experts(self, matrix: str) -> bool:
+        """Return whether the experts' matrices of this name have adapters: a target is experts.down_proj, say."""
+        named = {target.rpartition(".")[2] for target in self.lora_targets if _names_experts(target)}
+        return bool(self.lora_rank) and matrix in named
 
     @property
     def weight_bytes(self) -> int:
