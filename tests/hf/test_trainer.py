@@ -403,8 +403,15 @@ def broken(run: Run) -> Any:
 
 CASES = (
     *(own_loss, halved_loss, loss_function, cut_steps, flattening),
-    *(regularized, of_weights_alone, of_cross_entropy, two_passes, early_optimizer, early_scheduler),
-    (train, AUTO | {"eval_context_parallel_size": "1"}),
+    *(
+        (regularized, CP2 | {"offload_weights": True}),
+        of_weights_alone,
+        of_cross_entropy,
+        two_passes,
+        early_optimizer,
+        early_scheduler,
+    ),
+    (train, AUTO | {"eval_context_parallel_size": "1", "offload_weights": True}),
     (stopped, MEMORY | {"cp_comm_type": "auto"}),
     (own_loader, DYNAMIC | {"device_memory_limit": 1 << 30}),
     (with_metrics, {"context_parallel_size": 1, "eval_context_parallel_size": "2"}),

@@ -34,7 +34,7 @@ from longspan.hf.refusals import (
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
 from longspan.model.adapters import find_adapter
-from longspan.model.kinds import unwrap_peft_model
+from longspan.model.kinds import unwrap_peft_model, waits_on_host
 from longspan.model.layers import architecture_name
 from longspan.model.lora import redirect_peft_model
 from longspan.model.prepared import PrepareOptions
@@ -45,6 +45,7 @@ from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train import PlannerConfig
+from longspan.train.optim.offload_states import offload_optimizer_states
 from longspan.train.training import options_of_memory_plan
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
@@ -264,9 +265,17 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             model.forward = facade.__call__
 
     def create_optimizer(self, *args: Any) -> Any:
-        """Make the Trainer's optimizer, over the parameters of the model, which is prepared first."""
+        """Make the Trainer's optimizer, over the parameters of the model, which is prepared first.
+
+        Moments of parameters that wait on the host are there too.
+        """
         self._prepare_once()
-        return super().create_optimizer(*args)
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args)
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if made and any(map(waits_on_host, parameters)):
+            self.optimizer = optimizer = offload_optimizer_states(optimizer, self.world)
+        return optimizer
 
     def _prepare_for_training(self, *args: Any) -> Any:
         self._prepare_once()

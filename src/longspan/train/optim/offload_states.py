@@ -24,6 +24,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError
 from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory
+from longspan.model.kinds import waits_on_host
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
@@ -72,7 +73,8 @@ def offload_optimizer_states(
         return total_state_bytes(optimizer)
 
     size = run_on_every_rank(world, measure_bytes, ConfigError)
-    if not world.control.reduce_object(size, max, "bytes of the optimizer's states"):
+    pages = any(waits_on_host(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if not world.control.reduce_object(size, max, "bytes of the optimizer's states") and not pages:
         raise ConfigError(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
