@@ -424,8 +424,9 @@ def broken(run: Run) -> Any:
 
 CASES = (
     *(own_loss, halved_loss, loss_function, cut_steps, flattening),
-    *(regularized, of_weights_alone, two_passes, early_optimizer, paged_adamw),
-    (train, AUTO | {"eval_context_parallel_size": "1"}),
+    (regularized, CP2 | {"offload_weights": True}),
+    *(of_weights_alone, two_passes, early_optimizer, paged_adamw),
+    (train, AUTO | {"eval_context_parallel_size": "1", "offload_weights": True}),
     (stopped, MEMORY | {"cp_comm_type": "auto"}),
     (own_loader, DYNAMIC | {"device_memory_limit": 1 << 30}),
     (with_metrics, {"context_parallel_size": 1, "eval_context_parallel_size": "2"}),

@@ -18,7 +18,7 @@ _SECTIONS = {  # of the configuration; other keys are those of [context]
         ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward", "sync_each_batch"),
         "parallel",
     ),
-    **dict.fromkeys(("plan_memory", "device_memory_limit"), "train"),
+    **dict.fromkeys(("plan_memory", "device_memory_limit", "offload_weights"), "train"),
     "machine": "run",
     "frozen": "model",
 }
@@ -40,8 +40,9 @@ class LongspanArguments:
     >>> LongspanArguments(context_parallel_size=4, eval_context_parallel_size=8).config().context.planner
     'fixed'
 
-    The keys of [context], those of [evaluation] with the prefix eval_, and of [parallel]; `plan_memory` and its bound
-    of [train]; `machine` of [run]; `frozen` of [model]. A dataclass that transformers' HfArgumentParser reads. Raises
+    The keys of [context], those of [evaluation] with the prefix eval_, and of [parallel]; `plan_memory`, its bound and
+    `offload_weights` of [train]; `machine` of [run]; `frozen` of [model]. A dataclass that transformers'
+    HfArgumentParser reads. Raises
     ConfigError where it is made, for values that no key takes.
     """
 
@@ -84,6 +85,7 @@ class LongspanArguments:
     sync_each_batch: bool = _argument(True, "sum gradients in every micro-batch; false: once a step")
     plan_memory: bool = _argument(True, "what layers keep is chosen by memory; false: as the arguments have it")
     device_memory_limit: int = _argument(0, "bytes that a rank may fill; 0: 92 % of a GPU's free memory")
+    offload_weights: bool = _argument(False, "keep weights, gradients and moments on the host")
     machine: str = _argument("", "the machine that prices plans (longspan bench calibrate)")
     frozen: str = _argument(
         "",

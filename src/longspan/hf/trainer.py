@@ -38,7 +38,7 @@ from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
 from longspan.model.adapters import find_adapter
 from longspan.model.frozen.formats.modules import holds_codes
-from longspan.model.kinds import unwrap_peft_model
+from longspan.model.kinds import unwrap_peft_model, waits_on_host
 from longspan.model.layers import architecture_name
 from longspan.model.lora import redirect_peft_model
 from longspan.model.prepared import PrepareOptions
@@ -276,16 +276,20 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             model.forward = facade.__call__
 
     def create_optimizer(self, *args: Any) -> Any:
-        """Make the Trainer's optimizer, over the parameters of the model, which is prepared first."""
+        """Make the Trainer's optimizer, over the parameters of the model, which is prepared first.
+
+        Moments of parameters that wait on the host are there too.
+        """
         self._prepare_once()
-        name = optimizer_name(self._stock_arguments)
-        moments = ONE_PASS_OPTIMIZERS.get(name, "")
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None or not moments:
-            return super().create_optimizer(*args)
+        made = self.optimizer is None
         self.optimizer: Any = super().create_optimizer(*args)
-        if name == PAGED:
+        if not made:
+            return self.optimizer
+        name = optimizer_name(self._stock_arguments) if self.optimizer_cls_and_kwargs is None else ""
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        if name == PAGED or any(map(waits_on_host, parameters)):
             self.optimizer = offload_optimizer_states(self.optimizer, self.world)
-        if is_first_rank(self.world):
+        if (moments := ONE_PASS_OPTIMIZERS.get(name, "")) and is_first_rank(self.world):
             print(
                 f"optimizer  {name} is longspan's AdamW, with moments {moments}, without bitsandbytes", flush=True
             )

@@ -92,8 +92,8 @@ def offload_optimizer_states(
         return total_state_bytes(optimizer)
 
     size = run_on_every_rank(world, measure_bytes, ConfigError)
-    waiting = sum(waits_on_host(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    if not world.control.reduce_object(size + waiting, max, "bytes of the optimizer's states"):
+    pages = any(waits_on_host(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if not world.control.reduce_object(size or pages, max, "bytes of the optimizer's states"):
         raise ConfigError(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
