@@ -88,7 +88,7 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
         assert [*answer[place]] == NAMES and all(isinstance(size, int) for size in answer[place].values())
         assert answer[place]["total"] == sum(answer[place][name] for name in NAMES[:-1])
     assert all(answer["largest"][name] >= answer["device"][name] for name in NAMES[:-1])
-    assert answer["largest"]["gradients"] > 0
+    assert answer["host"]["gradients"] == answer["host"]["weights"] > 0 == answer["largest"]["gradients"]
     assert len(answer["measures"]) == 4 and answer["fits"] and answer["steps"] is None and answer["step_seconds"] > 0
     assert answer["tokens_per_second_per_gpu"] > 0
     check_keys(answer, model, 4)

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from longspan import Layout, World
-from longspan.model.sharding import SumsInComputeMemory, _sums_become_gradients, fsdp_modules
+from longspan.model.sharding import (
+    SumsInComputeMemory,
+    _sum_on_computing_stream,
+    _sums_become_gradients,
+    fsdp_modules,
+)
 from longspan.testing import run_ranks
 from tests.model.stock import prepare_untried, tiny
 from tests.model.test_compiled_layers import LENGTHS, take_step
@@ -103,10 +110,25 @@ def test_fsdp2_asks_for_a_message_and_then_for_its_sum_which_stays_where_nothing
         assert stay == [{expected} for *_, expected in CASES]
 
 
-@pytest.mark.gpu
-def test_gradients_lie_in_memory_of_the_computing_stream() -> None:
+def test_sums_that_are_cast_are_on_the_computing_stream_of_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"computing on {device}")
     with World(Layout(ranks=1)) as world:
-        model: Any = prepare_untried(tiny("qwen3", torch.float32), world, compute_dtype=torch.bfloat16)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module, mesh=world.meshes.fsdp)
+        for _ in range(2):
+            _sum_on_computing_stream(model)
+        model(torch.ones(2, 4))
+        contexts = [module._get_fsdp_state()._comm_ctx for module in (*model, model)]
+        assert {context.reduce_scatter_stream for context in contexts} == {"computing on cpu"}
+        assert all(isinstance(context.all_gather_stream, torch.cpu.Stream) for context in contexts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_lie_in_memory_of_the_computing_stream(dtype: torch.dtype) -> None:
+    with World(Layout(ranks=1)) as world:
+        model: Any = prepare_untried(tiny("qwen3", dtype), world, compute_dtype=torch.bfloat16)
         take_step(model, world, LENGTHS)
         take_step(model, world, LENGTHS)
         computing, segments = torch.cuda.current_stream().cuda_stream, torch.cuda.memory_snapshot()

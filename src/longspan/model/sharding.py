@@ -62,8 +62,29 @@ def shard_over_slots(
         module.set_gradient_divide_factor(1.0)
         _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
         _SHARDINGS[module] = sharding
-        if world.device.type == "cuda" and _sums_become_gradients(module, policy):
+        if world.device.type != "cuda":
+            continue
+        if _sums_become_gradients(module, policy):
             module.set_custom_reduce_scatter(SumsInComputeMemory())
+        elif world.meshes.fsdp.size() == 1:
+            _sum_on_computing_stream(root)
+
+
+def _sum_on_computing_stream(root: nn.Module) -> None:
+    """Let FSDP2 cast sums into gradients on the stream that computes, where no message hides behind its work.
+
+    In memory of a stream of its own all gradients would stay taken through the next forward pass.
+    """
+    context: Any = root._get_fsdp_state()._comm_ctx  # pyright: ignore[reportAttributeAccessIssue]
+    if "lazy_init" in vars(context):
+        return
+    make_streams = context.lazy_init
+
+    def make_streams_but_for_sums(device: torch.device) -> None:
+        make_streams(device)
+        context.reduce_scatter_stream = torch.cuda.current_stream(device)
+
+    context.lazy_init = make_streams_but_for_sums
 
 
 def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:

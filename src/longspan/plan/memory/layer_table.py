@@ -285,14 +285,17 @@ class LayerTable:
         return self.read.value("mlp_hidden_act") is None
 
     def mlp_part(self, width: float) -> LayerPart:
-        """An MLP with its input, whose `width` tensor-parallel ranks split."""
+        """An MLP with its input, whose `width` tensor-parallel ranks split. In a compiled backward pass each adapter has
+        a gradient of that width of its own, scaled, beside that of its linear (frozen-H200.md in bench/records).
+        """
         gate = self._mlp_has_gate
         inside = width / self.tp
-        part = self.linears_part(self.hidden_size, *(("gate_proj", "up_proj") if gate else ("up_proj",)))
-        part += self.linears_part(inside, "down_proj")
-        activated = self.compiled_parts == "none"  # compiled, the gate's activation is made again
-        tensors = 2 + activated if gate else 1
-        part += LayerPart(tensors * self.bytes_of_rows(inside), (1 + gate) * self.bytes_of_rows(inside))
+        linears = ("gate_proj", "up_proj") if gate else ("up_proj",)
+        part = self.linears_part(self.hidden_size, *linears) + self.linears_part(inside, "down_proj")
+        compiled = self.compiled_parts != "none"
+        adapters = sum(map(self.settings.has_adapter, (*linears, "down_proj"))) * compiled
+        tensors = 3 - compiled if gate else 1  # compiled, the gate's activation is made again
+        part += LayerPart(tensors * self.bytes_of_rows(inside), (1 + gate + adapters) * self.bytes_of_rows(inside))
         return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), (2 + gate) * self.hidden_size * inside)
 
     def _tiled_part(self, part: LayerPart, saved: float, weights: float) -> LayerPart:

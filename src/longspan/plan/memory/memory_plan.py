@@ -434,6 +434,7 @@ class MemoryPrices:
 
 # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
 TILE_ROWS = 16384
+SMALL_TILE_ROWS = 8192  # in segments, which come where little else fits
 SEGMENT_LAYERS = 4  # layers of a segment that the plan chooses, where nothing else fits
 
 
@@ -572,11 +573,14 @@ def memory_choices(
     words: list[CheckpointPolicy] = [word for word in fixed.measures if exchanges or word != "exchanged"]
     for segments, tile_rows, (offload_optimizer_states, offload_weights), (gathered_once, summed_once) in product(
         _segment_sizes_to_try(fixed),
-        [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_tokens is None else [fixed.mlp_tile_tokens],
+        [0, TILE_ROWS, SMALL_TILE_ROWS][: 1 + 2 * can_tile]
+        if fixed.mlp_tile_tokens is None
+        else [fixed.mlp_tile_tokens],
         on_host,
         dict.fromkeys(once for once in sharding if once[0] or not once[1]),  # sums once keep weights too
     ):
-        if offload_weights and gathered_once:
+        is_open = fixed.mlp_tile_tokens is None
+        if (offload_weights and gathered_once) or (is_open and tile_rows == SMALL_TILE_ROWS and not segments):
             continue
         choice = replace(
             settings,
@@ -600,11 +604,12 @@ def _leanest_choices(
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
     choices = list(memory_choices(needs, replace(fixed, **once)))
-    tile_rows = max(choice.places[0].settings.mlp_tile_tokens for choice, _, _ in choices)
+    settings = [choice.places[0].settings for choice, _, _ in choices]
+    tile_rows = {one.segment_layers: one.mlp_tile_tokens for one in settings}  # the last, which are fewest
     return [
         (choice, slow, fast)
-        for choice, slow, fast in choices
-        if {slow, fast} <= leanest and choice.places[0].settings.mlp_tile_tokens == tile_rows
+        for one, (choice, slow, fast) in zip(settings, choices, strict=True)
+        if {slow, fast} <= leanest and one.mlp_tile_tokens == tile_rows[one.segment_layers]
     ]
 
 

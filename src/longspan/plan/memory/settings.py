@@ -25,7 +25,8 @@ class Bytes:
     frozen weights in four or eight bits; `gathered` are weights of layers that are whole, gradients of layers before
     they are summed, and what travels between host and device; `kept` is what layers hold for their backward
     passes, `work` what the layer that runs holds besides; `logits` are those of a chunk and what is computed from them;
-    `communicators` the buffers of NCCL and the CUDA context.
+    `communicators` what torch's allocator does not show as used: the CUDA context, the buffers of NCCL, and memory
+    that it keeps for gradients which are summed in another dtype.
     """
 
     weights: int = 0

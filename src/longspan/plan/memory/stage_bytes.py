@@ -375,6 +375,15 @@ class StageBytes:
         trained_here = self.trained_on_host == on_host
         return ((frozen if frozen_here else 0.0) + (trained if trained_here else 0.0)) / self.shards
 
+    @property
+    def gradients_stay_taken(self) -> bool:
+        """Whether gradients are in memory of FSDP2's stream, which the allocator keeps for it from step to step: where
+        sums over slots are cast into them (model/sharding.py).
+        """
+        settings = self.settings
+        casts = settings.weight_bytes < settings.reduce_bytes
+        return casts and settings.gpu and settings.shard_parameters and self.shards > 1 and not self.trained_on_host
+
     @cached_property
     def staging_bytes(self) -> float:
         """Two buffers of the largest layer's weights that come from the host, and two of gradients that go there."""
@@ -490,6 +499,8 @@ class StageBytes:
             )
             for moment in self._bytes_in_micro_batch(load, measures):
                 moment["work"] += replays
+                if self.gradients_stay_taken:
+                    moment["communicators"] = base["communicators"] + max(0.0, all_gradients - moment["gradients"])
                 yield Bytes(**base | {name: int(size) for name, size in moment.items()})
 
     def _bytes_in_micro_batch(
