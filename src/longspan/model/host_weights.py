@@ -67,6 +67,8 @@ class HostStore:
     def fetch(self, parameters: "Iterable[HostParam]") -> None:
         """Begin to copy shards to the device, unless they are there, or on their way."""
         missing = [parameter for parameter in parameters if parameter.staged is None]
+        if not missing:
+            return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -79,7 +81,7 @@ class HostStore:
 
     @torch.no_grad()
     def take(self, parameter: "HostParam") -> Tensor:
-        """Return a shard in the type in which it is gathered, for the current stream, before `end_gather`."""
+        """Return a shard in the type in which it is gathered, for the current stream."""
         self.fetch([parameter])
         assert parameter.staged is not None
         shard, arrived = parameter.staged
@@ -93,9 +95,9 @@ class HostStore:
 
     def free(self, parameters: "Iterable[HostParam]") -> None:
         """Free copies that the current stream has read."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for parameter in parameters:
+            if parameter.staged is not None and self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
             parameter.staged = None
 
 
@@ -148,7 +150,7 @@ class HostParam(FSDPParam):
         if len(self.memory) < 2 or not (self.given is None or self.given.expired()):
             return super().to_sharded_dtensor(torch.empty_like(like, device="cpu"))
         gradient = super().to_sharded_dtensor(_own_view(self.memory[1], like))
-        self.given = torch._C._WeakTensorRef(gradient)
+        self.given = torch._C._WeakTensorRef(gradient)  # pyright: ignore[reportAttributeAccessIssue]
         return gradient
 
 
@@ -221,8 +223,9 @@ def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
     group.waiting = tuple(waiting)
     group.follower = None
     store.groups.append(group)
-    # Sums leave the device at once: FSDP2's own stream keeps no more memory than those of a group.
-    group._reduce_scatter_comm = DefaultReduceScatter()
+    if any(parameter.sharded_param.requires_grad for parameter in waiting):
+        # Sums leave the device at once: FSDP2's own stream keeps no more memory than those of a group.
+        group._reduce_scatter_comm = DefaultReduceScatter()
 
 
 def _host_bytes(parameter: Any) -> tuple[int, ...]:
