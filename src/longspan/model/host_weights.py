@@ -67,6 +67,8 @@ class HostStore:
     def fetch(self, parameters: "Iterable[HostParam]") -> None:
         """Begin to copy shards to the device, unless they are there, or on their way."""
         missing = [parameter for parameter in parameters if parameter.staged is None]
+        if not missing:
+            return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -81,7 +83,7 @@ class HostStore:
 
     @torch.no_grad()
     def take(self, parameter: "HostParam") -> Tensor:
-        """Return a shard in the type in which it is gathered, for the current stream, before `end_gather`."""
+        """Return a shard in the type in which it is gathered, for the current stream."""
         self.fetch([parameter])
         assert parameter.staged is not None
         shard, arrived = parameter.staged
@@ -95,9 +97,9 @@ class HostStore:
 
     def free(self, parameters: "Iterable[HostParam]") -> None:
         """Free copies that the current stream has read."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for parameter in parameters:
+            if parameter.staged is not None and self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
             parameter.staged = None
 
 
@@ -223,8 +225,9 @@ def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
     group.waiting = tuple(waiting)
     group.follower = None
     store.groups.append(group)
-    # Sums leave the device at once: FSDP2's own stream keeps no more memory than those of a group.
-    group._reduce_scatter_comm = DefaultReduceScatter()
+    if any(parameter.sharded_param.requires_grad for parameter in waiting):
+        # Sums leave the device at once: FSDP2's own stream keeps no more memory than those of a group.
+        group._reduce_scatter_comm = DefaultReduceScatter()
 
 
 def _host_bytes(parameter: Any) -> tuple[int, ...]:
