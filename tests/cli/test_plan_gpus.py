@@ -442,7 +442,8 @@ SMALL_MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> str:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("longspan.resolve.facts.TIMED_STEPS", 2)
     (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
     (tmp_path / "texts").mkdir()
     for i in range(12):

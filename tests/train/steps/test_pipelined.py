@@ -171,7 +171,7 @@ def _few_and_more(rank: int, shared: parity.Case, cases: Sequence[parity.Case]) 
 
 
 def test_few_of_them_sums_of_steps_shared_layers_random_plans_and_layers_that_reshard() -> None:
-    plans = {name: PLANS[name](HOME) for name in ("by hand, idle slots", "some of cp 2")}
+    plans = {"by hand, idle slots": by_hand()}
     exact = answer(_shared(), texts(LENGTHS))
     options = {"shard_parameters": False, "pipeline_schedule": "zero_bubble"}
     shared = parity.Case(_shared, HOME, plans, texts(LENGTHS), exact, options=options)
