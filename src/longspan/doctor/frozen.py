@@ -31,7 +31,7 @@ def widen_rows(config: PreTrainedConfig, frozen: str) -> PreTrainedConfig:
     try:
         model = make_tiny_model(wide, torch.float32)
         reasons = {
-            name: packed.reason_against(*model.get_parameter(name).shape[-2:])
+            name: packed.rows.reason_against(model.get_parameter(name).shape[-1])
             for name, packed in choose_formats(model, frozen).items()
         }
     except Exception as error:  # configurations and models raise errors of every kind

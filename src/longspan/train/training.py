@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -282,27 +282,22 @@ def prepare_run_model(
     _check_comm_types_fit_layers(config, model)
     with silence_warnings_of_other_ranks(world):  # about the adapter
         adapted_model = _choose_trained_parts(config, model, images=images)
-    options = _prepare_options(config, world, model, memory, training=training)
+    frozen, saved = _choose_frozen_weights(config, model)
+    options = replace(_prepare_options(config, world, model, memory, training=training), frozen=frozen)
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
-        check_model_fits(config, model, world, training=training, frozen=options.frozen)
+        check_model_fits(config, model, world, training=training, saved=saved)
     encoder: Any = _encoder_home(config, world, compute_dtype=options.compute_dtype) if images else None
     return prepare(adapted_model, world, encoder=encoder, options=options)
 
 
 def check_model_fits(
-    config: RunConfig, model: PreTrainedModel, world: World, *, training: bool, frozen: str = "whole"
+    config: RunConfig, model: PreTrainedModel, world: World, *, training: bool, saved: int = 0
 ) -> None:
     """Raise ConfigError, on every rank, where any rank has less room than its shards need, on its GPU or its host.
 
-    `model` is not yet prepared, and is with its weights `frozen`. Without `training` only weights count. All is taken
-    as split: more is needed, never less.
+    `model` is not yet prepared, which packs its frozen weights and `saved` bytes of them. Without `training` only
+    weights count. All is taken as split: more is needed, never less.
     """
-    saved = 0
-    if frozen != "whole":
-        from longspan.model.frozen.frozen_weights import choose_formats, packed_sizes
-
-        sizes = packed_sizes(model, choose_formats(model, frozen))
-        saved = sizes.whole_bytes - sizes.packed_bytes
 
     def check_rank_has_room() -> None:
         home = world.home
@@ -363,21 +358,28 @@ def _prepare_options(
         **options_of_memory_plan(config, memory, training=training),
         attention_kernel=config.context.attention_kernel or None,
         float8=float8,
-        frozen=_frozen_weights(config, model) if config.lora.rank else "whole",
         compiled=config.train.compile,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=None if dtypes == {computed_dtype} else computed_dtype,  # None: parameters are in it already
     )
 
 
-def _frozen_weights(config: RunConfig, model: PreTrainedModel) -> Literal["whole", "nf4", "stored"]:
-    if config.model.frozen != AUTO:
-        return config.model.frozen
-    if not stored_formats(model):
-        return "whole"
-    from longspan.model.frozen.frozen_weights import choose_formats
+def _choose_frozen_weights(
+    config: RunConfig, model: PreTrainedModel
+) -> tuple[Literal["whole", "nf4", "stored"], int]:
+    """Return how frozen weights lie, and how many bytes less than whole ones they take."""
+    frozen = config.model.frozen
+    if frozen == AUTO:
+        frozen = "stored" if stored_formats(model) else "whole"
+    if frozen == "whole" or not config.lora.rank:
+        return "whole", 0
+    from longspan.model.frozen.frozen_weights import choose_formats, packed_sizes
 
-    return "stored" if choose_formats(model, "stored") else "whole"  # a tiny model may have no weight large enough
+    formats = choose_formats(model, frozen)
+    if not formats and config.model.frozen == AUTO:  # a tiny model may have no weight large enough
+        return "whole", 0
+    sizes = packed_sizes(model, formats)
+    return frozen, sizes.whole_bytes - sizes.packed_bytes
 
 
 def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:

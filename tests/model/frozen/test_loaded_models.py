@@ -29,11 +29,13 @@ from tests.mutation import Change, mutated
 
 LENGTHS = (13, 1, 30, 7)
 MUTATIONS: dict[str, Change] = {  # noticed in losses and gradients
+    "columns of the first rank": ("model.frozen.packed_param", "columns_here.start, packed", "0, packed"),
     "scales of other rows": ("model.frozen.formats.four_bit", "view(rows, -1)[part]", "view(rows, -1).flip(0)[part]"),
 }
 HOMES: Mapping[str, tuple[str, Layout]] = {
     "one rank": ("llama", Layout(ranks=1)),
     "cp 2": ("llama", Layout(ranks=2)),
+    "tp 2": ("llama", Layout(ranks=2, tp=2)),
     "pp 2": ("llama", Layout(ranks=2, pp=2)),
     "experts, ep 2": ("moe", Layout(ranks=2, ep=2)),
 }
@@ -124,7 +126,7 @@ def test_losses_and_gradients_are_those_over_dequantised_weights(ranks: int) -> 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_other_codes_are_noticed(name: str) -> None:
-    assert not all(run_ranks(_compare, 2, {"cp 2": HOMES["cp 2"]}, MUTATIONS[name])[0].values())
+    assert not all(run_ranks(_compare, 2, {"tp 2": HOMES["tp 2"]}, MUTATIONS[name])[0].values())
 
 
 def _refused(rank: int) -> dict[str, str]:

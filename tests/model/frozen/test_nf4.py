@@ -63,7 +63,9 @@ def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_packed_is_told() -> None:
-    assert packed_format("nf4").reason_against(64, 128) == ""
-    assert packed_format("nf4").reason_against(64, 100) == "its rows have 100 numbers, which blocks of 64 do not divide"
+    assert packed_format("nf4").rows.reason_against(128) == ""
+    assert (
+        packed_format("nf4").rows.reason_against(100) == "its rows have 100 numbers, which blocks of 64 do not divide"
+    )
     with pytest.raises(ModelError, match="frozen is 'nf5'; use nf4, stored or whole"):
         packed_format("nf5")

@@ -61,6 +61,7 @@ def _compare(rank: int, folders: Mapping[str, str], layouts: Mapping[str, Layout
     ("cases", "ranks"),
     [
         pytest.param(FEW, 2, id="few"),
+        pytest.param(("float8, one scale",), 2, id="rows that tp cuts"),
         pytest.param((*FEW, *EVERY), 1, marks=pytest.mark.whole, id="every"),
     ],
 )
@@ -72,6 +73,8 @@ def test_losses_and_gradients_are_those_over_dequantised_weights(
         CASES[case][0](tmp_path / str(number))
         folders[case] = str(tmp_path / str(number))
     layouts = {"1": Layout(ranks=1)} if ranks == 1 else {"cp 2": Layout(ranks=2), "pp 2": Layout(ranks=2, pp=2)}
+    if cases == ("float8, one scale",):
+        layouts = {"tp 2": Layout(ranks=2, tp=2)}
     for found in run_ranks(_compare, ranks, folders, layouts, timeout=250):
         assert len(found) == len(layouts) * len(folders)
         names = ("bitsandbytes", "float8", "int8", "mxfp4")
@@ -85,7 +88,9 @@ def _refused_cut(rank: int, folder: str) -> str:
     return str(error.value)
 
 
-def test_tensor_parallelism_does_not_cut_rows_of_a_folder(tmp_path: Path) -> None:
+def test_tensor_parallelism_does_not_cut_blocks(tmp_path: Path) -> None:
     CASES["float8 in blocks"][0](tmp_path)
     for text in run_ranks(_refused_cut, 2, str(tmp_path)):
-        assert "o_proj.weight: tp 2 would cut its rows, which are packed as the folder holds them; use tp 1" in text
+        assert (
+            "down_proj.weight: its rows have 96 numbers, which blocks of 64 do not divide on each of 2 tensor" in text
+        )

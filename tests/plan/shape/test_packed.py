@@ -35,14 +35,26 @@ MLP = 3 * 128 * 320
         (DENSE, 2 * (ATTENTION + MLP), 0),
         (MOE, 2 * (ATTENTION + SHARED_EXPERT), 2 * EXPERTS),
         (HYBRID, MIXER + ATTENTION + 128 * 256 + 2 * MLP, 0),  # with a gate of each query
-        (DENSE | {"intermediate_size": 100}, 2 * (ATTENTION + 2 * 128 * 100), 0),  # rows of 100 of the last product
-        (DENSE | {"hidden_size": 100}, 2 * (100 * 256 + 320 * 100), 0),  # only those out of wide rows
     ],
 )
 def test_linears_of_decoder_layers_in_nf4(config: dict[str, Any], numbers: int, experts: int) -> None:
     packed = packed_weights_of_model(config, "nf4")
     assert (packed.numbers, packed.experts) == (numbers, experts)
     assert (packed.bytes, packed.experts_bytes) == (numbers * 0.5625, experts * 0.5625)
+
+
+def test_rows_that_blocks_do_not_divide_are_refused() -> None:
+    text = (
+        r"dict cannot be frozen as 'nf4': of its down_proj its rows have 100 numbers, which blocks of 64 do not divide;"
+    )
+    with pytest.raises(PlanError, match=text):
+        packed_weights_of_model(DENSE | {"intermediate_size": 100}, "nf4")
+    with pytest.raises(PlanError, match="of its attention its rows have 100 numbers"):
+        packed_weights_of_model(DENSE | {"hidden_size": 100}, "nf4")
+    assert NF4.reason_against(192) == ""
+    assert NF4.reason_against(192, 2).endswith(
+        "have 96 numbers, which blocks of 64 do not divide on each of 2 tensor-parallel ranks; use tp 1"
+    )
 
 
 def quantized(config: dict[str, Any], method: str, **settings: Any) -> dict[str, Any]:

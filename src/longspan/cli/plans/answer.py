@@ -466,7 +466,10 @@ def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
     config = run.config
     if not config.lora.rank or find_packed_rows(run.model, config.model.frozen):
         return 0
-    return find_longest(replace(config, model=replace(config.model, frozen="nf4")), facts)[0]
+    try:
+        return find_longest(replace(config, model=replace(config.model, frozen="nf4")), facts)[0]
+    except PlanError:  # rows that blocks do not divide
+        return 0
 
 
 def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:

@@ -72,7 +72,7 @@ def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) ->
         numbers += weight.numel()
         whole_bytes += weight.nbytes
         columns = weight.shape[-2 if packed.transposed else -1]
-        packed_bytes += weight.numel() // columns * packed.row_bytes(columns)
+        packed_bytes += weight.numel() // columns * packed.rows.row_bytes(columns)
     own = sum(p.numel() for name, p in model.named_parameters() if not belongs_to_adapter(name))
     return PackedSizes(numbers, whole_bytes, packed_bytes, numbers / own)
 
@@ -140,7 +140,7 @@ class FrozenFeature(Feature):
             side = -2 if self._formats[name].transposed else -1
             columns = getattr(parameter, "_local_tensor", parameter).shape[side]
             read_dtype = None if self.options.frozen == "stored" else parameter.dtype
-            record = PackedWeight(self._formats[name], columns, dtype, read_dtype)
+            record = PackedWeight(self._formats[name], columns, parameter.shape[side], dtype, read_dtype)
             codes = vars(module).pop(OWN_CODES, None)
             pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device, codes)
 
@@ -181,16 +181,12 @@ class FrozenFeature(Feature):
             cut |= {f"{name}.{mixer_parts(name, m, tp).output}.weight" for name, m in find_mixers(model).items()}
         reasons = dict[str, str]()
         for name, packed in self._formats.items():
-            *_, rows, columns = model.get_parameter(name).shape
-            if packed.transposed:
-                rows, columns = columns, rows
+            columns = model.get_parameter(name).shape[-2 if packed.transposed else -1]
             parts = tp if name_without_adapter(name) in cut else 1
             if tp > 1 and packed.transposed:
                 reasons[name] = f"tp {tp} would cut matrices that the folder holds transposed; use ep, or tp 1"
-            elif parts > 1 and self.options.frozen == "stored":
-                reasons[name] = f"tp {tp} would cut its rows, which are packed as the folder holds them; use tp 1"
-            elif reason := packed.reason_against(rows, columns // parts):
-                reasons[name] = reason + (f" on each of {tp} tensor-parallel ranks; use tp 1" if parts > 1 else "")
+            elif reason := packed.rows.reason_against(columns, parts):
+                reasons[name] = reason
         for name, reason in [*reasons.items()][:1]:
             others = f", as {len(reasons) - 1} more" if len(reasons) > 1 else ""
             yield f"{name_without_adapter(name)}: {reason}{others}"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from longspan.attention.rows import kernel_module
 from longspan.model.frozen.packed_format import PackedFormat, pair_pieces
+from longspan.plan.shape.packed import NF4 as ROWS
 
-BLOCK = 64  # numbers that share a scale
-_SCALE_BYTES = 4
+BLOCK = ROWS.block  # numbers that share a scale
 _KERNELS = "longspan.model.frozen.nf4_kernels"
 _LEAST_SCALE = 1e-38  # of a block of zeros, by which it is divided
 VALUES = (
@@ -39,25 +39,17 @@ def _plain_arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
 class _NF4(PackedFormat):
     """A row of C numbers is C / 2 bytes of codes, the earlier number in the upper half, then C / 64 scales."""
 
-    name = "nf4"
-
-    def row_bytes(self, columns: int) -> int:
-        return columns // 2 + columns // BLOCK * _SCALE_BYTES
-
-    def reason_against(self, rows: int, columns: int) -> str:
-        if columns % BLOCK == 0:
-            return ""
-        return f"its rows have {columns} numbers, which blocks of {BLOCK} do not divide"
+    rows = ROWS
 
     @_plain_arithmetic
     def pack(self, weight: Tensor) -> Tensor:
         rows, columns = weight.shape
-        packed = weight.new_empty((rows, self.row_bytes(columns)), dtype=torch.uint8)
+        out = weight.new_empty((rows, self.rows.row_bytes(columns)), dtype=torch.uint8)
         if weight.is_meta:
-            return packed
+            return out
         values = _values(weight.device)
         limits = (values[:-1] + values[1:]) / 2
-        for piece, into in pair_pieces(weight, packed):
+        for piece, into in pair_pieces(weight, out):
             blocks = piece.float().unflatten(1, (-1, BLOCK))
             scales = blocks.abs().amax(-1)
             # bitsandbytes multiplies by the reciprocal
@@ -65,7 +57,7 @@ class _NF4(PackedFormat):
             codes = torch.bucketize(unit, limits, out_int32=True).to(torch.uint8).flatten(1)
             into[:, : columns // 2] = codes[:, ::2] << 4 | codes[:, 1::2]
             into[:, columns // 2 :] = scales.view(torch.uint8)
-        return packed
+        return out
 
     @_plain_arithmetic
     def unpack(self, packed: Tensor, out: Tensor) -> None:

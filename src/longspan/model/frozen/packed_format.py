@@ -4,9 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pkgutil import resolve_name
 
+import torch
 from torch import Tensor
 
 from longspan.errors import ModelError
+from longspan.plan.shape.packed import PackedRows
 
 # Of a format its object; a format of a folder is parametrised by the folder, and is in `formats/`.
 _FORMATS = {"nf4": "longspan.model.frozen.nf4:NF4"}
@@ -26,24 +28,30 @@ class PackedFormat(ABC):
     is repeated in each, or is a value of the format.
     """
 
-    name: str  # "nf4", "float8", "mxfp4", "int8"
+    rows: PackedRows
     transposed: bool = False  # rows are columns of the model's matrices, as in gpt-oss
 
-    @abstractmethod
-    def row_bytes(self, columns: int) -> int:
-        """Return how many bytes a row of so many numbers takes."""
+    @property
+    def name(self) -> str:
+        return self.rows.name
 
-    @abstractmethod
-    def reason_against(self, rows: int, columns: int) -> str:
-        """Return, with numbers, why a weight of this shape cannot be packed; "" if it can."""
+    def cut(self, packed: Tensor, whole: int, first: int, columns: int) -> Tensor:
+        """Return of rows of `whole` numbers, uint8 (…, bytes), so many columns from `first` on, with their scales."""
+        rows = self.rows
+        codes = packed[..., int(first * rows.number_bytes) : int((first + columns) * rows.number_bytes)]
+        scales = packed[..., int(whole * rows.number_bytes) :]
+        if rows.block:
+            start = first // rows.block * rows.scale_bytes
+            scales = scales[..., start : start - (-columns // rows.block) * rows.scale_bytes]
+        return packed if columns == whole else torch.cat((codes, scales), -1)
 
     @abstractmethod
     def pack(self, weight: Tensor) -> Tensor:
-        """Return a weight (rows, columns), of any float dtype, as uint8 (rows, row_bytes(columns))."""
+        """Return a weight (rows, columns), of any float dtype, as uint8 (rows, bytes)."""
 
     @abstractmethod
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Write uint8 (rows, row_bytes(columns)) as a weight into `out` (rows, columns), in its dtype."""
+        """Write uint8 (rows, bytes) as a weight into `out` (rows, columns), in its dtype."""
 
 
 def packed_format(name: str) -> PackedFormat:

@@ -42,19 +42,20 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
 class PackedWeight:
     """A frozen weight (…, rows, columns) whose parameter is uint8 (…, rows, bytes).
 
-    `columns` are those of this rank, `dtype` is what a layer computes with. Values of `read_dtype` are packed as they
-    are read; None: the source of weights has the bytes.
+    `columns` are those of this rank, of `whole_columns`; `dtype` is what a layer computes with. Values of `read_dtype`
+    are packed as they are read; None: the source of weights has the bytes.
     """
 
     format: PackedFormat
     columns: int
+    whole_columns: int
     dtype: torch.dtype
     read_dtype: torch.dtype | None
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self.format.row_bytes(self.columns)
+        return self.format.rows.row_bytes(self.columns)
 
     def rows_first(self, weight: Tensor) -> Tensor:
         """Return the model's weight as (…, rows, columns) of the format."""
@@ -85,19 +86,24 @@ class PackedWeight:
         return values
 
     def source_part(self, part: LocalPart) -> LocalPart:
-        """Return which part of the weight the bytes of `part` are made of: whole rows of the rank's columns."""
+        """Return which part of the weight the bytes of `part` are made of: whole rows, or as numbers its columns."""
         *rows, held = part.block
         if self.read_dtype is None:
-            return LocalPart((*rows, slice(0, self.row_bytes)), torch.uint8)
-        first = held.start // self.row_bytes * self.columns  # tensor parallelism may have cut rows
+            return LocalPart((*rows, slice(0, self.format.rows.row_bytes(self.whole_columns))), torch.uint8)
+        first = self._first_column(held)
         return LocalPart((*rows, slice(first, first + self.columns)), self.read_dtype)
+
+    def _first_column(self, held: slice) -> int:
+        return held.start // self.row_bytes * self.columns  # tensor parallelism may have cut rows
 
     def pack_part(self, values: Tensor, part: LocalPart) -> Tensor:
         """Return the bytes of `part`, from the values of `source_part`, or from their bytes."""
-        packed = values
+        held = part.block[-1]
         if self.read_dtype is not None:
             packed = self.format.pack(values.flatten(0, -2)).unflatten(0, values.shape[:-1])
-        held = part.block[-1]
+        else:
+            first = self._first_column(held)
+            packed = self.format.cut(values, self.whole_columns, first, self.columns)
         first = held.start % self.row_bytes
         return packed[..., first : first + held.stop - held.start]
 
@@ -120,7 +126,11 @@ def pack_parameter(
     local = packed_weight.rows_first(local)
     rows = local.flatten(0, -2)
     if codes is not None:
-        packed = codes.read(LocalPart.from_parameter(parameter).block[0]).to(device)
+        rows_here, columns_here = LocalPart.from_parameter(parameter).block
+        whole = codes.read(rows_here).to(device)
+        packed = packed_weight.format.cut(
+            whole, packed_weight.whole_columns, columns_here.start, packed_weight.columns
+        )
     else:
         packed = packed_weight.format.pack(rows if local.is_meta else rows.to(device)).to(local.device)
     packed = packed.unflatten(0, local.shape[:-1])

@@ -165,7 +165,7 @@ def _count_layer_parameters(
     linears = _adapter_linears(read, kind, mixer)
     widths = sum(width_in + width_out for name, width_in, width_out in linears if settings.has_adapter(name))
     adapters = settings.lora_rank * (widths / home.tp + _adapted_expert_widths(read, kind, settings))
-    packed = packed_weights_of_layer(read, kind, mixer, rows)
+    packed = packed_weights_of_layer(read, kind, mixer, rows, home.tp)
     return Numbers(
         whole + adapters,
         adapters,

@@ -30,10 +30,10 @@ _EXPERTS = frozenset(("mlp", "feed_forward", "experts"))
 class PackedRows(NamedTuple):
     """How a row of numbers lies as bytes: codes, and a scale for each `block` of them (0: one for the row).
 
-    >>> NF4.row_bytes(4096) / 4096, NF4.row_bytes(100)
-    (0.5625, 0.0)
+    >>> NF4.row_bytes(4096) / 4096, NF4.reason_against(100)
+    (0.5625, 'its rows have 100 numbers, which blocks of 64 do not divide')
 
-    A row that blocks of 4 bits do not divide stays whole (0). `whole` are names of modules that do.
+    `whole` are names of modules that a folder leaves whole.
     """
 
     name: str
@@ -42,15 +42,23 @@ class PackedRows(NamedTuple):
     scale_bytes: int
     whole: frozenset[str] = frozenset()
 
-    def row_bytes(self, columns: int) -> float:
-        block = self.block or columns
-        if self.number_bytes < 1 and columns % block:
-            return 0.0
-        return columns * self.number_bytes + -(-columns // block) * self.scale_bytes
+    def row_bytes(self, columns: int) -> int:
+        """Return how many bytes a row of so many numbers takes."""
+        return int(columns * self.number_bytes) + -(-columns // (self.block or columns)) * self.scale_bytes
+
+    def reason_against(self, columns: int, parts: int = 1) -> str:
+        """Return why rows of so many numbers cannot be packed, each cut into parts for tensor-parallel ranks; or ""."""
+        columns //= parts
+        if not self.block or (self.number_bytes == 1 and parts == 1) or columns % self.block == 0:
+            return ""
+        reason = f"its rows have {columns} numbers, which blocks of {self.block} do not divide"
+        return reason + (f" on each of {parts} tensor-parallel ranks; use tp 1" if parts > 1 else "")
 
 
 NF4 = PackedRows("nf4", 0.5, 64, 4)
-_MXFP4 = PackedRows("mxfp4", 0.5, 32, 1)
+MXFP4 = PackedRows("mxfp4", 0.5, 32, 1)
+INT8 = PackedRows("int8", 1, 0, 4)
+FLOAT8 = PackedRows("float8", 1, 0, 4)
 
 
 class PackedWeights(NamedTuple):
@@ -84,35 +92,36 @@ def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
 
 
 def _stored_rows(stored: ConfigReader, method: Any) -> PackedRows | None:
-    float8 = PackedRows("float8", 1, 0, 4)
     if method == "fp8":  # in blocks (rows, columns), or with one scale for each tensor, repeated in its rows
-        return float8._replace(block=(stored.value("weight_block_size") or (0, 0))[1])
+        return FLOAT8._replace(block=(stored.value("weight_block_size") or (0, 0))[1])
     if method == "mxfp4":
-        return _MXFP4
+        return MXFP4
     if method == "bitsandbytes":
-        return PackedRows("int8", 1, 0, 4) if stored.value("load_in_8bit") else NF4
+        return INT8 if stored.value("load_in_8bit") else NF4
     if method == "compressed-tensors":
         groups: Any = stored.value("config_groups") or {"": None}
         group: Any = next(iter(groups.values()))
         weights = ConfigReader(group, stored.where).section("weights")
         if (weights.value("type"), weights.value("num_bits")) == ("float", 8):
-            return float8._replace(block=(weights.value("block_structure") or (0, 0))[1])
+            return FLOAT8._replace(block=(weights.value("block_structure") or (0, 0))[1])
     return None
 
 
 def packed_weights_of_layer(
-    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, rows: PackedRows | None
+    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, rows: PackedRows | None, tp: int = 1
 ) -> PackedWeights:
     """Count the packed weights of one layer, all its experts among them. The inputs of a part are as wide as the model,
-    those of its last product as the rest says.
+    those of its last product, whose rows `tp` ranks cut, as the rest says. Raises PlanError for rows that blocks do not
+    divide.
     """
     if rows is None:
         return PackedWeights()
     hidden = read.count("hidden_size")
-    parts = list[tuple[frozenset[str], int, int]]()  # the names, the weights, and their columns
+    parts = list[_Part]()
 
     def add(names: frozenset[str], weights: Weights) -> None:
-        parts.extend(((names, weights.all - weights.last, hidden), (names, weights.last, weights.last // hidden)))
+        parts.append(_Part(names, weights.all - weights.last, hidden))
+        parts.append(_Part(names, weights.last, weights.last // hidden, tp))
 
     if kind.attention:
         add(_ATTENTION, attention_weights(read))
@@ -120,31 +129,46 @@ def packed_weights_of_layer(
         add(_MIXER, Weights(mixer.weights - mixer.channels * mixer.width, mixer.last))
     if kind.feeds == "dense":
         add(_MLP, feed_forward_weights(read, "dense"))
-    experts = list[tuple[frozenset[str], int, int]]()
+    experts = list[_Part]()
     if kind.feeds == "experts":
         weights = feed_forward_weights(read, "experts")
         count = read.experts_attribute_and_count()[1]
         inputs = read.count("moe_latent_size") or hidden
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
         down = count * inputs * width
-        experts += [(_EXPERTS, weights.of_experts + weights.unvisited - down, inputs), (_EXPERTS, down, width)]
+        experts.append(_Part(_EXPERTS, weights.of_experts + weights.unvisited - down, inputs))
+        experts.append(_Part(_EXPERTS, down, width))
         # with the one row of a shared expert's gate
         shared = weights.all - weights.of_experts - hidden * count
-        parts.append((_MLP, shared, hidden))
-    if rows.name == _MXFP4.name:  # it is of experts alone
+        parts.append(_Part(_MLP, shared, hidden))
+    if rows.name == MXFP4.name:  # it is of experts alone
         parts = []
-    numbers, size = _count_packed(parts, rows)
-    return PackedWeights(numbers, size, *_count_packed(experts, rows))
+    numbers, size = _count_packed(read, parts, rows)
+    return PackedWeights(numbers, size, *_count_packed(read, experts, rows))
 
 
-def _count_packed(parts: list[tuple[frozenset[str], int, int]], rows: PackedRows) -> tuple[float, float]:
+class _Part(NamedTuple):
+    """Weights of a layer by the names of their modules, and how many columns they have, cut over `tp` ranks."""
+
+    names: frozenset[str]
+    weights: int
+    columns: int
+    tp: int = 1
+
+
+def _count_packed(read: ConfigReader, parts: list[_Part], rows: PackedRows) -> tuple[float, float]:
     numbers = 0.0
     size = 0.0
-    for names, weights, columns in parts:
-        row_bytes = rows.row_bytes(columns) if weights else 0.0
-        if row_bytes and names.isdisjoint(rows.whole):
-            numbers += weights
-            size += weights // columns * row_bytes
+    for part in parts:
+        if not part.weights or not part.names.isdisjoint(rows.whole):
+            continue
+        if reason := rows.reason_against(part.columns, part.tp):
+            raise PlanError(
+                f"the weights of {read.where} cannot be frozen as {rows.name!r}: of its {min(part.names)} {reason}; or "
+                'use model.frozen = "whole"'
+            )
+        numbers += part.weights
+        size += part.weights // part.columns * rows.row_bytes(part.columns)
     return numbers, size
 
 

@@ -63,9 +63,9 @@ def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) 
     for name, weight in packed.items():
         *others, rows, columns = weight.shape
         whole = weight.read()
-        assert not weight.format.reason_against(rows, columns)
+        assert not weight.format.rows.reason_against(columns)
         assert whole.dtype == torch.uint8
-        assert whole.shape == (*others, rows, weight.format.row_bytes(columns))
+        assert whole.shape == (*others, rows, weight.format.rows.row_bytes(columns))
         parts = [weight.read(slice(start, stop)) for start, stop in ((0, 1), (1, 3), (3, 10**6))]
         assert torch.equal(torch.cat(parts), whole)
         matrices = torch.empty(weight.shape)
@@ -89,7 +89,7 @@ def test_a_sharded_model_reads_packed_rows_by_its_own_names(folders: Path, case:
     for name, packed in formats.items():
         *others, _, columns = (exact[name].mT if packed.transposed else exact[name]).shape
         rows[name] = slice(1, 3)
-        inside = (slice(32, 96), slice(0, packed.row_bytes(columns)))
+        inside = (slice(32, 96), slice(0, packed.rows.row_bytes(columns)))
         parts[name] = LocalPart((rows[name], *inside) if others else (slice(1, 3), inside[1]), torch.uint8)
     read = dict(source.read(parts, torch.device("cpu")))
     assert read.keys() == formats.keys()

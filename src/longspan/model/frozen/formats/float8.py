@@ -3,39 +3,34 @@
 As transformers (`fp8`: Qwen3-FP8, DeepSeek, Ministral) and compressed-tensors write it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longspan.errors import ModelError
 from longspan.model.frozen.formats.stored_format import (
-    SCALE_BYTES,
     StoredFormat,
     StoredWeight,
     Tensors,
     check_dtype,
     tensor_shape,
 )
+from longspan.plan.shape.packed import FLOAT8, PackedRows
 
 
 @dataclass(frozen=True)
 class Float8(StoredFormat):
-    """`block` columns share a scale (0: all of a row). A product is rounded to `dtype`, and then to the weight's."""
+    """A product is rounded to `dtype`, and then to the weight's."""
 
-    block: int = 0
-    dtype: torch.dtype = torch.float32
-    name: str = field(default="float8", init=False)
-
-    def row_bytes(self, columns: int) -> int:
-        scales = -(-columns // self.block) if self.block else 1
-        return columns + SCALE_BYTES * scales
+    rows: PackedRows
+    dtype: torch.dtype
 
     def values(self, packed: Tensor, columns: int) -> Tensor:
         codes = packed[:, :columns].view(torch.float8_e4m3fn).float()
         scales = packed[:, columns:].contiguous().view(torch.float32)
-        if self.block:
-            scales = scales.repeat_interleave(self.block, 1)[:, :columns]
+        if self.rows.block:
+            scales = scales.repeat_interleave(self.rows.block, 1)[:, :columns]
         return (codes * scales).to(self.dtype)
 
 
@@ -69,5 +64,5 @@ def float8_weight(
             values = values.view(torch.float8_e8m0fnu)
         return values.float().reshape(grid).repeat_interleave(block_rows, -2)[..., :rows, :][part]
 
-    layout = Float8(block, scales[...].dtype if scale_dtype else torch.float32)
+    layout = Float8(FLOAT8._replace(block=block), scales[...].dtype if scale_dtype else torch.float32)
     return StoredWeight(name, shape, layout, lambda part: tensors[name][part], read_scales)

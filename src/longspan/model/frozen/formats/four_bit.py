@@ -12,7 +12,6 @@ from torch import Tensor
 
 from longspan.errors import ModelError
 from longspan.model.frozen.formats.stored_format import (
-    SCALE_BYTES,
     StoredFormat,
     StoredWeight,
     Tensors,
@@ -20,6 +19,7 @@ from longspan.model.frozen.formats.stored_format import (
     tensor_shape,
 )
 from longspan.model.frozen.nf4 import BLOCK, NF4, VALUES
+from longspan.plan.shape.packed import NF4 as ROWS, PackedRows
 
 _WRITER = "bitsandbytes "
 _STATE = ".quant_state.bitsandbytes__"
@@ -36,22 +36,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class FourBit(StoredFormat):
-    """`block` numbers share a scale. A product is rounded to `dtype`, and then to the weight's."""
+    """A product is rounded to `dtype`, and then to the weight's."""
 
-    name: str  # "bitsandbytes nf4" or "bitsandbytes fp4"
-    block: int
+    rows: PackedRows  # "bitsandbytes nf4" or "bitsandbytes fp4"
     dtype: torch.dtype
 
-    def row_bytes(self, columns: int) -> int:
-        return columns // 2 + columns // self.block * SCALE_BYTES
-
-    def reason_against(self, rows: int, columns: int) -> str:
-        if columns % self.block == 0:
-            return ""
-        return f"its rows have {columns} numbers, which blocks of {self.block} do not divide"
-
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        if packed.is_cuda and (self.name, self.block, self.dtype) == (f"{_WRITER}nf4", BLOCK, out.dtype):
+        if packed.is_cuda and (self.name, self.rows.block, self.dtype) == (f"{_WRITER}nf4", BLOCK, out.dtype):
             NF4.unpack(packed, out)  # its rows are the same, and it has a kernel
         else:
             super().unpack(packed, out)
@@ -61,7 +52,7 @@ class FourBit(StoredFormat):
         pairs = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
         scales = packed[:, columns // 2 :].contiguous().view(torch.float32)
         numbers = _values(self.name.removeprefix(_WRITER), packed.device)[pairs.int()].unflatten(
-            1, (-1, self.block)
+            1, (-1, self.rows.block)
         )
         return (numbers * scales.unsqueeze(-1)).flatten(1).to(self.dtype)
 
@@ -81,8 +72,8 @@ def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
         values = torch.tensor(_KINDS[kind], dtype=torch.float32)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{state_name} is damaged: {type(error).__name__}: {error}") from error
-    layout = FourBit(f"{_WRITER}{kind}", block, dtype)
-    if reason := layout.reason_against(rows, columns):
+    layout = FourBit(ROWS._replace(name=f"{_WRITER}{kind}", block=block), dtype)
+    if reason := layout.rows.reason_against(columns):
         raise ModelError(
             f"{name} of {rows} × {columns} in {kind} is not read: {reason}; load the folder without it"
         )

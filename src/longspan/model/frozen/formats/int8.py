@@ -1,13 +1,12 @@
 """int8 as bitsandbytes writes it (LLM.int8, Dettmers et al. 2022): a float32 maximum for each row."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longspan.errors import ModelError
 from longspan.model.frozen.formats.stored_format import (
-    SCALE_BYTES,
     StoredFormat,
     StoredWeight,
     Tensors,
@@ -15,6 +14,7 @@ from longspan.model.frozen.formats.stored_format import (
     check_shape,
     tensor_shape,
 )
+from longspan.plan.shape.packed import INT8, PackedRows
 
 _PER_CODE = 7.874015718698502e-3  # 1 / 127, rounded as bitsandbytes has it
 
@@ -23,10 +23,7 @@ _PER_CODE = 7.874015718698502e-3  # 1 / 127, rounded as bitsandbytes has it
 class Int8(StoredFormat):
     """A row of C numbers is C codes, then the row's largest magnitude."""
 
-    name: str = field(default="int8", init=False)
-
-    def row_bytes(self, columns: int) -> int:
-        return columns + SCALE_BYTES
+    rows: PackedRows = INT8
 
     def values(self, packed: Tensor, columns: int) -> Tensor:
         scales = packed[:, columns:].contiguous().view(torch.float32)

@@ -1,6 +1,6 @@
 """MXFP4 (OCP microscaling formats, version 1.0) as gpt-oss has it: 4-bit floats, an exponent for each 32 of a row."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -15,8 +15,9 @@ from longspan.model.frozen.formats.stored_format import (
     check_shape,
     tensor_shape,
 )
+from longspan.plan.shape.packed import MXFP4 as ROWS, PackedRows
 
-_BLOCK = 32  # numbers that share an exponent
+_BLOCK = ROWS.block  # numbers that share an exponent
 _BYTES = _BLOCK // 2
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -25,16 +26,8 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class MXFP4(StoredFormat):
     """A row of C numbers is C / 2 bytes of codes, the earlier number in the lower half, then C / 32 exponents."""
 
-    name: str = field(default="mxfp4", init=False)
-    transposed: bool = field(default=True, init=False)
-
-    def row_bytes(self, columns: int) -> int:
-        return columns // 2 + columns // _BLOCK
-
-    def reason_against(self, rows: int, columns: int) -> str:
-        return (
-            f"its rows have {columns} numbers, which blocks of {_BLOCK} do not divide" if columns % _BLOCK else ""
-        )
+    rows: PackedRows = ROWS
+    transposed: bool = True
 
     def values(self, packed: Tensor, columns: int) -> Tensor:
         codes = packed[:, : columns // 2]

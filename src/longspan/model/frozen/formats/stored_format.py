@@ -11,8 +11,6 @@ from torch import Tensor
 from longspan.errors import ModelError
 from longspan.model.frozen.packed_format import PackedFormat, pair_pieces
 
-SCALE_BYTES = 4  # of a float32 scale
-
 # Of the files, by name: each a Tensor, or a slice of safetensors, which is read when it is indexed.
 Tensors = Mapping[str, Any]
 
@@ -24,12 +22,9 @@ class StoredFormat(PackedFormat):
     def values(self, packed: Tensor, columns: int) -> Tensor:
         """Return packed rows as numbers (rows, columns), as the package that wrote them dequantises them."""
 
-    def reason_against(self, rows: int, columns: int) -> str:
-        return ""
-
     def pack(self, weight: Tensor) -> Tensor:
         if weight.is_meta:
-            return weight.new_empty((len(weight), self.row_bytes(weight.shape[1])), dtype=torch.uint8)
+            return weight.new_empty((len(weight), self.rows.row_bytes(weight.shape[1])), dtype=torch.uint8)
         raise ModelError(
             f"weights are not converted to {self.name}, which is read from folders that have it; use frozen nf4"
         )
