@@ -103,8 +103,9 @@ def _stored_rows(stored: ConfigReader, method: Any) -> PackedRows | None:
 def packed_weights_of_layer(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, rows: PackedRows | None
 ) -> PackedWeights:
-    """Count the packed weights of one layer, all its experts among them. The inputs of a part are as wide as the model,
-    those of its last product as the rest says.
+    """Count the packed weights of one layer, all its experts among them: of each part (attention, mixer, MLP, experts)
+    its linears' numbers and the columns of their matrices, by which scales are counted. A part's first linears have as
+    many columns as the model is wide; its last one, back to that width, has its numbers over the width.
     """
     if rows is None:
         return PackedWeights()
