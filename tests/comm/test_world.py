@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.comm import leave_together
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.process_groups import ProcessGroups
-from longspan.comm.rendezvous import CONNECTIONS, Place, raise_open_file_limit, wait_for_all_ranks
+from longspan.comm.rendezvous import CONNECTIONS, Place, join_world_of_all_ranks, raise_open_file_limit
 from longspan.comm.shard import bind
 from longspan.comm.world import World, world_of
 from longspan.errors import CheckpointError, CommError, DataError
@@ -431,7 +431,7 @@ Attempt = tuple[int, tuple[int, ...]]  # the ranks of a launch, and those that c
 def open_worlds(store: HashStore, size: int, ranks: tuple[int, ...]) -> list[str]:
     def open_world(rank: int) -> str:
         try:
-            return wait_for_all_ranks(store, Place(rank, size, rank, "", f"node {rank}"), 5.0 if whole else 0.3)
+            return join_world_of_all_ranks(store, Place(rank, size, rank, "", f"node {rank}"), 5.0 if whole else 0.3)
         except CommError as error:
             assert "could not open the world" in str(error) and not whole
             return ""
@@ -476,8 +476,8 @@ def test_a_world_that_killed_ranks_had_joined_is_passed_over() -> None:
 def test_a_world_that_is_open_is_not_left_for_the_next() -> None:
     store = HashStore()
     with ThreadPoolExecutor(1) as threads:
-        slow = threads.submit(wait_for_all_ranks, store, Place(1, 2, 1, ""), 5.0)
-        first = wait_for_all_ranks(store, Place(0, 2, 0, ""), 5.0)
+        slow = threads.submit(join_world_of_all_ranks, store, Place(1, 2, 1, ""), 5.0)
+        first = join_world_of_all_ranks(store, Place(0, 2, 0, ""), 5.0)
         with pytest.raises(CommError, match=r"rank\(s\) \(1\) did not come"):
-            wait_for_all_ranks(store, Place(0, 2, 0, ""), 0.0)
+            join_world_of_all_ranks(store, Place(0, 2, 0, ""), 0.0)
         assert slow.result() == first

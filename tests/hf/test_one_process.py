@@ -17,7 +17,7 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, LongspanTrainer
 from longspan.hf.one_process import OneProcess
-from longspan.hf.trainer import layout_line, prepare_options
+from longspan.hf.trainer import layout_line, options_of_prepare
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, RECOMPUTES, Run
 from tests.hf.test_trainer import Texts
@@ -167,11 +167,11 @@ def test_defaults_are_those_of_a_run_on_a_folder() -> None:
 
 def test_layers_are_compiled_as_in_a_run_and_keys_of_memory_hold_without_a_plan() -> None:
     trainer = SimpleNamespace(_stock_arguments=TrainingArguments(use_cpu=True), longspan=LongspanArguments())
-    options = [prepare_options(trainer, model_of(), None, training=training) for training in (True, False)]
+    options = [options_of_prepare(trainer, model_of(), None, training=training) for training in (True, False)]
     assert [option.compiled for option in options] == ["auto", "none"], "a reference is not"
     config = LongspanArguments().config()
     config = replace(config, train=replace(config.train, mlp_tile_tokens=64))
     arguments = TrainingArguments(use_cpu=True, **{RECOMPUTES: True})
     trainer = SimpleNamespace(_stock_arguments=arguments, longspan=SimpleNamespace(config=lambda: config))
-    chosen = prepare_options(trainer, model_of(), None, training=True)
+    chosen = options_of_prepare(trainer, model_of(), None, training=True)
     assert (chosen.activation_checkpointing, chosen.mlp_tile_tokens) == ("full", 64)

@@ -33,8 +33,8 @@ def kernel_module(name: str = "longspan.attention.row_kernels") -> Any:
 
 
 def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """Columns are contiguous. Where a launch has fewer than _COPIES, the others repeat its first, and COUNT leaves them
-    out.
+    """Do what `copy_rows` does, in launches of _COPIES moves. Columns are contiguous. Where a launch has fewer, the
+    others repeat its first, and COUNT leaves them out.
     """
     rows, members, _ = moves[0][1].shape
     for first in range(0, len(moves) if rows and members else 0, _COPIES):

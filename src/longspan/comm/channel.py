@@ -352,7 +352,10 @@ class Channels:
         self.attended = set[tuple[str, int, str, tuple[int, ...]]]()
 
     def find_channel(self, slots: Sequence[int]) -> Channel:
-        """Raises CommError unless these are distinct slots of the home, and this rank's slot is one of them."""
+        """Return the channel of these slots, which is made where it is first asked for; nothing travels.
+
+        Raises CommError unless these are distinct slots of the home, and this rank's slot is one of them.
+        """
         slots = tuple(slots)
         if slots not in self._by_slots:
             if not slots or len(set(slots)) != len(slots) or min(slots) < 0 or max(slots) >= self._home.slots:

@@ -107,7 +107,7 @@ def shared_store(place: Place, timeout: float) -> Store:
     return _stores[place.address]
 
 
-def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
+def join_world_of_all_ranks(store: Store, place: Place, timeout: float) -> str:
     """Wait for all processes of this launch; returns the prefix of the keys of the world that they open now.
 
     Rank 0 gives the world a number and opens it once all others have joined it. A store may outlive the processes of a

@@ -30,9 +30,9 @@ from longspan.comm.rendezvous import (
     clone_store_connection,
     destroy_groups,
     init_default_group,
+    join_world_of_all_ranks,
     raise_open_file_limit,
     shared_store,
-    wait_for_all_ranks,
     wait_until_destroyed,
 )
 from longspan.comm.replays import forget_replays
@@ -130,7 +130,7 @@ class World:
         store = (
             shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
         )
-        self._open_channels(place, store, wait_for_all_ranks(store, place, self.timeout))
+        self._open_channels(place, store, join_world_of_all_ranks(store, place, self.timeout))
         return self
 
     def _set_rank_and_device(self, place: Place) -> None:

@@ -42,7 +42,6 @@ def find_configuration(name: str) -> PreTrainedConfig:
         if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
             config = named_class()
         elif isinstance(named_class, type) and getattr(named_class, "config_class", None) is not None:
-            # pyright: ignore[reportAttributeAccessIssue]
             architecture = named_class
             config = named_class.config_class()
             register_class(config, architecture if "." in name else None)

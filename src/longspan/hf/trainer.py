@@ -100,8 +100,10 @@ def resolve_trainer(trainer: Any) -> Resolved:
     return resolve_on_ranks(config, facts, world, _log.info)
 
 
-def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
-    """A reference (without `training`) takes no step. A plan of memory was made by the same keys, and goes before."""
+def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
+    """Return the options of `prepare` by a Trainer's arguments; without `training` those of a reference, which takes no
+    step. What a plan of memory chose takes the place of the keys of memory.
+    """
     args = trainer._stock_arguments
     config = trainer.longspan.config()
     computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None  # of `accelerate launch` too
@@ -267,7 +269,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
         prepared = longspan.prepare(
-            model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
+            model, self.world, options=options_of_prepare(self, model, self.memory_plan, training=training)
         )
         guard_prepared_model(prepared, architecture_name(prepared), SAVES)
         redirect_peft_model(model, prepared, SAVES)

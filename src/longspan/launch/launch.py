@@ -105,8 +105,8 @@ class LocalRank:
 class LocalRanks:
     """Local ranks of one call, from start to end; or, without a `payload`, of one call after another (`start_call`),
     between which each rank restores the `state` that it had when it started. Ranks write their stacks into `folder` and
-    run with `threads` threads of torch. Signals that are `ignored` do nothing in a rank until its function handles
-    them.
+    run with `threads` threads of torch. `n` ranks start at once; `payload` is the pickled call of all. Signals that are
+    `ignored` do nothing in a rank until its function handles them.
     """
 
     def __init__(

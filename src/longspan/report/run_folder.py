@@ -194,7 +194,11 @@ class RunFolder:
         times = sorted(
             (seconds, step) for step in steps if (seconds := number_to_draw(train[step].get("seconds"))) > 0
         )
-        shown_step = max(steps, default=0) if live else times[(len(times) - 1) // 2][1] if times else 0
+        shown_step = 0  # the last one of a run that trains, else the one of median seconds
+        if live:
+            shown_step = max(steps, default=0)
+        elif times:
+            shown_step = times[(len(times) - 1) // 2][1]
         return cls(
             path=path,
             step=np.array(steps, np.int64),

@@ -109,7 +109,7 @@ def run_step(
     weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of
     multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient. `time_slots`
     compares how fast slots work (`StepResult.slot_ratio`). `temperature` divides logits before the softmax, as tokens
-    of a policy are sampled. `meanwhile` is called once the step is launched, before the host waits for the device: work
+    of a policy are sampled. `host_work` is called once the step is launched, before the host waits for the device: work
     of the host for the next step, which raises nothing and enters no collective.
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the

@@ -82,7 +82,7 @@ class Family:
     >>> find_family("qwen3_next").gated_queries, find_family("llama") == Family()
     (True, True)
 
-    Each fact has its reader beside it in the table of docs/architecture.md.
+    Only what differs from most families is a fact here; everything else is read from the model's configuration.
     """
 
     head_norms: bool = False  # a norm of each query and key

@@ -110,9 +110,10 @@ def _stored_rows(stored: ConfigReader, method: Any) -> PackedRows | None:
 def packed_weights_of_layer(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, rows: PackedRows | None, tp: int = 1
 ) -> PackedWeights:
-    """Count the packed weights of one layer, all its experts among them. The inputs of a part are as wide as the model,
-    those of its last product, whose rows `tp` ranks cut, as the rest says. Raises PlanError for rows that blocks do not
-    divide.
+    """Count the packed weights of one layer, all its experts among them: of each part (attention, mixer, MLP, experts)
+    its linears' numbers and the columns of their matrices, by which scales are counted. A part's first linears have as
+    many columns as the model is wide; its last one, back to that width, whose columns `tp` ranks cut, has its numbers
+    over the width. Raises PlanError for rows that blocks do not divide.
     """
     if rows is None:
         return PackedWeights()

@@ -130,7 +130,7 @@ _BLOCK = 256  # channels of a program
 
 def write_first_outputs(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
     grid, arguments, sizes = _launch_arguments(y, x, arrived, convolution, first)
-    triton_kernel("write_first_kernel")[grid](*arguments, **sizes)
+    triton_kernel("write_first_rows_kernel")[grid](*arguments, **sizes)
 
 
 def arrived_gradients(

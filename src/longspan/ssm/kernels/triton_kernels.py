@@ -293,7 +293,7 @@ def _sum_taps(
 
 
 @triton.jit
-def write_first_kernel(
+def write_first_rows_kernel(
     y,
     x,
     arrived,
@@ -314,7 +314,8 @@ def write_first_kernel(
 ):
     """Write the outputs of the first rows of each run that reads rows of other members.
 
-    One program does BLOCK channels of the first BEFORE rows of one run.
+    y and x (rows, channels), arrived (rows of others, channels), weight (channels, BEFORE + 1), starts and counts
+    (runs,), tables (runs, BEFORE). One program does BLOCK channels of the first BEFORE rows of one run.
     """
     run = tl.program_id(1)
     # 64 bits: in a transposed tensor channels lie as far apart as there are rows, and channel times stride passes 2^31.
@@ -363,7 +364,9 @@ def arrived_gradients_kernel(
     channels of all (up to COLUMNS) rows before one run.
     """
     run = tl.program_id(1)
-    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # 64 bits, as in `write_first_kernel`
+    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(
+        0, BLOCK
+    )  # 64 bits, as in `write_first_rows_kernel`
     start = tl.load(starts + run)
     count = tl.load(counts + run)
     table = tables + run * BEFORE

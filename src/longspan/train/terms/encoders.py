@@ -160,7 +160,9 @@ class ModalityPass:
                 output = self._call_encoder(wave)
             error = error or self._rows_error(wave, output)
             # A wave that only enters the collectives delivers no row; its graph enters the collectives of backward.
-            wave.output = None if error else output if wave.has_items else output[:0]
+            wave.output = output if wave.has_items else output[:0]
+            if error:
+                wave.output = None
         return error
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
