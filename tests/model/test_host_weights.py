@@ -428,10 +428,20 @@ LATE: Mapping[str, Any] = {
 }
 
 
-def _late_copies(rank: int, ranks: int, late: str) -> None:
-    home = Home(Layout(ranks=ranks), rows=34 // ranks)
+def _late_copies(rank: int, ranks: int, late: str, dtype: str) -> None:
+    compute = torch.bfloat16 if dtype == "float32" else None
+    home = Home(Layout(ranks=ranks), rows=34 // ranks, dtype=dtype, compute=compute)
     results = list[Any]()
+    streams = set[Any]()
+    send = HostParam.to_sharded_dtensor
+
+    def noted_send(self: Any, tensor: Tensor) -> Any:
+        streams.add(torch.cuda.current_stream())
+        return send(self, tensor)
+
     with World(home.layout, backend="nccl", timeout=60) as world, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostParam, "to_sharded_dtensor", noted_send)
+        computing = torch.cuda.current_stream()
         for on_host in (False, True):
             if on_host and (found := LATE[late]):
                 owner, name, stream_of = found
@@ -446,12 +456,13 @@ def _late_copies(rank: int, ranks: int, late: str) -> None:
             for x in (y for p in model.parameters() for y in (p.detach(), p.grad)):
                 assert not on_host or local_tensor(x).is_pinned()
     assert results[0] == results[1]
+    assert streams and computing not in streams, "products would wait for gradients that leave"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("late", LATE)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_late_copies_are_waited_for(ranks: int, late: str) -> None:
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32")])
+def test_late_copies_are_waited_for(ranks: int, dtype: str, late: str) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    run_ranks(_late_copies, ranks, ranks, late)
+    run_ranks(_late_copies, ranks, ranks, late, dtype)

@@ -29,6 +29,7 @@ def all_of(ranks: int) -> list[Case]:
         cases += [Case(name, one, one, 1, "text", options=(("shard_parameters", False),)) for name in names]
         cases += [Case(name, Layout(2, tp=2), Layout(2, tp=2), 1, documents) for name, documents in sets]
         cases += [Case(name, Layout(2, pp=2), one, 1, documents) for name, documents in sets]
+        cases.append(Case("qwen3-vl", one, one, 0, options=(("offload_weights", True),)))
     if ranks == 4:
         cases += [
             Case("qwen3-vl", Layout(4, tp=2), Layout(4, tp=2), 2, options=(("sequence_parallel", True),)),

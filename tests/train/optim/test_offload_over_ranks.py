@@ -132,8 +132,9 @@ def test_weights_moments_and_checkpoints_are_the_same_under_every_home(tmp_path:
     run_ranks(_over_ranks, 2, tmp_path, names, timeout=120)
 
 
-def _train(config: RunConfig, steps: int, *, on_host: bool) -> list[dict[str, object]]:
-    train = replace(config.train, steps=steps, offload_optimizer_states=on_host)
+def _train(config: RunConfig, steps: int, key: str, *, on_host: bool) -> list[dict[str, object]]:
+    keys: dict[str, Any] = {key: on_host}
+    train = replace(config.train, steps=steps, **keys)
     built = list[Any]()
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
@@ -147,13 +148,14 @@ def _train(config: RunConfig, steps: int, *, on_host: bool) -> list[dict[str, ob
     return [without_times(row) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
 
 
-def test_a_run_goes_on_with_the_key_switched_on_or_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["offload_optimizer_states", "offload_weights"])
+def test_a_run_goes_on_with_the_key_switched_on_or_off(tmp_path: Path, key: str) -> None:
     keys = {"evaluation__every": 0, "context__context_parallel_size": 1, "evaluation__context_parallel_size": 1}
     keys |= {"optimizer__lr_schedule": "constant"}
-    straight = _train(small_config(tmp_path / "straight", **keys), 3, on_host=False)
+    straight = _train(small_config(tmp_path / "straight", **keys), 3, key, on_host=False)
     switched = small_config(tmp_path / "switched", **keys)
     for steps, on_host in ((1, True), (2, False), (3, True)):
-        rows = _train(switched, steps, on_host=on_host)
+        rows = _train(switched, steps, key, on_host=on_host)
     losses, others = ([(row["loss"], row["grad_norm"]) for row in r if "loss" in row] for r in (straight, rows))
     assert losses == others and len(losses) == 3
     assert any(norm > 1 for _, norm in losses), "some gradients are clipped"
