@@ -252,7 +252,7 @@ class OffloadedStates(Optimizer):
     def _set_state(self, states: defaultdict[Tensor, Any]) -> None:
         self.host_states = states
 
-    state = property(_read_state, _set_state)  # pyright: ignore[reportIncompatibleVariableOverride, reportAssignmentType]
+    state: Any = property(_read_state, _set_state)
 
     @property
     def hides_updates(self) -> bool:
