@@ -16,6 +16,7 @@ from longspan.comm.world import open_worlds
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.run.run_data import TrainingRun
+from longspan.train.optim.offload_states import OffloadedStates
 
 WARNED_AFTER = 3  # steps one after another in which an allocator had to give memory back
 
@@ -96,11 +97,13 @@ def _memory_table(run: TrainingRun) -> str:
 
 def _measured_bytes(run: TrainingRun) -> dict[str, int]:
     parameters = list(run.model.parameters())
+    optimizer = run.optimizer
+    states = optimizer.host_states if isinstance(optimizer, OffloadedStates) else optimizer.state
     tensors = {
         "weights": [parameter for parameter in parameters if parameter.is_floating_point()],
         "packed": [parameter for parameter in parameters if not parameter.is_floating_point()],
         "gradients": [parameter.grad for parameter in parameters],
-        "states": [value for state in run.optimizer.state.values() for value in state.values()],
+        "states": [value for state in states.values() for value in state.values()],
     }
     device = run.world.device.type
     return {

@@ -28,6 +28,7 @@ from longspan.train.optim import offload_states
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.training import make_optimizer
 from tests.model.stock import prepare_untried, texts
+from tests.mutation import Change, mutated
 
 LENGTHS = (13, 1, 30, 7)
 BUCKET = 128 << 10  # bytes: a layer's matrices come apart
@@ -155,6 +156,42 @@ ONE = ("one rank", "one rank, by chance")
 @pytest.mark.parametrize("names", [ONE, tuple(name for name in CASES if name not in ONE)], ids=["1", "2"])
 def test_steps_evaluations_and_saves_are_the_same_bits(tmp_path: Path, names: Sequence[str]) -> None:
     run_ranks(_over_ranks, 1 if names == ONE else 2, tmp_path, names, timeout=120)
+
+
+MUTATIONS: dict[str, Change] = {
+    "a gather waits for no update": ("train.optim.offload_states", "self._make_current(group.fsdp_params)", "pass"),
+    "states are read before their update ends": (
+        "train.optim.offload_states",
+        "self.finish_step()\n        return self.host_states",
+        "return self.host_states",
+    ),
+    "an update under the next step's settings": (
+        "train.optim.offload_states",
+        "group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}",
+        "pass",
+    ),
+    "an update under the next step's scale": (
+        "train.optim.offload_states",
+        "self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None",
+        "self._scale = None",
+    ),
+    "parameters stay on the device": ("train.optim.offload_states", "self._copies.store(pairs)", "pass"),
+}
+
+
+def _mutated(rank: int, root: Path, name: str) -> bool:
+    with mutated(MUTATIONS[name]):
+        try:
+            _over_ranks(rank, root, ("one rank",))
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_other_orders_are_noticed(tmp_path: Path, name: str) -> None:
+    assert run_ranks(_mutated, 1, tmp_path, name) == [True]
 
 
 def _each_layer_waits_for_its_own(rank: int) -> None:

@@ -246,14 +246,14 @@ class OffloadedStates(Optimizer):
             # of steps before this
             self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
+    def _read_state(self) -> defaultdict[Tensor, Any]:
         self.finish_step()
         return self.host_states
 
-    @state.setter
-    def state(self, states: defaultdict[Tensor, Any]) -> None:
+    def _set_state(self, states: defaultdict[Tensor, Any]) -> None:
         self.host_states = states
+
+    state: Any = property(_read_state, _set_state)
 
     @property
     def hides_updates(self) -> bool:
