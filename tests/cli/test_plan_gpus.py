@@ -22,6 +22,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
+from longspan.plan.memory import memory_plan
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.facts import Facts
 from longspan.resolve.memory import find_run_cost, memory_settings_of_run
@@ -587,6 +588,45 @@ def test_large_models_are_proposed_in_four_bits(
     assert main(["plan", *lora, "--same", "1x65536", *small]) == 2
     told = f"; the longest document that fits has {nf4['longest']:,} tokens with --model.frozen nf4, the frozen weights"
     assert told in capsys.readouterr().err
+
+
+FULL_ROWS = [  # of the page: weights, GiB of the host, and whether weights stay on the device
+    *(("float32", gib, stays) for gib, stays in ((128, True), (128, False), (256, False))),
+    *(("bfloat16", gib, stays) for gib, stays in ((128, True), (128, False), (256, False))),
+]
+
+
+@pytest.mark.parametrize(("dtype", "gib", "stays"), FULL_ROWS)
+def test_the_page_has_lengths_of_full_training(
+    dtype: str, gib: int, stays: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if stays:
+        monkeypatch.setattr(memory_plan, "_weight_places_to_try", lambda needs, fixed: [False])
+    words = ["--model", "Qwen/Qwen3-8B", "--longest", "--host-bytes", str(gib << 30), "--model.dtype", dtype]
+    words += ["--optimizer.stochastic_rounding", "true"] * (dtype == "bfloat16")
+    answers = [ask([*words, "--gpu", gpu], capsys) for gpu in ("h100", "h200")]
+    assert all((answer["host"]["weights"] == 0) == stays and answer["host"]["states"] > 0 for answer in answers)
+    name = "bfloat16, stochastic rounding" if dtype == "bfloat16" else dtype
+    place = "moments" if stays else "moments, weights, gradients"
+    cells = " | ".join(f"{answer['longest']:,}" for answer in answers)
+    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text(encoding="utf-8")
+    assert f"\n| {name} | {gib} GiB | {place} | {cells} |\n" in page
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-32B"])
+def test_whole_frozen_weights_wait_on_the_host(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["--model", f"Qwen/{name}", "--longest", "--lora.rank", "16", "--model.dtype", "bfloat16", "--gpu"]
+    answers = [ask([*words, gpu], capsys) for gpu in ("rtx4090", "l40s", "h100", "h200")]
+    assert all(answer["host"]["weights"] > 0 == answer["host"]["gradients"] for answer in answers)
+    notes = [*answers[0]["notes"], *answers[0]["reasons"]["notes"]]
+    assert sum(note.startswith("memory: weights wait on the host (train.offload_weights)") for note in notes) == 2
+    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text(encoding="utf-8")
+    cells = " | ".join(f"{answer['longest']:,}" for answer in answers)
+    assert f"\n| {name} | whole, bfloat16 | {cells} |\n" in page
 
 
 def test_packed_weights_have_a_row_where_there_are_any(model: str, capsys: pytest.CaptureFixture[str]) -> None:

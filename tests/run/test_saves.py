@@ -1,11 +1,13 @@
 """When a run saves, what it does before an error, and which checkpoint is the best."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from longspan.comm import on_all_ranks
 from longspan.config.file import load_config
@@ -19,7 +21,7 @@ from longspan.errors import (
     RunFolderError,
 )
 from longspan.run import saves as module
-from longspan.run.saves import BestCheckpoint, Saves
+from longspan.run.saves import BestCheckpoint, Saves, check_free_disk
 from tests.run.runs.homes import ALONE, train_rows
 from tests.train.small import small_config
 
@@ -164,6 +166,74 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
     (tmp_path / "best.json").write_text("{")
     higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is damaged" in said[-1]
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("keys", "there", "free", "says"),  # of a checkpoint of 12 GB, before 10 steps
+    [
+        ({}, 0, 36, ""),
+        ({}, 0, 35, "has 32.6 GiB free, for 2 of 3 more checkpoints at once (0 are there); make room"),  # by the clock
+        ({"minutes": 0.0}, 0, 12, ""),  # one, after the last step
+        ({"minutes": 0.0}, 0, 11, "refused: for 0 of 1 more checkpoint at once"),
+        ({"minutes": 0.0, "allow_little_disk": True}, 0, 11, "for 0 of 1 more checkpoint at once"),
+        ({"minutes": 0.0, "every": 4}, 0, 36, ""),
+        ({"minutes": 0.0, "every": 4}, 0, 35, "refused: for 2 of 3 more checkpoints at once (0 are there)"),
+        ({"minutes": 0.0, "every": 4}, 2, 12, ""),  # an old one goes when the next is there
+        ({"minutes": 0.0, "every": 4}, 2, 11, "refused: for 0 of 1 more checkpoint at once (2 are there)"),
+        ({"minutes": 0.0, "every": 1, "save_total_limit": 1, "keep_best": "eval_loss"}, 0, 35, "refused: for 2 of 3"),
+        ({"minutes": 0.0, "every": 1, "save_total_limit": 0}, 0, 119, "refused: for 9 of 10 more checkpoints"),
+    ],
+)
+def test_the_disk_is_compared_with_the_checkpoints_that_it_is_to_hold(
+    keys: dict[str, object], there: int, free: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check_disk({f"checkpoint.{key}": value for key, value in keys.items()}, there, free, says, tmp_path, monkeypatch)
+
+
+def test_a_checkpoint_of_an_adapter_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_disk({"lora.rank": 4, "checkpoint.minutes": 0.0}, 0, 3, "", tmp_path, monkeypatch)
+    refused = "refused: a checkpoint takes 2.794 GiB"
+    _check_disk({"lora.rank": 4, "checkpoint.minutes": 0.0}, 0, 2, refused, tmp_path, monkeypatch)
+
+
+def _check_disk(
+    keys: dict[str, object], there: int, free: int, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks have 2e9 bytes of trained weights in all, with two moments, and 6e9 that are not trained."""
+    config, said = load_config(None, {"train.steps": 10, **keys}), list[str]()
+    kinds = ((10**9 // 4, True), (3 * 10**9 // 4, False)) if config.lora.rank else ((2 * 10**9 // 4, True),)
+    weights = [torch.nn.Parameter(torch.empty(n, device="meta"), requires_grad=trains) for n, trains in kinds]
+    asked = list[Path]()
+
+    def disk_usage(path: Path) -> Any:
+        asked.append(path)
+        return SimpleNamespace(free=free * GB)
+
+    monkeypatch.setattr(module.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(module, "complete_checkpoints", lambda _: [folder] * there)
+    monkeypatch.setattr(module, "run_on_first_rank", lambda world, work, kind: work())
+    world = SimpleNamespace(
+        home=SimpleNamespace(dp_replicate=2 if config.lora.rank else 1),
+        control=SimpleNamespace(gather_objects=lambda size, _: [size, size]),
+    )
+    run: Any = SimpleNamespace(
+        config=config,
+        world=world,
+        done=0,
+        checkpoints=folder / "run" / "checkpoints",
+        model=SimpleNamespace(parameters=lambda: iter(weights)),
+    )
+    if says.startswith("refused: "):
+        with pytest.raises(ConfigError, match=re.escape(says.removeprefix("refused: "))) as error:
+            check_free_disk(run, said.append)
+        assert str(error.value).endswith("checkpoint.allow_little_disk = true trains all the same") and not said
+    else:
+        check_free_disk(run, said.append)
+        assert [says in line for line in said] == [True] * bool(says)
+    assert asked == [folder], "the nearest folder that is there"
 
 
 def test_a_run_keeps_its_best_checkpoint(tmp_path: Path) -> None:

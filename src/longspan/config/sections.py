@@ -393,6 +393,8 @@ class CheckpointSection(Section):
     lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept."""
     dir: str = ""
     """The folder in which checkpoints are written and read; empty: the folder checkpoints of run.dir."""
+    allow_little_disk: bool = False
+    """Train even where the disk of dir has no room for the checkpoints that it is to hold at once."""
     async_mode: Literal["auto", "off"] = "auto"
     """Write checkpoints while training goes on, from copies on the host: auto (where every host has room for them), or
     off (docs/checkpoints.md)."""

@@ -38,7 +38,7 @@ from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, open_records, record_start_seconds, save_plan, write_facts
 from longspan.run.run_data import StepReader, TrainingRun
-from longspan.run.saves import Saves, save_final_model
+from longspan.run.saves import Saves, check_free_disk, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
@@ -165,6 +165,7 @@ class _Loop:
         run = self.run
         with plan_steps(run.training_choice, run.order, run.world.home) as plans:
             if run.done < run.config.train.steps:
+                check_free_disk(run, self.display.log)
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
             warm_up_coming_steps(run, self.display.log, self.starts)

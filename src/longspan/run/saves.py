@@ -11,6 +11,7 @@ the newer one's checkpoint goes on with the older.
 """
 
 import json
+import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,8 +38,11 @@ from longspan.errors import (
 from longspan.files import write_atomically
 from longspan.model import save_model
 from longspan.model.weights.hf_folder import read_configuration
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.model.weights.tokenizer_files import RunFolderFiles
+from longspan.plain_text import bytes_text
 from longspan.run.run_data import TrainingRun
+from longspan.train.optim.state_numbers import optimizer_state_numbers
 
 BEST_FILE = "best.json"
 
@@ -225,6 +229,50 @@ class BestCheckpoint:
         except (ValueError, KeyError, TypeError, AttributeError):
             self._log(f"{self._file} is damaged: the best checkpoint is looked for anew")
             return []
+
+
+def check_free_disk(run: TrainingRun, log: LogLine) -> None:
+    """Compare the disk's free bytes with those of the checkpoints that it is to hold at once, before step 1.
+
+    These are the newest that are kept, the best, and the one that is written, as far as the steps that are left make so
+    many; saves by the clock may make more, which is only logged. Raises ConfigError, on every rank, for too little room
+    without `checkpoint.allow_little_disk`.
+    """
+    config = run.config
+    settings = config.checkpoint
+    lora = config.lora.rank > 0
+    numbers = optimizer_state_numbers(config.optimizer, lora=lora, dtype=config.model.dtype)
+    local_bytes = sum(
+        local_tensor(parameter.detach()).nbytes * (1 + numbers * parameter.requires_grad)
+        for parameter in run.model.parameters()
+        if parameter.requires_grad or not lora
+    )
+    all_bytes = sum(run.world.control.gather_objects(local_bytes, "bytes of a checkpoint"))
+    size = int(all_bytes / run.world.home.dp_replicate)
+
+    def compare_bytes() -> None:
+        folder = next(path for path in (run.checkpoints, *run.checkpoints.absolute().parents) if path.exists())
+        free = shutil.disk_usage(folder).free
+        there = len(complete_checkpoints(run.checkpoints))
+        steps = config.train.steps - run.done
+        to_come = -(-steps // settings.every) if settings.every else 1
+        most = max(1, settings.save_total_limit + bool(settings.keep_best) + 1 - there)
+        if not settings.save_total_limit:
+            most = to_come
+        needed = min(to_come, most)
+        wanted = most if settings.minutes else needed
+        if free >= wanted * size:
+            return
+        text = (
+            f"a checkpoint takes {bytes_text(size)}, and {folder} has {bytes_text(free)} free, for "
+            f"{free // size} of {plural(needed if free < needed * size else wanted, 'more checkpoint')} at once "
+            f"({there} are there); make room, lower checkpoint.save_total_limit, or set checkpoint.dir to another disk"
+        )
+        if free < needed * size and not settings.allow_little_disk:
+            raise ConfigError(f"{text}; checkpoint.allow_little_disk = true trains all the same")
+        log(text)
+
+    run_on_first_rank(run.world, compare_bytes, ConfigError)
 
 
 def save_final_model(run: TrainingRun) -> None:

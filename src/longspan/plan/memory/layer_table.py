@@ -285,8 +285,8 @@ class LayerTable:
         return self.read.value("mlp_hidden_act") is None
 
     def mlp_part(self, width: float) -> LayerPart:
-        """An MLP with its input, whose `width` tensor-parallel ranks split. In a compiled backward pass each adapter has
-        a gradient of that width of its own, scaled, beside that of its linear (frozen-H200.md in bench/records).
+        """An MLP with its input, whose `width` tensor-parallel ranks split. In a compiled backward pass each adapter
+        has a gradient of that width of its own, scaled, beside that of its linear (bench/records/frozen-H200.md).
         """
         gate = self._mlp_has_gate
         inside = width / self.tp
