@@ -313,6 +313,14 @@ class OptimizerSection(Section):
     """Weight decay of matrices (adamw: decoupled)."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0: never."""
+    moments: Annotated[
+        Literal["", "8bit"],
+        Needs("optimizer.class", ("adamw",)),
+        Needs("model.dtype", ("float32", "bfloat16")),
+        Needs("train.offload_optimizer_states", (False,)),
+    ] = ""
+    """adamw's moments: "" (in the dtype of its parameters), or 8bit (two take 2.05 bytes a weight; checkpoints have
+    them in bfloat16)."""
     stochastic_rounding: Annotated[bool, Needs("model.dtype", ("bfloat16",)), Needs("lora.rank", (0,))] = False
     """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
     mean."""

@@ -30,7 +30,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 # Of bitsandbytes, in whose place longspan's AdamW goes, and where or how its moments are.
 PAGED = "paged_adamw_32bit"
 ONE_PASS_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "in the parameters' dtype"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "in eight bits"),
     PAGED: "in the host's memory",
 }
 NAMES_TO_READ = "loss, and of a fused head log_probs, entropy, is_top1, mean_logits, log_sum_sq_probs, label_mask"

@@ -49,6 +49,7 @@ from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train import PlannerConfig, offload_optimizer_states
+from longspan.train.optim.eight_bit_adamw import EightBitAdamW
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.training import options_of_memory_plan
 
@@ -138,6 +139,9 @@ def _run_config(trainer: Any) -> RunConfig:
     asked = optimizer_name(args)
     name = "adamw" if asked in ONE_PASS_OPTIMIZERS else OPTIMIZERS.get(asked, "torch.optim.AdamW")
     config = replace(config, train=replace(config.train, offload_optimizer_states=asked == PAGED))
+    optimizer = OptimizerSection(class_=name, lr=1e-3)
+    if asked in ONE_PASS_OPTIMIZERS and asked != PAGED:
+        optimizer = replace(optimizer, moments="8bit")
     lora = LoraSection()
     if (adapter := find_adapter(model)) is not None:
         modules = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
@@ -146,7 +150,7 @@ def _run_config(trainer: Any) -> RunConfig:
             parameters = getattr(adapter.config, "target_parameters", None) or ()
             targets += [f"experts.{name.rpartition('.')[2]}" for name in parameters]
         lora = replace(lora, rank=adapter.config.r, target_modules=tuple(targets))
-    return replace(config, model=model_keys, optimizer=OptimizerSection(class_=name, lr=1e-3), lora=lora)
+    return replace(config, model=model_keys, optimizer=optimizer, lora=lora)
 
 
 def _lengths_of_documents(trainer: Any) -> list[int]:
@@ -303,7 +307,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         if optimizer_name(args) not in ONE_PASS_OPTIMIZERS:
             return super().get_optimizer_cls_and_kwargs(args, model)
         betas = (args.adam_beta1, args.adam_beta2)
-        return OnePassAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        kind = OnePassAdamW if optimizer_name(args) == PAGED else EightBitAdamW
+        return kind, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def _prepare_for_training(self, *args: Any) -> Any:
         self._prepare_once()

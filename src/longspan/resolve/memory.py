@@ -13,7 +13,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
-from longspan.plan.memory.settings import MOMENTS
+from longspan.plan.memory.settings import known_state_numbers
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 if TYPE_CHECKING:
@@ -132,14 +132,20 @@ def memory_settings_of_run(
     train = config.train
     parallel = config.parallel
     computed = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
+    optimizer = config.optimizer
+    adapter_bytes = max(4, DTYPE_BYTES[config.model.dtype])  # adapters are in float32 at least
+    if state_numbers is None:
+        weight_bytes = adapter_bytes if config.lora.rank else DTYPE_BYTES[config.model.dtype]
+        state_numbers = known_state_numbers(optimizer.class_, optimizer.moments, weight_bytes)
+    assert state_numbers is not None, optimizer.class_  # others are counted by `optimizer_state_numbers`
     return MemorySettings(
         parameter_bytes=DTYPE_BYTES[config.model.dtype],
         compute_bytes=DTYPE_BYTES[computed],
-        state_numbers=MOMENTS[config.optimizer.class_] if state_numbers is None else state_numbers,
-        muon=config.optimizer.class_ == "muon",
+        state_numbers=state_numbers,
+        muon=optimizer.class_ == "muon",
         lora_rank=config.lora.rank,
         lora_targets=config.lora.target_modules,
-        adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
+        adapter_bytes=adapter_bytes,
         frozen_weights=config.model.frozen,
         depths=config.mtp.num_layers,
         gathered_once=not parallel.reshard_after_forward,
@@ -169,14 +175,14 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     train = config.train
     by_hand = not chooses_measures(config.train, gpu=gpu)
     off = False if by_hand else None  # of a key that is not set
+    can_offload = config.optimizer.class_ in ("adamw", "sgd") and not config.optimizer.moments
     return FixedMemory(
         measure=given_checkpointing(train) or ("none" if by_hand else None),
         offload=train.activation_checkpointing.endswith(ON_HOST) or off,
         gathered_once=not config.parallel.reshard_after_forward or off,
         summed_once=not config.parallel.sync_each_batch or off,
-        offload_optimizer_states=train.offload_optimizer_states
-        or (off if config.optimizer.class_ in ("adamw", "sgd") else False),
-        offload_weights=train.offload_weights or off,
+        offload_optimizer_states=train.offload_optimizer_states or (off if can_offload else False),
+        offload_weights=train.offload_weights or (off if can_offload else False),
         segment_layers=0 if by_hand else None,
         mlp_tile_tokens=train.mlp_tile_tokens or (0 if by_hand else None),
     )

@@ -253,7 +253,7 @@ def check_optimizer(config: RunConfig) -> None:
     if optimizer.class_ != "adamw" or optimizer.arguments:
         from torch import nn  # which --help does without
 
-        from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
+        from longspan.train.optim.optimizer import EIGHT_BIT_NEEDS, OptimizerChoice, parameter_groups
 
         choice = OptimizerChoice.from_section(optimizer)
         matrix = nn.Sequential(nn.Linear(2, 2, bias=False))  # in a layer, as muon needs
@@ -262,6 +262,11 @@ def check_optimizer(config: RunConfig) -> None:
                 "optimizer.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; "
                 f"optimizer.class is {optimizer.class_!r} with {list(optimizer.arguments)}: use that adamw, or leave "
                 "rounding out"
+            )
+        if optimizer.moments and not choice.is_one_pass:
+            raise ConfigError(
+                f"optimizer.moments is {optimizer.moments!r}, {EIGHT_BIT_NEEDS}; optimizer.arguments are "
+                f"{list(optimizer.arguments)}: leave one of both out"
             )
         groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay)
         choice.build(groups)  # does it accept its arguments?

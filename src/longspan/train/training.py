@@ -42,7 +42,7 @@ from longspan.model.weights.fill import defer_to_checkpoint, stored_formats
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plain_text import gib_text
 from longspan.plan import Cost, Plan
-from longspan.plan.memory.settings import MOMENTS
+from longspan.plan.memory.settings import known_state_numbers
 from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states
@@ -306,7 +306,10 @@ def check_model_fits(
         shards = home.tp * home.pp * home.slots // home.dp_replicate
         weights = (sum(p.nbytes for p in model.parameters()) - saved) // shards
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad and training) // shards
-        moments = 0 if train.offload_optimizer_states else MOMENTS.get(config.optimizer.class_, 0)
+        moments = 0.0
+        if trained and not train.offload_optimizer_states:
+            size = max(p.dtype.itemsize for p in model.parameters() if p.requires_grad)
+            moments = known_state_numbers(config.optimizer.class_, config.optimizer.moments, size) or 0.0
         if gpu and training and train.offload_weights:  # `prepare` checks the host
             weights, trained = (trained, trained) if config.lora.rank else (0, 0)
         parts = {"weights": weights, "gradients": trained, "optimizer states": int(moments * trained)}

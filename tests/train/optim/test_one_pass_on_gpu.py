@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from longspan.train.optim import one_pass_adamw
+from longspan.train.optim.eight_bit_adamw import EightBitAdamW
 from longspan.train.optim.one_pass_adamw import (
     Factors,
     OnePassAdamW,
@@ -139,3 +140,32 @@ def test_a_step_is_that_of_a_cpu_in_one_launch_and_waits_for_nothing(dtype: torc
         states = [x for p in model.parameters() for x in (p.detach(), *optimizer.state[p].values())]
         results.append([x.cpu() for x in states])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF])
+def test_moments_in_eight_bits_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    """Of every size, with zeros, over four orders of magnitude, and with parameters that are rounded by chance."""
+    models = list[nn.ParameterList]()
+    optimizers = list[EightBitAdamW]()
+    for device in ("cpu", "cuda"):
+        draws = torch.Generator().manual_seed(0)
+        weights = [torch.randn(size, generator=draws).to(device, dtype) for size in (*SIZES, 255, 256, 257)]
+        model = nn.ParameterList([nn.Parameter(x) for x in weights])
+        world: Any = SimpleNamespace(seed=3, step=1)
+        models.append(model)
+        optimizers.append(EightBitAdamW(model.parameters(), lr=1e-2, rounding=RoundingBits(model, world)))
+    draws = torch.Generator().manual_seed(1)
+    for step in range(4):
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            size = parameters[0].numel()
+            gradient = torch.randn(size, generator=draws) * 10.0 ** torch.empty(size).uniform_(-4, 0, generator=draws)
+            gradient[size // 2 : size // 2 + 300] *= step > 1
+            for parameter in parameters:
+                parameter.grad = gradient.to(parameter)
+        for optimizer in optimizers:
+            optimizer.gradient_scale = torch.tensor(0.5, device=next(iter(optimizer.param_groups[0]["params"])).device)
+            optimizer.step()
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(a, b.cpu()), (step, a.shape)
+            for name, state in optimizers[0].state[a].items():
+                assert torch.equal(state, optimizers[1].state[b][name].cpu()), (step, a.shape, name)

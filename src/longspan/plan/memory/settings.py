@@ -62,12 +62,18 @@ STATE_BUCKET_BYTES = 256 << 20
 thousand times what it takes to start a copy."""
 # numbers of state that an optimizer has for each weight, muon of a layer's matrices
 MOMENTS = {"adamw": 2.0, "sgd": 0.0, "muon": 1.0}
+EIGHT_BIT_MOMENTS = 2 + 12 / 256  # bytes of a weight's two moments in eight bits, with their blocks' scales
 BUNDLE_NUMBERS = 1 << 26
 """Numbers of matrices that a rank gathers and orthogonalizes at a time under muon; of larger matrices one."""
 
 
 def _names_experts(target: str) -> bool:
     return target.split(".")[-2:-1] == ["experts"]
+
+
+def known_state_numbers(optimizer: str, moments: str, weight_bytes: int) -> float | None:
+    """Return how many numbers of `weight_bytes` an optimizer of this name keeps for a weight; None for other names."""
+    return EIGHT_BIT_MOMENTS / weight_bytes if moments else MOMENTS.get(optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,10 @@ FAR = tl.constexpr(0x85EBCA6B)
 FIRST = tl.constexpr(0x21F0AAAD)
 SECOND = tl.constexpr(0xD35A2D97)
 THIRD = tl.constexpr(0xB5297A4D)
+# As in moment_codes.py.
+SIZE = tl.constexpr(256)
+MEAN_BASE = tl.constexpr(889)
+OCTAVES = tl.constexpr(32 << 23)
 
 
 @triton.jit
@@ -31,10 +35,10 @@ def adamw_kernel(
     """Update the numbers of many tensors: of P programs a tensor, program (p, t) does blocks p, p + P, … of tensor t.
 
     A row of the table has addresses of parameter, gradient and both moments, how many numbers they have, the key and
-    the places of the random bits, and the float32 factors of `update_block`. FLAT numbers lie one after another in the
-    whole tensor too, so that an offset gives their places. Whole blocks need no mask; the numbers left at the end are a
-    masked block, done by the program that would do the next whole one. A `scale` that is not a number (the gradients'
-    norm was not finite) leaves everything as it is.
+    the places of the random bits, the key and the first place of moments in eight bits, and the float32 factors of
+    `update_block`. FLAT numbers lie one after another in the whole tensor too, so that an offset gives their places.
+    Whole blocks need no mask; the numbers left at the end are a masked block, done by the program that would do the
+    next whole one. A `scale` that is not a number (the gradients' norm was not finite) leaves everything as it is.
     """
     factor = 1.0
     if SCALED:
@@ -120,13 +124,23 @@ def update_block(
         inside = first + lane < numel
         p = tl.load(parameter + lane, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gradient + lane, mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(mean + lane, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(square + lane, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(mean + lane, mask=inside, other=0)
+        v = tl.load(square + lane, mask=inside, other=0)
     else:
         p = tl.load(parameter + lane).to(tl.float32)
         g = tl.load(gradient + lane).to(tl.float32)
-        m = tl.load(mean + lane).to(tl.float32)
-        v = tl.load(square + lane).to(tl.float32)
+        m = tl.load(mean + lane)
+        v = tl.load(square + lane)
+    EIGHT_BITS: tl.constexpr = mean.dtype.element_ty == tl.uint8
+    if EIGHT_BITS:
+        scales = (numel + 15) // 16 * 16  # bytes from the first code
+        largest = (tl.load(row + 2) + scales).to(tl.pointer_type(tl.float32)) + first // SIZE
+        bounds = (tl.load(row + 3) + scales).to(tl.pointer_type(tl.int32)) + first // SIZE * 2
+        left = numel - first
+        m = decode_mean(m, largest, lane, left)
+        v = decode_square(v, bounds, lane, left)
+    m = m.to(tl.float32)
+    v = v.to(tl.float32)
     g = g * scale * sign
     m = m + (g - m) * mean_weight
     v = v * square_decay + g * g * square_weight
@@ -138,6 +152,11 @@ def update_block(
         p = round_by_bits(p, word & 0xFFFF, parameter.dtype.element_ty)
         m = round_by_bits(m, word >> 16, mean.dtype.element_ty)
         v = round_by_bits(v, word * THIRD >> 16, square.dtype.element_ty)
+    if EIGHT_BITS:
+        place = tl.load(row + 15) + first + lane
+        word = random_words(place, tl.load(row + 13).to(tl.uint32), tl.load(row + 14).to(tl.uint32))
+        m = encode_mean(m, (word & 0xFFFF).to(tl.int32), largest, left, BLOCK)
+        v = encode_square(v, (word >> 16).to(tl.int32), bounds, left, BLOCK)
     if MASKED:
         tl.store(parameter + lane, p.to(parameter.dtype.element_ty), mask=inside)
         tl.store(mean + lane, m.to(mean.dtype.element_ty), mask=inside)
@@ -146,6 +165,63 @@ def update_block(
         tl.store(parameter + lane, p.to(parameter.dtype.element_ty))
         tl.store(mean + lane, m.to(mean.dtype.element_ty))
         tl.store(square + lane, v.to(square.dtype.element_ty))
+
+
+@triton.jit
+def decode_mean(code, scales, lane, left):
+    """The functions of moment_codes.py, for lanes of which `left` are numbers; `scales` are those of their blocks."""
+    code = code.to(tl.int32)
+    level = code & 127
+    largest = tl.load(scales + lane // SIZE, mask=lane < left, other=0.0)
+    magnitude = tl.where(level > 0, (level + MEAN_BASE) << 20, 0).to(tl.float32, bitcast=True) * largest
+    return tl.where(code > 127, -magnitude, magnitude)
+
+
+@triton.jit
+def decode_square(code, scales, lane, left):
+    code = code.to(tl.int32)
+    low = tl.load(scales + lane // SIZE * 2, mask=lane < left, other=0)
+    high = tl.load(scales + lane // SIZE * 2 + 1, mask=lane < left, other=0)
+    step = tl.div_rn((high - low).to(tl.float32), tl.full(low.shape, 254.0, tl.float32))
+    bits = low + ((code - 1).to(tl.float32) * step).to(tl.int32)
+    return tl.where(code > 0, tl.minimum(bits, high), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_mean(mean, noise, scales, left, BLOCK: tl.constexpr):
+    """Write the scales of a block's BLOCK numbers, and return their codes."""
+    largest = tl.max(tl.reshape(tl.abs(mean), (BLOCK // SIZE, SIZE)), 1)
+    rows = tl.arange(0, BLOCK // SIZE)
+    tl.store(scales + rows, largest, mask=rows * SIZE < left)
+    divisor = spread(tl.where(largest > 0, largest, 1.0), BLOCK)
+    shares = tl.div_rn(tl.abs(mean), divisor).to(tl.int32, bitcast=True)
+    level = ((shares + (noise << 4)) >> 20) - MEAN_BASE
+    return tl.minimum(tl.maximum(level, 0), 127) + tl.where(mean < 0, 128, 0)
+
+
+@triton.jit
+def encode_square(square, noise, scales, left, BLOCK: tl.constexpr):
+    bits = square.to(tl.int32, bitcast=True)
+    shaped = tl.reshape(bits, (BLOCK // SIZE, SIZE))
+    high = tl.max(shaped, 1)
+    low = tl.min(tl.where(shaped > 0, shaped, high[:, None]), 1)
+    low = tl.maximum(low, high - OCTAVES)
+    rows = tl.arange(0, BLOCK // SIZE)
+    tl.store(scales + 2 * rows, low, mask=rows * SIZE < left)
+    tl.store(scales + 2 * rows + 1, high, mask=rows * SIZE < left)
+    span = tl.maximum(high - low, 1).to(tl.float32)
+    per_bit = tl.div_rn(tl.full(span.shape, 254.0, tl.float32), span)
+    steps = (bits - spread(low, BLOCK)).to(tl.float32) * spread(per_bit, BLOCK) + noise.to(
+        tl.float32
+    ) * 0.0000152587890625
+    steps = tl.minimum(tl.maximum(steps, 0.0), 254.0)
+    return tl.where(bits > 0, steps.to(tl.int32) + 1, 0)
+
+
+@triton.jit
+def spread(x, BLOCK: tl.constexpr):
+    """Repeat each of the values (BLOCK / SIZE,) for the numbers of its block."""
+    return tl.reshape(tl.broadcast_to(x[:, None], (BLOCK // SIZE, SIZE)), (BLOCK,))
 
 
 @triton.jit

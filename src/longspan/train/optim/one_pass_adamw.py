@@ -24,6 +24,14 @@ from torch.optim import AdamW
 from longspan.comm import World, to_device
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
+from longspan.train.optim.moment_codes import (
+    SIZE,
+    decode_mean,
+    decode_square,
+    encode_mean,
+    encode_square,
+    split_packed,
+)
 
 # factors of a place's low and high word
 GOLDEN = 0x9E3779B9
@@ -188,9 +196,10 @@ WARPS = 4
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
 ALIGNMENT = 16  # bytes that one load of a thread takes
 COLUMNS = 20  # columns of the table, of eight bytes each: as in adamw_kernels.py
-_ROW = Struct("=13q24x8f")  # addresses, count, key and places; from the column FACTORS of the kernels on, factors
+# addresses, count, key and places, the key and first place of moments; from the column FACTORS on, factors
+_ROW = Struct("=16q8f")
 _NEAREST = (0,) * 8  # in place of a key (2) and places (6), where numbers are rounded to the nearest
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "uint8"}
 
 
 class Factors(NamedTuple):
@@ -222,7 +231,11 @@ class Factors(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One parameter's update: local tensors of one shape, and the key and places by which it is rounded, if it is."""
+    """One parameter's update: local tensors of one shape, and the key and places by which it is rounded, if it is.
+
+    With `moments_rounding`, the key and the first place by which they are rounded, moments are packed in eight bits
+    (moment_codes.py).
+    """
 
     parameter: Tensor
     gradient: Tensor
@@ -231,6 +244,7 @@ class Update(NamedTuple):
     factors: Factors
     key: RandomKey | None = None
     places: Places | None = None
+    moments_rounding: tuple[RandomKey, int] | None = None
 
 
 def kernel_supports(update: Update) -> bool:
@@ -291,7 +305,9 @@ def kernel_table(updates: Sequence[Update]) -> Any:
             (*update.key, *update.places) if update.key is not None and update.places is not None else _NEAREST
         )
         addresses = [tensor.data_ptr() for tensor in update[:4]]
-        _ROW.pack_into(table, _ROW.size * row, *addresses, update.parameter.numel(), *rounding, *update.factors)
+        key, first = update.moments_rounding or ((0, 0), 0)
+        numbers = (update.parameter.numel(), *rounding, *key, first)
+        _ROW.pack_into(table, _ROW.size * row, *addresses, *numbers, *update.factors)
     return np.frombuffer(table, np.int64).reshape(len(updates), COLUMNS)
 
 
@@ -457,6 +473,7 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
     With a key, bfloat16 results are rounded by random words that a number's place in the whole tensor gives.
     """
     tensors = (update.parameter, update.gradient, update.mean, update.square)
+    packed = None if update.moments_rounding is None else _PackedMoments(update, *update.moments_rounding)
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
     wide = torch.float64 if update.parameter.dtype == torch.float64 else torch.float32
     scale = None if scale is None else scale.to(wide)
@@ -464,7 +481,10 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
     for start in range(0, len(flat[0]), chunk):
         stop = min(start + chunk, len(flat[0]))
         outputs = [flat[0][start:stop], flat[2][start:stop], flat[3][start:stop]]  # all but the gradient
-        results = _compute_update([tensor[start:stop].to(wide) for tensor in flat], update.factors, scale)
+        inputs = [tensor[start:stop].to(wide) for tensor in flat]
+        if packed is not None:
+            inputs[2:] = packed.read(start, stop)
+        results = _compute_update(inputs, update.factors, scale)
         if update.key is not None and update.places is not None:
             words = random_words(update.key, update.places.indices(start, stop, flat[0].device))
             results = [
@@ -473,11 +493,39 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
                 else result
                 for stream, (output, result) in enumerate(zip(outputs, results, strict=True))
             ]
+        if packed is not None:
+            packed.write(start, stop, *results[1:])
+            outputs = outputs[:1]
+            results = results[:1]
         for output, result in zip(outputs, results, strict=True):
             output.copy_(result)
     for tensor, result in zip(tensors, flat, strict=True):
         if tensor is not update.gradient and not tensor.is_contiguous():
             tensor.copy_(result.view(tensor.shape))
+
+
+class _PackedMoments:
+    def __init__(self, update: Update, key: RandomKey, first: int) -> None:
+        numel = update.parameter.numel()
+        self._key = key
+        self._first = first
+        self._means = split_packed(update.mean, numel, torch.float32)
+        self._squares = split_packed(update.square, numel, torch.int32)
+
+    def read(self, start: int, stop: int) -> list[Tensor]:
+        blocks = slice(start // SIZE, -(-stop // SIZE))
+        codes, scales = self._squares
+        means, largest = self._means
+        return [decode_mean(means[start:stop], largest[blocks]), decode_square(codes[start:stop], scales[blocks])]
+
+    def write(self, start: int, stop: int, mean: Tensor, square: Tensor) -> None:
+        blocks = slice(start // SIZE, -(-stop // SIZE))
+        words = random_words(self._key, self._first + torch.arange(start, stop, device=mean.device))
+        noise = [(words & 0xFFFF).int(), (words >> NOISE_BITS).int()]
+        encoded = (encode_mean(mean, noise[0]), encode_square(square, noise[1]))
+        for (codes, scales), (new_codes, new_scales) in zip((self._means, self._squares), encoded, strict=True):
+            codes[start:stop] = new_codes
+            scales[blocks] = new_scales
 
 
 def _compute_update(tensors: Sequence[Tensor], factors: Factors, scale: Tensor | None) -> list[Tensor]:

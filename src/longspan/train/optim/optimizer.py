@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,12 @@ from longspan.comm import World
 from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_block, local_tensor
+from longspan.train.optim.eight_bit_adamw import EightBitAdamW
 from longspan.train.optim.muon import Muon, is_layer_matrix
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon, "sgd": SGD}
+EIGHT_BIT_NEEDS = "which adamw with betas, eps and maximize alone has"
 _ONE_PASS = {"betas", "eps", "maximize"}  # arguments that `OnePassAdamW` takes
 # Arguments that have a key of their own, and are refused in optimizer.arguments.
 _BY_KEY = {"lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay"}
@@ -52,6 +54,7 @@ class OptimizerChoice:
     lr: float = 1e-3
     weight_decay: float = 0.0
     arguments: tuple[tuple[str, Any], ...] = ()  # other than lr and weight_decay
+    moments: str = ""  # adamw's: in the dtype of parameters, or "8bit"
 
     @classmethod
     def from_section(cls, optimizer: OptimizerSection) -> "OptimizerChoice":
@@ -59,7 +62,8 @@ class OptimizerChoice:
         arguments = parse_optimizer_arguments(optimizer.class_, optimizer.arguments)
         if optimizer.class_ in _WITH_BETAS:
             arguments = {"betas": BETAS} | arguments
-        return cls(optimizer.class_, optimizer.lr, optimizer.weight_decay, tuple(arguments.items()))
+        settings = tuple(arguments.items())
+        return cls(optimizer.class_, optimizer.lr, optimizer.weight_decay, settings, optimizer.moments)
 
     @property
     def is_one_pass(self) -> bool:
@@ -74,7 +78,8 @@ class OptimizerChoice:
         settings: dict[str, Any] = {"lr": self.lr, **dict(self.arguments)}
         try:
             if self.is_one_pass:
-                return OnePassAdamW(parameters, **settings, rounding=rounding)
+                kind = EightBitAdamW if self.moments else OnePassAdamW
+                return kind(parameters, **settings, rounding=rounding)
             if self.name == "adamw":  # torch's own, as its arguments ask for
                 settings = {"fused": True} | settings
             return optimizer_class(self.name)(parameters, **settings)  # pyright: ignore[reportArgumentType]
@@ -91,6 +96,7 @@ def build_optimizer(
     lr: float | Mapping[str, float] = 1e-3,
     weight_decay: float = 0.0,
     betas: tuple[float, float] = BETAS,
+    moments: Literal["", "8bit"] = "",
     **arguments: Any,
 ) -> Optimizer:
     """Build an optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
@@ -100,9 +106,9 @@ def build_optimizer(
     "adamw" (in one pass; torch's with arguments that only it has, such as amsgrad or fused), "sgd" (no momentum unless
     given), "muon" (see `is_layer_matrix`), or the dotted name of a class, such as "torch.optim.NAdam". `lr` is one
     learning rate, or those of modules by name: a parameter has that of the innermost module that is named. `betas` are
-    adamw's and muon's; `arguments` are the class's own. Weight decay applies to matrices and kernels of convolutions
-    (see `has_weight_decay`), not to norms and biases. If the model has nothing to train (a frozen pipeline stage, say),
-    the optimizer has no parameters.
+    adamw's and muon's, `moments="8bit"` adamw's; `arguments` are the class's own. Weight decay applies to matrices and
+    kernels of convolutions (see `has_weight_decay`), not to norms and biases. If the model has nothing to train (a
+    frozen pipeline stage, say), the optimizer has no parameters.
 
     Raises ConfigError for another name, for arguments that the class does not take, for a rate whose name is not a
     module, for parameters without a rate, and for muon without a matrix to train.
@@ -112,9 +118,11 @@ def build_optimizer(
     check_optimizer_arguments(name, arguments)
     rates = lr if isinstance(lr, Mapping) else {"": lr}
     groups = parameter_groups(model, name, weight_decay, rates)
-    return OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, tuple(arguments.items())).build(
-        groups
-    )
+    settings = tuple(arguments.items())
+    choice = OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, settings, moments)
+    if moments and not choice.is_one_pass:
+        raise ConfigError(f"moments is {moments!r}, {EIGHT_BIT_NEEDS}; the optimizer is {name!r} with {arguments}")
+    return choice.build(groups)
 
 
 def parameter_groups(
@@ -283,7 +291,7 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
     A step along zero gradients with rate and decay 0 changes no weight, and its count is reset. There must be no
     gradients.
     """
-    if optimizer.state or type(optimizer) not in (Adam, AdamW, OnePassAdamW):
+    if optimizer.state or type(optimizer) not in (Adam, AdamW, OnePassAdamW, EightBitAdamW):
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     settings = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
