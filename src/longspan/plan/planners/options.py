@@ -412,6 +412,13 @@ def _first_size(sizes: int | Sequence[int]) -> int:
     return sizes if isinstance(sizes, int) else sizes[0]
 
 
+def longest_item(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
+    """Return the most rows that stay in one group: of a document, or of all that share prefixes with it."""
+    if max(options.parents or (), default=-1) < 0:
+        return max(lengths)
+    return int(Request.from_arguments(lengths, home, options).family_sizes[0].max())
+
+
 def check_degree_suits_heads(request: Request, degree: int) -> None:
     """Raise PlanError if `a2a` would deal the query heads of a rank to a group whose degree does not divide them, or
     `a2a+p2p` to a first size. Key/value heads limit nothing: where there are fewer than slots, the same head goes to
