@@ -303,9 +303,10 @@ class StepsPart(StockTrainer):
         choice = self._choices[training]
         model = self._facade.inner_model
         separate = score_columns(model) or call_rules(model).separate_features(training=training)
-        if separate or not choice.takes_families:
+        if separate or choice.planner not in ("fixed", "dynamic"):
             return documents
-        return share_prefixes(documents, max_rows=choice.most_family_rows(self.world.home))
+        rows = choice.options.rows  # of a slot
+        return share_prefixes(documents, max_rows=rows and rows * choice.widest_even_degree(self.world.home))
 
     def _cached_plan(self, documents: Sequence[Document], *, training: bool) -> Any:
         """The last plan is kept, as both passes of a step have the same."""

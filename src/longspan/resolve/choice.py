@@ -164,16 +164,6 @@ class PlannerConfig:
         options = replace(options_at_degree(self.options, degree), max_tokens_per_slot=cap)
         return replace(self, planner="fixed", degree=degree, options=options)
 
-    @property
-    def takes_families(self) -> bool:
-        """Whether the planner keeps documents that share prefixes in one group: not padded, nor one of one's own."""
-        return self.planner in ("fixed", "dynamic")
-
-    def most_family_rows(self, home: Layout) -> int | None:
-        """Return the most rows that documents that share a prefix may have together; None: there is no limit."""
-        rows = self.options.rows
-        return None if rows is None else rows * self.widest_even_degree(home)
-
     def plan(
         self,
         lengths: Sequence[int],
@@ -182,7 +172,7 @@ class PlannerConfig:
         targets: int | None = None,
         parents: Sequence[int] | None = None,
     ) -> Plan:
-        """Plan these documents; `parents` are those of `share_prefixes`, for a planner that `takes_families`.
+        """Plan these documents; `parents` are those of `share_prefixes`, which fixed and dynamic plans take.
 
         `targets` is how many tokens they predict (None: as the options say, or every token except a document's first).
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
