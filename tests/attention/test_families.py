@@ -18,6 +18,7 @@ from tests.attention.families import FORESTS, forests, paths_of, separate_attent
 from tests.attention.test_attend import TYPES, needs
 from tests.attention.test_tiles import seen
 from tests.mutation import mutated
+from tests.reference import relative_error
 
 CPU = torch.device("cpu")
 
@@ -220,3 +221,30 @@ def test_positions_continue_those_of_the_prefix():
         shard = bind(MicroBatch((group_of((lengths, parents)),)), world)
     wanted = [len(path) - n + i for path, n in zip(paths_of(lengths, parents), lengths, strict=True) for i in range(n)]
     assert shard.position_ids.tolist() == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"softcap": 30.0, "window": 1000}], ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128, 128), (16, 16, 192, 128), (8, 4, 256, 256)], ids=str)
+def test_kernels_of_gpus_over_a_family(shape, options):
+    """No further from float64 than twice what bfloat16 alone is, and the same bits again."""
+    lengths, parents = (1500, *(100 + 37 * i for i in range(8)), 700), (-1, *[0] * 8, -1)
+    n, k_heads, size, value_size = shape
+    shapes = ((n, size), (k_heads, size), (k_heads, value_size), (n, value_size))
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (torch.randn(sum(lengths), *x, generator=generator, device="cuda").bfloat16() for x in shapes)
+    sinks = torch.randn(n, generator=generator, device="cuda")
+    wide = [x.double() for x in (q, k, v, sinks, dout)]
+    want = separate_attention(*wide, lengths, parents, **options)
+    rounded = separate_attention(q, k, v, sinks, dout, lengths, parents, dtype=torch.bfloat16, **options)
+    with World(Layout(1), backend="nccl") as world:
+        shard = bind(MicroBatch((group_of((lengths, parents)),)), world)
+        runs = []
+        for _ in range(2):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+            out = attend(*leaves[:3], shard, sinks=leaves[3], **options)
+            out.backward(dout)
+            runs.append([out.detach(), *(x.grad for x in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    for got, alone, exact in zip(runs[0], rounded, want, strict=True):
+        assert relative_error(got, exact) <= 2 * relative_error(alone, exact) + 1e-3

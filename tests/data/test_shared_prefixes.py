@@ -120,6 +120,12 @@ def test_bad_arguments_are_refused(arguments):
         share_prefixes([chat([1, 2], 1)], **arguments)
 
 
+@pytest.mark.parametrize("parent", [-2, 1.0, None, True])
+def test_bad_parents_are_refused(parent):
+    with pytest.raises(DataError, match="give the number of a document of the step, or -1"):
+        Document([1, 2], parent=parent)
+
+
 def test_documents_that_are_cut_already_are_refused():
     shared = share_prefixes([chat([*range(9), i], 9) for i in range(2)], least_rows=3)
     with pytest.raises(DataError, match="document 0 has the parent 2"):

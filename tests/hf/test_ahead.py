@@ -59,7 +59,7 @@ def coming(batches: list[Any]) -> ComingStep:
     rows, documents, firsts = read_step_documents(batches, 4.0)
     plan = plan_fixed([len(d) for d in documents], Layout(1), cp=1, targets=4)
     versions = [write_counts(document_entries(x)) for x in batches]
-    return ComingStep(batches, rows, documents, firsts, documents_digest(documents), plan, versions)
+    return ComingStep(batches, rows, documents, documents, firsts, documents_digest(documents), plan, versions)
 
 
 def test_a_step_is_of_its_batches_until_they_are_written_to() -> None:

@@ -65,6 +65,8 @@ class Document:
         parent: int = -1,
         **values: Any,
     ) -> None:
+        if type(parent) is not int or parent < -1:
+            raise DataError(f"parent of a document is {parent!r}; give the number of a document of the step, or -1")
         self.parent: int = parent
         self._ids = _read_integers("ids", ids)
         if labels is not None and loss_mask is not None:

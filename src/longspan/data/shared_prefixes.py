@@ -122,17 +122,15 @@ def _candidates(documents: Sequence[Any], rows: list[int], least: int) -> Iterat
             yield sorted(numbers, key=lambda number: documents[number].ids[: rows[number]].astype(">i8").tobytes())
 
 
-def _common_rows(documents: Sequence[Any], rows: list[int], one: int, other: int) -> int:
-    count = min(rows[one], rows[other])
-    differs = documents[one].ids[:count] != documents[other].ids[:count]
-    return int(differs.argmax()) if differs.any() else count
-
-
 def _divide(
     documents: Sequence[Any], rows: list[int], numbers: list[int], least: int, max_rows: int | None
 ) -> Iterator[_Family]:
     """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
-    common = [0, *(_common_rows(documents, rows, a, b) for a, b in pairwise(numbers))]
+    common = [0]  # of each document, the first rows that the one before has as well
+    for one, other in pairwise(numbers):
+        count = min(rows[one], rows[other])
+        differs = documents[one].ids[:count] != documents[other].ids[:count]
+        common.append(int(differs.argmax()) if differs.any() else count)
     start = 0
     total = 0
     for index, number in enumerate(numbers):

@@ -39,7 +39,7 @@ from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
 from longspan.model.kinds import unwrap_peft_model
 from longspan.model.layers import score_columns
 from longspan.model.replaced_parameters import refuse_other_parameters
-from longspan.model.seams.call_rules import refuse_two_pass_dropout
+from longspan.model.seams.call_rules import call_rules, refuse_two_pass_dropout
 from longspan.model.weights.local_tensors import add_gradient, exchange_gradients, local_tensor
 from longspan.plan import Cost, Plan
 from longspan.resolve.choice import query_heads
@@ -51,6 +51,7 @@ from longspan.train import (
     clip_grad_norm,
     grad_norm as norm_of,
     run_step,
+    share_prefixes,
     token_log_probs,
     token_scores,
 )
@@ -146,7 +147,8 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ComingStep:
-    """The documents of a step whose loss is the mean cross entropy, with their coefficients, and their plan.
+    """The documents of a step whose loss is the mean cross entropy, with their coefficients, and their plan, which is
+    of `shared`: what `share_prefixes` makes of them.
 
     `rows` are those of each batch; its documents with targets begin at `firsts` in `documents`.
     """
@@ -154,6 +156,7 @@ class ComingStep:
     batches: Sequence[Any]
     rows: Sequence[BatchDocuments]
     documents: list[Document]
+    shared: Sequence[Document]
     firsts: Sequence[int]
     digest: str
     plan: Plan
@@ -295,9 +298,19 @@ class StepsPart(StockTrainer):
             False: PlannerConfig.evaluation(config, cost=cost, heads=heads),
         }
 
-    def _cached_plan(self, documents: list[Document], *, training: bool) -> Any:
+    def _share_prefixes(self, documents: Sequence[Document], *, training: bool) -> Sequence[Document]:
+        """Return documents whose common prefixes are apart, or the same ones where model or planner take none apart."""
+        choice = self._choices[training]
+        model = self._facade.inner_model
+        separate = score_columns(model) or call_rules(model).separate_features(training=training)
+        if separate or choice.planner not in ("fixed", "dynamic"):
+            return documents
+        rows = choice.options.rows  # of a slot
+        return share_prefixes(documents, max_rows=rows and rows * choice.widest_even_degree(self.world.home))
+
+    def _cached_plan(self, documents: Sequence[Document], *, training: bool) -> Any:
         """The last plan is kept, as both passes of a step have the same."""
-        key = training, [(len(document), document.targets) for document in documents]
+        key = training, [(len(document), document.targets, document.parent) for document in documents]
         if self._last_plan[0] != key:
             self._last_plan = key, self._make_plan(documents, training=training)
         return self._last_plan[1]
@@ -305,14 +318,17 @@ class StepsPart(StockTrainer):
     def _make_plan(self, documents: Sequence[Document], *, training: bool) -> Plan:
         targets = sum(document.targets for document in documents)
         lengths = [len(document) for document in documents]
-        return self._choices[training].plan(lengths, self.world.home, targets=targets)
+        parents = [document.parent for document in documents]
+        families = {"parents": parents} if max(parents, default=-1) >= 0 else {}
+        return self._choices[training].plan(lengths, self.world.home, targets=targets, **families)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         self._compare_rows_on_ranks(documents)
         prepared = facade.inner_model
         head = facade.head
         training = facade.inner_model.training
-        plan = self._cached_plan(documents, training=training)
+        shared = self._share_prefixes(documents, training=training)
+        plan = self._cached_plan(shared, training=training)
         read_values = token_log_probs
         values = {"also": head.values, "temperature": head.temperature}
         if score_columns(prepared):
@@ -320,7 +336,7 @@ class StepsPart(StockTrainer):
             values = {}
         try:
             with torch.autocast(self.args.device.type, enabled=False):
-                return read_values(prepared, plan, documents, self.world, **values)
+                return read_values(prepared, plan, shared, self.world, **values)
         finally:
             prepared.train(training)  # the pass has put the model into evaluation mode
 
@@ -422,9 +438,10 @@ class StepsPart(StockTrainer):
         rows, documents, firsts = read_step_documents(batches, items)
         if not documents:
             return None
-        plan = self._make_plan(documents, training=True)
+        shared = self._share_prefixes(documents, training=True)
+        plan = self._make_plan(shared, training=True)
         versions = [write_counts(document_entries(batch)) for batch in batches]
-        return ComingStep(batches, rows, documents, firsts, documents_digest(documents), plan, versions)
+        return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
 
     def _prepare_next_step_and_wait(self) -> None:
         self._prepare_next_step()
@@ -495,17 +512,18 @@ class StepsPart(StockTrainer):
     ) -> TokenLogProbs:
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade = self._facade
-        plan = coming.plan if coming else self._cached_plan(documents, training=True)
+        shared = coming.shared if coming else self._share_prefixes(documents, training=True)
+        plan = coming.plan if coming else self._cached_plan(shared, training=True)
         refuse_other_parameters(facade.inner_model, self._torch_optimizer())
         first_node = torch.autograd._get_sequence_nr()
-        collected = CollectedTokens(plan.lengths, names)
+        collected = CollectedTokens([len(document) for document in documents], names)
         of_scores = score_columns(facade.inner_model) > 0
         facade.inner_model.train()
         with torch.autocast(self.args.device.type, enabled=False):
             result = run_step(
                 facade.inner_model,
                 plan,
-                documents,
+                shared,
                 self.world,
                 step=self.state.global_step,
                 router=RouterCoefficients(balance=0.0),  # routers' balance losses are refused at construction

@@ -169,8 +169,15 @@ class PlannerConfig:
         options = replace(options_at_degree(self.options, degree), max_tokens_per_slot=cap)
         return replace(self, planner="fixed", degree=degree, options=options)
 
-    def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
-        """Plan these documents.
+    def plan(
+        self,
+        lengths: Sequence[int],
+        home: Layout,
+        *,
+        targets: int | None = None,
+        parents: Sequence[int] | None = None,
+    ) -> Plan:
+        """Plan these documents; `parents` are those of `share_prefixes`, which fixed and dynamic plans take.
 
         `targets` is how many tokens they predict (None: as the options say, or every token except a document's first).
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
@@ -180,6 +187,8 @@ class PlannerConfig:
         options = self.home_options(home)
         if targets is not None:
             options = replace(options, targets=targets)
+        if parents is not None:
+            options = replace(options, parents=parents)
         if self.planner == "dynamic":
             from longspan.plan.dynamic.planner import plan_dynamic
 

@@ -16,7 +16,7 @@ from longspan.plan.check import check_comm_types, heads_allow_degree
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind, comm_type_text, fit_level_sizes
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
-from longspan.plan.planners.options import PlanOptions
+from longspan.plan.planners.options import PlanOptions, longest_item
 from longspan.resolve.text import plan_type_text
 
 # of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
@@ -111,7 +111,7 @@ def plan_evaluation(
     # but none above twice a slot's mean rows, which would limit nothing, and at most MOST_ROUNDS micro-batches a stage.
     multiple = options.row_multiple
     share = sum(lengths) / home.slots
-    least_rows = -(-max(lengths) // (widest * multiple)) * multiple
+    least_rows = -(-longest_item(lengths, home, options) // (widest * multiple)) * multiple
     highest = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
     limits = [least_rows << doubling for doubling in range(32) if least_rows << doubling < highest]
     for rows in (rows for rows in reversed(limits) if rows * home.pp * MOST_ROUNDS >= share):

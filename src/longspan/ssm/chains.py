@@ -130,8 +130,10 @@ class Chains:
             if any(is_local[run] for run in path):
                 paths.append(path[::-1])
         paths.sort(key=len, reverse=True)
-        most = max(map(len, paths), default=0)
-        return np.array([path + [-1] * (most - len(path)) for path in paths], dtype=np.int64).reshape(-1, most)
+        table = np.full((len(paths), max(map(len, paths), default=0)), -1, dtype=np.int64)
+        for row, path in zip(table, paths, strict=True):
+            row[: len(path)] = path
+        return table
 
     @cached_property
     def local_places(self) -> range:

@@ -24,10 +24,12 @@ from longspan import (
     run_step,
     token_log_probs,
 )
+from longspan.model.kinds import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss, SharedDocuments, share_prefixes
 from tests.model.deep import deep
+from tests.model.lora.adapted import adapted
 from tests.model.stock import REFERENCE, error, gradients_of, prepare_untried, tiny
 from tests.mutation import mutated
 from tests.train.own_loss.dense import (
@@ -147,6 +149,7 @@ CASES = [
     Case(Layout(2), dynamic(55), losses=NOT_FREE),
     Case(Layout(2), dynamic(55, mode="free"), losses=NOT_FREE),
     Case(Layout(2, tp=2), ONE, "llama"),
+    Case(Layout(2), fixed(2, 60), "adapter"),
     Case(Layout(2, pp=2), fixed(1, 100), losses=("weights", "tokens")),
     Case(Layout(2), fixed(2, 60), "bamba-tiny"),
     Case(Layout(2), dynamic(55), "qwen3-next-tiny"),
@@ -158,6 +161,8 @@ CASES = [
 
 
 def model_of(family: str) -> Any:
+    if family == "adapter":
+        return adapted("llama", "every linear")
     if family.endswith("-tiny"):
         model = load_model(preset=family, vocab_size=61, seed=0).double()
         if hasattr(model, "set_experts_implementation"):
@@ -175,10 +180,11 @@ Dense = tuple[dict[str, Answer], list[np.ndarray]]
 @cache
 def dense(family: str, losses: tuple[str, ...]) -> Dense:
     model = model_of(family).to(REFERENCE)
+    whole = unwrap_peft_model(model)
     documents = documents_of()
     with casts_in_float64():
         rows = rows_of(model, documents)
-        answers = {name: answer(model, rows, LOSSES[name][0], LOSSES[name][2]) for name in losses}
+        answers = {name: answer(whole, rows, LOSSES[name][0], LOSSES[name][2]) for name in losses}
     tokens = [np.zeros((1 + len(ALSO), len(document))) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
         numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])

@@ -231,11 +231,14 @@ class CallRules:
                 f"row_multiple={self.row_multiple}"
             )
 
+    def separate_features(self, *, training: bool) -> tuple[str, ...]:
+        """Return what the model computes that is not exact where documents share prefixes."""
+        spans = ("a bidirectional prefix",) if self.prefix else tuple(f"spans of {name}" for name in self.in_spans)
+        return (*self.separate, *spans, *(self.separate_in_training if training else ()))
+
     def check_families(self, *, training: bool) -> None:
         """Raise ModelError if the model computes something that is not exact where documents share prefixes."""
-        spans = ("a bidirectional prefix",) if self.prefix else tuple(f"spans of {name}" for name in self.in_spans)
-        features = (*self.separate, *spans, *(self.separate_in_training if training else ()))
-        if features:
+        if features := self.separate_features(training=training):
             raise ModelError(
                 f"{self.architecture} has {', '.join(features)}, exact for separate documents alone, and documents of "
                 "the plan share prefixes; plan the documents before share_prefixes"

@@ -18,7 +18,13 @@ from longspan.layout import Floats, Integers, Layout
 from longspan.plan.check import check_comm_types, heads_allow_degree
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.planners.options import PlanKeywords, PlanOptions, Request, expand_option_signature
+from longspan.plan.planners.options import (
+    PlanKeywords,
+    PlanOptions,
+    Request,
+    expand_option_signature,
+    longest_item,
+)
 
 
 def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
@@ -119,7 +125,8 @@ def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanO
     """
     cap = options.rows
     types = check_comm_types(options.cp_comm_type)
-    fits = [d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d)]
+    longest = longest_item(lengths, home, options)
+    fits = [d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or longest <= cap * d)]
     return next((d for d in fits if heads_allow_degree(d, options.heads, types, home.tp)), home.slots)
 
 

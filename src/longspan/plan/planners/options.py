@@ -152,15 +152,11 @@ class Request(PlanOptions):
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check(home)
         if request.parents is not None:
-            request = request._with_families()
+            if max(request.parents, default=-1) < 0:  # no family
+                request = replace(request, parents=None)
+            else:
+                check_work_fits_int64(len(documents), int(request.family_sizes[0].max()))
         return replace(request, cost=replace(request.group_cost(), stages=home.pp))
-
-    def _with_families(self) -> "Request":
-        """Return the request without parents where none is a document; else as it is, checked."""
-        if max(self.parents or (), default=-1) < 0:
-            return replace(self, parents=None)
-        check_work_fits_int64(len(self.lengths), int(self.family_sizes[0].max()))
-        return self
 
     def group_cost(self) -> Cost:
         """Return the cost of groups of the request's type, partition and node size. `heads` of a cost are those of one
@@ -405,6 +401,13 @@ def _check_parents(parents: Sequence[int], count: int) -> None:
 
 def _first_size(sizes: int | Sequence[int]) -> int:
     return sizes if isinstance(sizes, int) else sizes[0]
+
+
+def longest_item(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
+    """Return the most rows that stay in one group: of a document, or of all that share prefixes with it."""
+    if max(options.parents or (), default=-1) < 0:
+        return max(lengths)
+    return int(Request.from_arguments(lengths, home, options).family_sizes[0].max())
 
 
 def check_degree_suits_heads(request: Request, degree: int) -> None:
