@@ -288,7 +288,8 @@ class HostWeightsFeature(Feature):
         )
         if not self._keeps_trained:
             # Gradients leave the device on FSDP2's own stream of sums, which `shard_over_slots` may have put aside.
-            vars(root._get_fsdp_state()._comm_ctx).pop("lazy_init", None)  # pyright: ignore[reportAttributeAccessIssue]
+            state: Any = root._get_fsdp_state  # pyright: ignore[reportAttributeAccessIssue]
+            vars(state()._comm_ctx).pop("lazy_init", None)
         store = HostStore(self.world.device, total)
         store.arena.close_when_world_is_left(self.world)
         for group, waiting in groups.items():

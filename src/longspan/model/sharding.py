@@ -75,7 +75,8 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
 
     In memory of a stream of its own all gradients would stay taken through the next forward pass.
     """
-    context: Any = root._get_fsdp_state()._comm_ctx  # pyright: ignore[reportAttributeAccessIssue]
+    state: Any = root._get_fsdp_state  # pyright: ignore[reportAttributeAccessIssue]
+    context: Any = state()._comm_ctx
     if "lazy_init" in vars(context):
         return
     make_streams = context.lazy_init
