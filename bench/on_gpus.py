@@ -48,7 +48,7 @@ ADAPTED = (
     f"--lora.rank 16 {YARN} --warmup 1 --repeats 2 --out {{out}}"
 )
 ONE = (
-    "{python} -m longspan bench step --world 1 --planners fixed --model.preset qwen3-8b --warmup 2 --repeats 3 "
+    "{python} -m longspan bench step --world 1 --planners fixed --model.preset qwen3-8b --warmup 1 --repeats 3 "
     "--out {out}"
 )
 LONG = "--sequences 32768 --warmup 1 --repeats 2"
@@ -182,12 +182,15 @@ RUNS = (
         for rows, seconds in ((16384, 80), (65536, 110))
     ),
     GpuRun("frozen-24g", 110, f"{ADAPTED} {NF4} --sequences 65536 --train.device_memory_limit 23622320128", gpus=1),
-    *(  # full training in float32, whose moments wait on the host, and the same beside what people run there
-        GpuRun(f"one-{name}", seconds, f"{ONE} {lengths} {YARN}", gpus=1)
+    *(  # full training in float32: moments wait on the host, and then weights and gradients too; beside what people run
+        GpuRun(f"{place}-{name}", seconds, f"{ONE} {lengths} {YARN}{key}", gpus=1)
+        for place, key in (("one", ""), ("host", " --train.offload_weights true"))
         for name, lengths, seconds in (
             ("packed", "--same 4x8192", 110),
             ("32k", "--sequences 32768", 110),
             ("64k", "--sequences 65536", 140),
+            ("128k", "--sequences 131072", 280),
+            ("eight", "--same 8x32768 --context.max_tokens_per_slot 32768", 260),
         )
     ),
     GpuRun("one-peer", 560, "{python} bench/training/one_gpu_peer.py --mode float32 --out {out}", gpus=1),
