@@ -121,8 +121,8 @@ def test_plans_and_documents_of_other_families_are_refused() -> None:
 
 
 def test_documents_beyond_a_table_of_positions_are_counted_with_their_prefix() -> None:
-    config = transformers.GPTJConfig(
-        n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=14, vocab_size=61, bos_token_id=None,
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=14, vocab_size=61, bos_token_id=None,
         eos_token_id=None, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
     )  # fmt: skip
     with World(Layout(1)) as world:

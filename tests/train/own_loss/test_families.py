@@ -58,13 +58,10 @@ def casts_in_float64() -> Iterator[None]:
     modules = [
         m for name, m in [*sys.modules.items()] if name.startswith("transformers.models.") and hasattr(m, "torch")
     ]
-    to_float = torch.Tensor.float
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch.object(module, "torch", _WideTorch()))
-        stack.enter_context(
-            patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
-        )
+        stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
         yield
 
 
