@@ -72,7 +72,7 @@ def test_a_press_is_forwarded_once_and_a_later_one_kills_and_notices_are_forward
     assert capfd.readouterr().err == (killed if expected else "")
     if expected:
         with raise_on_stop_signals(), pytest.raises(Interrupted, match="SIGINT"):
-            forwarding.repeat_signal()
+            signal.raise_signal(forwarding.received)
 
 
 def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:

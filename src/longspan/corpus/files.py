@@ -175,15 +175,16 @@ def find_files(
     if not root.is_file():
         walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
     names = _names_to_read(walked)
-    check_one_configuration(root, [name for name in names if name.endswith(_TABLES)], path, key)
+    if tables := [name for name in names if name.endswith(_TABLES)]:
+        check_one_configuration(root, tables, path, key)
     rows = [name for name in names if name.endswith(_ROWS)]
-    splits = find_splits(root, rows or (names if split else ()))
     if split:
+        splits = find_splits(root, rows or names)
         by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
         if absent := [name for name, of_part in by_part.items() if not of_part]:
             raise DataError(f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts}")
         names = sorted({name for of_part in by_part.values() for name in of_part})
-    elif splits.are_mixed:
+    elif rows and (splits := find_splits(root, rows)).are_mixed:
         reason = "as it says itself" if splits.is_declared else "by the names of its files"
         raise DataError(
             f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts}; give one "

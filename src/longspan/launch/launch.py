@@ -6,6 +6,7 @@ survivors can talk to it when a rank dies. Torch's launchers return no results, 
 
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -307,7 +308,7 @@ def run_local(
             raise
     if ranks.failure is not None:
         if ranks.was_ended_by(forwarding.sent):
-            forwarding.repeat_signal()
+            signal.raise_signal(forwarding.received)
         raise ranks.failure
     return [rank.answer.unpickle_value() for rank in ranks.ranks if rank.answer is not None]
 

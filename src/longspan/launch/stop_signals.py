@@ -132,9 +132,6 @@ class Forwarding:
         self.sent.append(to_ranks)
         self._ranks.signal(to_ranks)
 
-    def repeat_signal(self) -> None:
-        signal.raise_signal(self.received)
-
 
 def _is_ignored(number: int) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN

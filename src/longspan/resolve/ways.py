@@ -117,10 +117,6 @@ class Way:
         run: Any = (facts.model, facts.home, list(plans), self.memory_settings, budget, facts.machine)
         return choose_memory(*run, fixed=self.fixed_memory)
 
-    def leanest_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
-        """The plan of memory in which layers keep as little as the keys allow, whether it fits or not."""
-        return next(leanest_plans(self.memory_needs(plans), self.fixed_memory))
-
     def step_seconds(self, plans: Sequence[Plan], memory: MemoryPlan | None) -> float:
         if memory is None:
             return mean(plan.predicted_seconds for plan in plans)
@@ -258,7 +254,8 @@ def fit_way(way: Way, timed: Sequence[Plan], full: Sequence[Plan] = ()) -> Fit:
     try:
         memory = way.choose_memory(plans, budget)
     except PlanError as error:
-        return Fit(way, tuple(timed), way.leanest_memory(plans), None, str(error))
+        leanest = next(leanest_plans(way.memory_needs(plans), way.fixed_memory))  # which does not fit
+        return Fit(way, tuple(timed), leanest, None, str(error))
     return Fit(way, tuple(timed), memory, way.step_seconds(timed, memory))
 
 

@@ -69,10 +69,10 @@ _Small = Mapping[str, Callable[[_Values], Any] | bool | int | list[str] | list[i
 
 
 def _defaults_where_none(**values: Any) -> _Small:
-    return {
-        name: lambda small, name=name, default=default: default if small.get(name) is None else small[name]
-        for name, default in values.items()
-    }
+    def value_or_default(name: str) -> Callable[[_Values], Any]:
+        return lambda small: values[name] if small.get(name) is None else small[name]
+
+    return {name: value_or_default(name) for name in values}
 
 
 @dataclass(frozen=True, kw_only=True)
