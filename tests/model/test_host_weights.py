@@ -48,7 +48,7 @@ MUTATIONS: dict[str, Change] = {
         "return [next(others) if norm is None else norm for norm in norms]",
         "return [next(others) if norm is None else 0 * norm for norm in norms]",
     ),
-    "a copy that is not taken anew": ("model.host_weights", "parameter.staged = None", "pass"),
+    "a copy that is not taken anew": ("model.host_weights", "read.staged = None", "pass"),
 }
 
 

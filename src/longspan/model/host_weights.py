@@ -97,10 +97,10 @@ class HostStore:
 
     def free(self, parameters: "Iterable[HostParam]") -> None:
         """Free copies that the current stream has read."""
-        for parameter in parameters:
-            if parameter.staged is not None and self._stream is not None:
+        for read in parameters:
+            if read.staged is not None and self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            parameter.staged = None
+            read.staged = None
 
 
 class HostParam(FSDPParam):
@@ -135,7 +135,8 @@ class HostParam(FSDPParam):
 
         The stream of FSDP2's sums is the current one, and has the memory of `tensor`.
         """
-        gradient, self.earlier = self.earlier, None
+        gradient = self.earlier
+        self.earlier = None
         if gradient is None:
             gradient = self._make_gradient(tensor)
         else:
@@ -219,7 +220,9 @@ def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
         parameter.__class__ = HostParam
         parameter.store = store
         parameter.memory = memory
-        parameter.staged = parameter.earlier = parameter.given = None
+        parameter.staged = None
+        parameter.earlier = None
+        parameter.given = None
     group.__class__ = HostParamGroup
     group.store = store
     group.waiting = tuple(waiting)
