@@ -20,6 +20,7 @@ from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, Tr
 
 from longspan.errors import CommError, NonFiniteError
 from longspan.hf import steps
+from longspan.train.optim.eight_bit_adamw import EightBitAdamW
 from longspan.train.optim.offload_states import OffloadedStates
 from tests.hf.stock import (
     AUTO,
@@ -524,9 +525,20 @@ def in_bfloat16(run: Run) -> Any:
     return trainer
 
 
+def in_eight_bits(run: Run) -> Any:
+    more = {"model": model_of(dtype=torch.float32)}
+    trainer = make(run, more=more, max_steps=2, learning_rate=1e-3, eval_steps=2, optim="adamw_8bit")
+    trainer.train()
+    assert type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)) is EightBitAdamW
+    return trainer
+
+
 def test_bfloat16_is_as_near_to_float32_as_autocast_is() -> None:
     of_stock = stock_each([in_float32, in_bfloat16], exact=False)
-    found = ours_each([in_bfloat16], CP2, 2, exact=False)["in_bfloat16"]
+    ours = ours_each([in_eight_bits, in_bfloat16], CP2, 2, exact=False)
+    found = ours["in_bfloat16"]
+    errors = log_errors(of_stock["in_float32"].logs, ours["in_eight_bits"].logs)
+    assert 0 < errors["eval_loss"] < 1e-4 and errors["loss"] < 1e-4, errors
     for name, least in (("in_float32", 1e-6), ("in_bfloat16", 0.0)):
         errors = log_errors(of_stock[name].logs, found.logs)
         assert least < errors["loss"] < 1e-3 and errors["eval_loss"] < 1e-3 and errors["grad_norm"] < 1e-2, errors
