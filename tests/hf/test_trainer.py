@@ -477,7 +477,8 @@ def test_equals_one_process() -> None:
 
 @pytest.mark.whole
 def test_more_of_them_equal_one_process() -> None:
-    compare_each((of_cross_entropy, early_scheduler), CP2, **EXACT)
+    more = (of_cross_entropy, early_scheduler)
+    check_each(stock_each(more), ours_each(more, CP2, 2), **EXACT)
 
 
 EVALUATED_DYNAMICALLY = {"context_parallel_size": 2, "eval_planner": "dynamic", "eval_max_tokens_per_slot": "40"}
