@@ -4,8 +4,7 @@
     python bench/plans/what_fits.py --gpus 1,2 --out /tmp/what-fits.json
 
 Float32 masters and AdamW, arithmetic in bfloat16, one document over all GPUs, 92 % of each filled;
-128 GiB of the host for each GPU. "auto" may recompute, and move activations, the optimizer's states and weights to the
-host.
+128 GiB of the host for each GPU. A run may recompute, and move activations, optimizer states and weights to the host.
 """
 
 import argparse

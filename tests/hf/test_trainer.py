@@ -30,7 +30,6 @@ from tests.hf.stock import (
     Run,
     check,
     check_each,
-    compare_each,
     log_errors,
     ours_each,
     stock_each,
