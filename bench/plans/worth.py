@@ -19,18 +19,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from sensitivity import plan_sensitivity, rows_by_way
+from sensitivity import plan_sensitivity, rows_by_way, slower_link
 
 from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.plain_text import markdown_table
-from longspan.plan import Cost, CostSettings, Machine, Plan, PlanOptions
+from longspan.plan import AttentionCall, Cost, CostSettings, Group, Machine, Plan, PlanOptions
+from longspan.plan.cost.links import LEVELS
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.report.page import svg_element, svg_text
@@ -241,6 +242,13 @@ def gain_row(case: Case) -> Row:
     }
 
 
+def without_messages(cost: Cost) -> Cost:
+    assert cost.network is not None
+    network = replace(cost.network, step_seconds=0.0)
+    links = {level: slower_link(getattr(network, level), 1e-6) for level in LEVELS}
+    return replace(cost, network=replace(network, **links))
+
+
 def published_row(gbps: float, seed: int, weights: str) -> Row:
     """The setting of Megatron-LM's pull request 2000: Qwen3-30B-A3B, 32 GPUs, 3,072 tokens a rank, longest 49,152."""
     longest = 49152
@@ -259,12 +267,18 @@ def published_row(gbps: float, seed: int, weights: str) -> Row:
     sixteen = problem.fixed(most)
     ring = plan_fixed(lengths, problem.home, most, options=options, cp_comm_type="p2p").predicted_seconds
     seconds = dynamic.predicted_seconds
+    busy = dynamic.timeline().busy.sum() / PUBLISHED_SLOTS
+    computed = dynamic.timeline(without_messages(options.cost)).busy.sum() / PUBLISHED_SLOTS
     return {
         "gbps": gbps,
         "seed": seed,
         "weights": weights,
         "longest": max(lengths),
         "dynamic": seconds,
+        "micro_batches": len(dynamic.micro_batches),
+        "over_bound": seconds / dynamic.lower_bound_seconds,
+        "messages": float(busy - computed) / seconds,
+        "waits": float(seconds - busy - options.cost.update_seconds) / seconds,
         "over_ring_16": ring / seconds,
         "over_fixed_16": sixteen.predicted_seconds / seconds,
     }
@@ -295,9 +309,15 @@ def sensitivity_rows(slots: int, gbps: float = 25.0) -> Iterator[Row]:
 
 def emulated_rows() -> Iterator[Row]:
     """Rows of one document over two hosts of 4 at 2.65 GB/s, and those that wait as much for a faster network."""
+    machine = Machine.known("H200").with_link("across", bytes_per_second=EMULATED_GBPS * 1e9)
+    call = AttentionCall(heads=32, kv_heads=8, head_dim=128)
     for rows in EMULATED_ROWS:
+        price = machine.attention_seconds(Group(tuple(range(8)), (0,), (rows,)), call, node_size=4)["a2a"]
+        flops = 3.5 * 4 * 32 * 128 * rows**2 / 2  # forward and backward of a causal document
         yield {
             "rows": rows,
+            "flops_per_byte": flops / (rows * 2 * 2 * (32 + 8) * 2 * 128 / 2),  # half of what is exchanged crosses
+            "exposed": price.exposed / price.seconds,
             "stands_for": {f"{gbps:g}": rows * EMULATED_GBPS / gbps for gbps in REAL_GBPS},
         }
 
@@ -348,16 +368,21 @@ hosts, copied between them. *Free*: `context.mode = "free"`, gathered and summed
 weights were whole everywhere and needed no sum."""
 PUBLISHED_NOTE = """\
 Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × is
-claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step, of three seeds. Degree 16 is the only one up to
-16 that holds the longest document."""
+claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *waits* are shares of the
+dynamic step: messages that kernels do not hide, inside hosts too, and waits for slower slots and for weights. Of
+messages the bound has only those of documents that are longer than a slot's cap, as far as kernels cannot hide them.
+The last two columns are the times of plans of degree 16, the only one up to 16 that holds the longest document, over
+that of the dynamic one: as a ring, and under the best type of each group."""
 EMULATED_NOTE = """\
 Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network
 waits as long for messages, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same.
-The table has one document over two hosts of 4 H200, 32 query and 8 key/value heads of 128."""
+The table has one document over two hosts of 4 H200, 32 query and 8 key/value heads of 128; FLOPs a byte are those
+under `a2a`."""
 SENSITIVITY_NOTE = """\
 Lognormal lengths, 8K tokens a slot, 25 GB/s a GPU between hosts, weights not counted. Each constant is 20 % lower (−)
-and higher (+). Rows move to groups of another degree or type; the plan that was made with the wrong constant is longer
-at the right price. The last column counts the constants at which another one degree is best."""
+and higher (+). *Moved* is the share of rows in groups of another degree or type. *Regret* is how much longer the plan
+that was made with the wrong constant takes, at the right price; below 0 it is faster by chance. *One degree* is the
+degree that is best at the wrong price, and its regret."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -438,11 +463,67 @@ def markdown(record: Row) -> str:
     lines += table(
         ("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in emulated]
     )
-    lines += ["## The published setting of dynamic context parallelism", "", PUBLISHED_NOTE, ""]
-    lines += [published_table(record), "", "## Which real network an emulated case stands for", "", EMULATED_NOTE, ""]
-    lines += [emulated_table(record), "", "## Does a wrong constant change the plan?", "", SENSITIVITY_NOTE, ""]
-    lines += [regrets_table(record)]
+    lines += [*published_lines(record), *emulated_lines(record), *sensitivity_lines(record)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def published_lines(record: Row) -> Iterator[str]:
+    yield from ["## The published setting of dynamic context parallelism", "", PUBLISHED_NOTE, ""]
+    head = ("GB/s", "weights", "seed", "longest", "dynamic s", "over the bound", "messages", "waits", "ring, 16")
+    rows = [
+        [
+            *(f"{row['gbps']:g}", row["weights"], f"{row['seed']}", f"{row['longest']:,}", f"{row['dynamic']:.2f}"),
+            *(f"{row['over_bound']:.2f}", f"{row['messages']:.0%}", f"{row['waits']:.0%}"),
+            *(f"{row[name]:.2f}" for name in ("over_ring_16", "over_fixed_16")),
+        ]
+        for row in record["published"].values()
+    ]
+    yield from table([*head, "best type, 16"], rows)
+
+
+def emulated_lines(record: Row) -> Iterator[str]:
+    yield from ["## Which real network an emulated case stands for", "", EMULATED_NOTE, ""]
+    rows = [row for rows in record["emulated"].values() for row in rows]
+    real = [f"rows at {n} GB/s" for n in rows[0]["stands_for"]]
+    head = ["rows at 2.65 GB/s", "FLOPs a crossing byte", "share of time that waits, `a2a`", *real]
+    yield from table(head, [_emulated_cells(row) for row in rows])
+
+
+def _emulated_cells(row: Row) -> list[str]:
+    real = [f"{rows / 1024:.3g}K" for rows in row["stands_for"].values()]
+    return [f"{row['rows'] // 1024}K", f"{row['flops_per_byte']:,.0f}", f"{row['exposed']:.0%}", *real]
+
+
+def sensitivity_lines(record: Row) -> Iterator[str]:
+    yield from ["## Does a wrong constant change the plan?", "", SENSITIVITY_NOTE, ""]
+    rows = [row for part in record["sensitivity"].values() for row in part]
+    kept = sum(row["chosen"] == "dynamic" for row in rows)
+    yield (
+        f"**In {kept} of {len(rows)} rows the dynamic plan is still predicted to be the faster choice. "
+        f"The regret is at most {max(row['regret'] for row in rows):.1%}.**"
+    )
+    yield ""
+    for slots, rows in record["sensitivity"].items():
+        worst = max(rows, key=lambda row: row["regret"])
+        yield from [f"### {int(slots):,} slots: regret at most {max(0.0, worst['regret']):.1%}", ""]
+        yield from table(
+            ("constant", "−/+", "moved", "regret", "chosen", "one degree", "its regret"), map(_sensitive_cells, rows)
+        )
+
+
+def _sensitive_cells(row: Row) -> tuple[str, ...]:
+    sign = "−" if row["factor"] < 1 else "+"
+    changed = row["fixed_cp"] != row["fixed_cp_of_right"]
+    degree = f"{row['fixed_cp']}{' (of right: ' + str(row['fixed_cp_of_right']) + ')' if changed else ''}"
+    return (
+        row["constant"],
+        sign,
+        f"{row['moved']:.0%}",
+        f"{row['regret']:+.1%}",
+        row["chosen"],
+        degree,
+        f"{row['fixed_regret']:+.1%}",
+    )
 
 
 def tables_of_pages(record: Row) -> Iterator[str]:
@@ -459,18 +540,11 @@ def tables_of_pages(record: Row) -> Iterator[str]:
         cells = (f"{of_gbps[gbps]['gain']:.2f}, {of_gbps[gbps]['dynamic']:.3g} s" for gbps in NETWORKS)
         weights_rows.append((weights, *cells))
     yield _joined(("weights", *(f"{gbps:g} GB/s" for gbps in NETWORKS)), weights_rows)
-    yield published_table(record)
-    yield emulated_table(record)
-    yield _joined(("documents", "gain"), gains_by_documents(record))
-    yield regrets_table(record)
-
-
-def published_table(record: Row) -> str:
     published: list[Sequence[str]] = []
     for weights in WEIGHTS_OF_EXPERTS:
         for gbps in sorted({row["gbps"] for row in record["published"].values()}, reverse=True):
             rows = [r for r in record["published"].values() if (r["gbps"], r["weights"]) == (gbps, weights)]
-            names = ("dynamic", "over_ring_16", "over_fixed_16") if rows else ()
+            names = ("dynamic", "over_ring_16", "over_fixed_16")
             published.append((weights, f"{gbps:g} GB/s", *(_span([row[name] for row in rows]) for name in names)))
     head = (
         "weights",
@@ -479,19 +553,10 @@ def published_table(record: Row) -> str:
         "ring of 16 over dynamic",
         "degree 16 at its best types over dynamic",
     )
-    return _joined(head, [row for row in published if len(row) == len(head)])
-
-
-def emulated_table(record: Row) -> str:
+    yield _joined(head, published)
     rows = [row for rows in record["emulated"].values() for row in rows]
     head = ("rows at 2.65 GB/s", *(f"rows at {n} GB/s" for n in rows[0]["stands_for"]))
-    return _joined(
-        head,
-        [(f"{row['rows'] // 1024}K", *(f"{n / 1024:.3g}K" for n in row["stands_for"].values())) for row in rows],
-    )
-
-
-def regrets_table(record: Row) -> str:
+    yield _joined(head, [(cells[0], *cells[3:]) for cells in map(_emulated_cells, rows)])
     regrets: list[Sequence[str]] = []
     for slots, rows in record["sensitivity"].items():
         worst = max(rows, key=lambda row: row["regret"])
@@ -500,7 +565,8 @@ def regrets_table(record: Row) -> str:
         most = f"{worst['regret']:.1%} ({worst['constant']}, {sign})"
         moved = f"{max(row['moved'] for row in rows):.0%}"
         regrets.append((f"{int(slots):,}", moved, most, f"{changed} of {len(rows)}"))
-    return _joined(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
+    yield _joined(("documents", "gain"), gains_by_documents(record))
+    yield _joined(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
 
 
 GROUPS = {  # of rows in hosts of 8: their names on the page, and which they are
