@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from longspan.hf import LongspanArguments
 from longspan.model.execution import model_execution
 from longspan.model.frozen.frozen_weights import weights_to_pack
-from longspan.model.frozen.packed_format import packed_format
+from longspan.model.frozen.nf4 import NF4
 from tests.hf.stock import CP2, Run, ours_each
 from tests.hf.tiny import completions, model_of, tokenizer
 from tests.model.frozen.test_loaded_models import quantise
@@ -58,7 +58,7 @@ def loaded(run: Run) -> Any:
 
 
 def dequantised(run: Run) -> Any:
-    model, nf4 = _model(), packed_format("nf4")
+    model, nf4 = _model(), NF4
     for name in (*weights_to_pack(model), *(["lm_head.weight"] if run.kept.get("head") else [])):
         weight = model.get_parameter(name).data
         nf4.unpack(nf4.pack(weight), weight)

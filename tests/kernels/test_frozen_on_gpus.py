@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from longspan.model.frozen.packed_format import packed_format
+from longspan.model.frozen.nf4 import NF4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ SHAPES = ((1, 64), (37, 192), (130, 2048), (3, 12288), (700, 9216))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_and_values_are_those_of_the_host(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    nf4 = packed_format("nf4")
+    nf4 = NF4
     weight = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight[0, :64] = 0.0
     packed = nf4.pack(weight)

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from longspan.model.frozen.frozen_weights import weights_to_pack
-from longspan.model.frozen.packed_format import packed_format
+from longspan.model.frozen.nf4 import NF4
 from tests.model.lora.adapted import drawn
 from tests.model.stock import SIZES, random_model
 
@@ -39,6 +39,6 @@ def adapted(family: str = "llama", *, dequantised: torch.dtype | None = None, **
             weight = getattr(module, name).data
             rows = weight.flatten(0, -2)
             values = torch.empty_like(rows, dtype=dequantised)
-            packed_format("nf4").unpack(packed_format("nf4").pack(rows), values)
+            NF4.unpack(NF4.pack(rows), values)
             weight.copy_(values.view(weight.shape))
     return peft_model

@@ -17,7 +17,7 @@ from longspan.layout import Layout
 from longspan.model import prepare, save_model, weights_by_name
 from longspan.model.execution import model_execution
 from longspan.model.frozen.frozen_weights import weights_to_pack
-from longspan.model.frozen.packed_format import packed_format
+from longspan.model.frozen.nf4 import NF4
 from longspan.model.kinds import packed_weights, unwrap_peft_model
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -46,7 +46,7 @@ class Linear4bit(nn.Linear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.packed = packed_format("nf4").pack(linear.weight.detach())
+        self.packed = NF4.pack(linear.weight.detach())
         codes = self.packed[:, : self.in_features // 2].reshape(-1, 1)
         self.weight = nn.Parameter(codes, requires_grad=False)
 
@@ -98,7 +98,7 @@ def _dequantised(family: str) -> Any:
                 inside.get_parameter(name).data.copy_(whole.get_parameter(name))
     head = inside.lm_head.weight.data
     values = torch.empty_like(head, dtype=torch.bfloat16)
-    packed_format("nf4").unpack(packed_format("nf4").pack(head), values)
+    NF4.unpack(NF4.pack(head), values)
     head.copy_(values)
     return model
 

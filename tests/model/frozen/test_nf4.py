@@ -3,17 +3,16 @@
 import pytest
 import torch
 
-from longspan.errors import ModelError
 from longspan.model.frozen import nf4
-from longspan.model.frozen.packed_format import packed_format
+from longspan.model.frozen.nf4 import NF4
 from tests.mutation import Change, mutated
 
-NF4 = "model.frozen.nf4"
+PATH = "model.frozen.nf4"
 MUTATIONS: dict[str, Change] = {  # noticed beside bitsandbytes
-    "the lower half first": (NF4, "codes[:, ::2] << 4 | codes[:, 1::2]", "codes[:, 1::2] << 4 | codes[:, ::2]"),
-    "halves swapped": (NF4, "(codes >> 4, codes & 15)", "(codes & 15, codes >> 4)"),
-    "a scale of the largest number": (NF4, "blocks.abs().amax(-1)", "blocks.amax(-1)"),
-    "other limits": (NF4, "(values[:-1] + values[1:]) / 2", "(values[:-1] + values[1:]) / 2 + 1e-6"),
+    "the lower half first": (PATH, "codes[:, ::2] << 4 | codes[:, 1::2]", "codes[:, 1::2] << 4 | codes[:, ::2]"),
+    "halves swapped": (PATH, "(codes >> 4, codes & 15)", "(codes & 15, codes >> 4)"),
+    "a scale of the largest number": (PATH, "blocks.abs().amax(-1)", "blocks.amax(-1)"),
+    "other limits": (PATH, "(values[:-1] + values[1:]) / 2", "(values[:-1] + values[1:]) / 2 + 1e-6"),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,31 +40,27 @@ def test_codes_scales_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = _weight(dtype)
     codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=False)
-    packed = packed_format("nf4").pack(weight)
+    packed = NF4.pack(weight)
     assert torch.equal(packed[:, :224].reshape(-1, 1), codes)
     assert torch.equal(packed[:, 224:].contiguous().view(torch.float32).flatten(), state.absmax)
     values = torch.empty_like(weight)
-    packed_format("nf4").unpack(packed, values)
+    NF4.unpack(packed, values)
     assert torch.equal(values, functional.dequantize_4bit(codes, state))
 
 
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _weight(torch.float32)
-    whole, values = packed_format("nf4").pack(weight), torch.empty_like(weight)
+    whole, values = NF4.pack(weight), torch.empty_like(weight)
     monkeypatch.setattr("longspan.model.frozen.packed_format._PIECE", 5 * 448)
-    assert torch.equal(packed_format("nf4").pack(weight), whole)
-    packed_format("nf4").unpack(whole, values)
+    assert torch.equal(NF4.pack(weight), whole)
+    NF4.unpack(whole, values)
     of_pieces = torch.empty_like(weight)
     monkeypatch.undo()
-    packed_format("nf4").unpack(whole, of_pieces)
+    NF4.unpack(whole, of_pieces)
     assert torch.equal(values, of_pieces)
     assert whole.shape == (96, 224 + 7 * 4)
 
 
 def test_what_cannot_be_packed_is_told() -> None:
-    assert packed_format("nf4").rows.reason_against(128) == ""
-    assert (
-        packed_format("nf4").rows.reason_against(100) == "its rows have 100 numbers, which blocks of 64 do not divide"
-    )
-    with pytest.raises(ModelError, match="frozen is 'nf5'; use nf4, stored or whole"):
-        packed_format("nf5")
+    assert NF4.rows.reason_against(128) == ""
+    assert NF4.rows.reason_against(100) == "its rows have 100 numbers, which blocks of 64 do not divide"

@@ -16,7 +16,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, weights_by_name
 from longspan.model.frozen import packed_param
 from longspan.model.frozen.frozen_weights import weights_to_pack
-from longspan.model.frozen.packed_format import packed_format
+from longspan.model.frozen.nf4 import NF4
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from tests.model.frozen.packed_models import MOE, WIDE
@@ -56,7 +56,7 @@ def dequantised(folder: Path, compute: torch.dtype) -> dict[str, Tensor]:
     for name in weights_to_pack(model):
         rows = weights[name].flatten(0, -2)
         values = torch.empty_like(rows, dtype=compute)
-        packed_format("nf4").unpack(packed_format("nf4").pack(rows), values)
+        NF4.unpack(NF4.pack(rows), values)
         weights[name] = values.view(weights[name].shape)
     return weights
 

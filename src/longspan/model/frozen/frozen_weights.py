@@ -16,7 +16,8 @@ from longspan.errors import ModelError, plural
 from longspan.model.adapters import find_adapter
 from longspan.model.features import Call, Feature
 from longspan.model.frozen.formats.modules import OWN_CODES, take_over_codes
-from longspan.model.frozen.packed_format import PackedFormat, packed_format
+from longspan.model.frozen.nf4 import NF4
+from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
 from longspan.model.kinds import (
     belongs_to_adapter,
@@ -80,8 +81,10 @@ def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) ->
 def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedFormat]:
     """Return the formats of the weights that are packed by this value of `frozen`, by name; before `prepare`."""
     places = weights_to_pack(model)
+    if frozen == "nf4":
+        return dict.fromkeys(places, NF4)
     if frozen != "stored":
-        return dict.fromkeys(places, packed_format(frozen))
+        raise ModelError(f"frozen is {frozen!r}; use nf4, stored or whole")
     stored = stored_formats(model)
     formats = dict[str, PackedFormat]()
     for name, (module, _) in places.items():

@@ -2,16 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
 
-from longspan.errors import ModelError
 from longspan.plan.shape.packed import PackedRows
 
-# Of a format its object; a format of a folder is parametrised by the folder, and is in `formats/`.
-_FORMATS = {"nf4": "longspan.model.frozen.nf4:NF4"}
 _PIECE = 1 << 22  # numbers that are converted at once by torch
 
 
@@ -52,10 +48,3 @@ class PackedFormat(ABC):
     @abstractmethod
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Write uint8 (rows, bytes) as a weight into `out` (rows, columns), in its dtype."""
-
-
-def packed_format(name: str) -> PackedFormat:
-    """Return the format of this name, which weights of a folder are packed into."""
-    if name not in _FORMATS:
-        raise ModelError(f"frozen is {name!r}; use {', '.join(_FORMATS)}, stored or whole")
-    return resolve_name(_FORMATS[name])

@@ -64,10 +64,9 @@ def holds_codes(model: nn.Module) -> bool:
 
 
 def _kind_of_codes(module: nn.Module) -> str:
-    names = (
-        () if is_adapted(module) else (kind.__name__ for kind in type(module).__mro__)
-    )  # peft has the same names
-    return next((name for name in names if name in _SETTINGS), "")
+    if is_adapted(module):  # peft's classes have the same names
+        return ""
+    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _SETTINGS), "")
 
 
 def stored_weight_of_module(module: nn.Module) -> StoredWeight | None:
