@@ -445,7 +445,7 @@ def make_optimizer(
 
 
 def _offloads_weights(config: RunConfig, memory: "MemoryPlan | None") -> bool:
-    return bool(getattr(memory, "offload_weights", config.train.offload_weights))
+    return config.train.offload_weights if memory is None else memory.offload_weights
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def offload_optimizer_states(
             raise ConfigError(
                 f"{type(optimizer).__name__} is not known to update each number by itself, as states on the host need; "
                 f"use adamw, sgd or another of {', '.join(kind.__name__ for kind in STATES)}, or keep its states on "
-                "the device (train.offload_optimizer_states = false)"
+                "the device (train.offload_optimizer_states = false, and train.offload_weights = false)"
             )
         return total_state_bytes(optimizer)
 
