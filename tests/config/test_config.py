@@ -200,9 +200,9 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"optimizer.betas": (0.9, 1.0)}, r"optimizer.betas is \(0.9, 1.0\); it must be at least 0, below 1"),
     (
         {"optimizer.class": "sgd", "optimizer.betas": (0.8, 0.9)},
-        r"needs optimizer.class 'adamw', and \S+ is 'sgd'; set",
+        r"needs optimizer.class 'adamw' or 'muon', and \S+ is 'sgd'; set",
     ),
-    ({"optimizer.class": "adam"}, r"optimizer.class is 'adam'; use adamw or sgd, or the dotted name"),
+    ({"optimizer.class": "adam"}, r"optimizer.class is 'adam'; use adamw, muon, sgd, or the dotted name"),
     ({"optimizer.arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
     ({"optimizer.arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
     ({"optimizer.class": "torch.optim.Rprop", "optimizer.weight_decay": 0.1}, r"knows no weight decay"),
