@@ -190,15 +190,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         r'float64 has 53 .* in float32 24, .* use model.dtype = "float64", or model.com',
     ),
     ({"model.compute_dtype": "bfloat16", "model.dtype": "float64"}, r'bfloat16 has 8 .* use model.dtype = "float32"'),
-<<<<<<< HEAD
     ({"optimizer.arguments": ("betas=[0.9, 1.0]",)}, "Invalid beta parameter at index 1: 1.0; correct"),
-=======
-    ({"optimizer.betas": (0.9, 1.0)}, r"optimizer.betas is \(0.9, 1.0\); it must be at least 0, below 1"),
-    (
-        {"optimizer.class": "sgd", "optimizer.betas": (0.8, 0.9)},
-        r"needs optimizer.class 'adamw' or 'muon', and \S+ is 'sgd'; set",
-    ),
->>>>>>> h6-optim
     ({"optimizer.class": "adam"}, r"optimizer.class is 'adam'; use adamw, muon, sgd, or the dotted name"),
     ({"optimizer.arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
     ({"optimizer.arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
