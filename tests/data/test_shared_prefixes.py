@@ -146,4 +146,4 @@ def test_a_step_of_a_million_tokens_takes_milliseconds():
         shared = share_prefixes(documents)
         seconds.append(time.process_time() - started)
     assert len(shared) == len(documents) + 5
-    assert min(seconds) < 0.2, seconds  # 0.03 on one core
+    assert min(seconds) < 0.05, seconds  # of the processor; 0.017 on an idle machine
