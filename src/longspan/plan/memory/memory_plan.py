@@ -28,7 +28,7 @@ from longspan.plan.memory.settings import (
     MemoryBudget,
     MemorySettings,
 )
-from longspan.plan.memory.stage_bytes import ModelNumbers, Numbers, StageBytes, make_stages
+from longspan.plan.memory.stage_bytes import ModelNumbers, StageBytes, make_stages
 from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape
@@ -407,10 +407,6 @@ class MemoryPrices:
             tiled[word] = (again["exchanged"] if word == "none" else whole[word]) + TILED_SHARE * plain
         return {False: whole, True: tiled}
 
-    @cached_property
-    def _numbers_of_layers(self) -> Numbers:
-        return sum(self.place.numbers.layers, Numbers())
-
     def _sharding_seconds(self, kept: MemoryPlan | MemorySettings) -> float:
         """Seconds of a micro-batch's gathers of weights and sum of gradients, as far as they do not hide behind other
         work; what comes once a step counts in equal parts for its micro-batches. 0 where they are unsharded, or always
@@ -422,14 +418,17 @@ class MemoryPrices:
             return 0.0
         gathers = once if kept.gathered_once else 2.0
         sums = once if kept.summed_once else 1.0
+        layers = place.numbers.layers
         settings = place.settings
-        numbers = self._numbers_of_layers
-        gathered = numbers.whole + (numbers.packed_bytes / settings.compute_bytes - numbers.packed)
-        summed = numbers.trained
+        gathered = sum(numbers.whole for numbers in layers)
+        summed = sum(numbers.trained for numbers in layers)
+        packed = sum(numbers.packed for numbers in layers)
+        packed_bytes = sum(numbers.packed_bytes for numbers in layers)
+        gathered += packed_bytes / settings.compute_bytes - packed
         sent = gathers * gathered * settings.compute_bytes + sums * summed * settings.reduce_bytes
         wire_seconds = sent * (place.shards - 1) / place.shards / self.machine.sharding_bytes_per_second
         copies = self.machine.weight_copy_seconds * (gathers * gathered + sums * summed)
-        unpacked = self.machine.unpacking_seconds(numbers.packed_bytes, numbers.packed * settings.compute_bytes)
+        unpacked = self.machine.unpacking_seconds(packed_bytes, packed * settings.compute_bytes)
         return copies + SHARDING_SHARE * wire_seconds + gathers * unpacked
 
 
