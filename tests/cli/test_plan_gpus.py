@@ -140,9 +140,11 @@ def test_keys_by_hand_win(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert half["device"]["weights"] * 2 == ask(words, capsys)["device"]["weights"]
 
 
-KEYS: list[tuple[list[str], dict[str, int]]] = [
+PADDED = ["--same", "8x4096", "--context.planner", "padded", "--cp", "2"]
+KEYS: list[Any] = [
     (["--same", "8x4096", "--parallel.tp", "2"], {"parallel.tp": 2}),
     (["--same", "8x4096", "--pp", "2"], {"parallel.pp": 2}),
+    pytest.param(PADDED, {"context.context_parallel_size": 2}, marks=pytest.mark.whole),
     (DRAWN, {}),
     (
         [*DRAWN, "--planner", "dynamic", "--max-cp", "2", "--max-tokens-per-slot", "6000"],
