@@ -216,7 +216,7 @@ def test_tables_of_the_page_on_planning_are_those_of_their_records_and_commands(
         x.partition("% |")[2] for x in figures
     ]
     current = predictions.partition("Older code")[0].partition("## Seconds")[2]
-    assert current.count("| forward, ") == 4 and "Of evaluations it has four" in page
+    assert current.count("| forward, ") == 8 and "Of evaluations it has eight" in page
     # plan --compare of 202 documents: the planned rows of the page's first table, without the search for their limit
     (command,) = re.findall(r"^longspan (plan --compare --distribution lognorm .*?) +#", page, re.MULTILINE)
     flags, question = parse_question(PlanFlags, command.split()[1:])
