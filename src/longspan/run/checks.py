@@ -30,7 +30,7 @@ from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.kernel_names import KERNEL_NAMES
 from longspan.resolve.choice import PlannerConfig, check_planner_exists, home_of
-from longspan.resolve.memory import read_run_machine
+from longspan.resolve.memory import read_run_machine, updates_parts
 from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
 
@@ -270,6 +270,15 @@ def check_optimizer(config: RunConfig) -> None:
             )
         groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay)
         choice.build(groups)  # does it accept its arguments?
+    keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
+    if config.train.offload_weights and not config.lora.rank:  # adapters, and their moments, stay on the device
+        keys.append("train.offload_weights")
+    if keys and not updates_parts(optimizer):
+        moments = f" with optimizer.moments = {optimizer.moments!r}" if optimizer.moments else ""
+        raise ConfigError(
+            f"{keys[0]} is true, and optimizer.class {optimizer.class_!r}{moments} is not known to update each number "
+            "by itself, as moments on the host need; leave it out, or use adamw without optimizer.moments"
+        )
 
 
 # ---- plans

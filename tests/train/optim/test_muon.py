@@ -93,6 +93,8 @@ def test_what_it_refuses() -> None:
         ({"optimizer.arguments": ("adjust_lr_fn=mine",)}, r"adjust_lr_fn is 'mine'; use original or match_rms_adamw"),
         ({"optimizer.arguments": ("momentum=1",)}, r"refuses its .*: momentum 1 is not below 1"),
         ({"optimizer.stochastic_rounding": True, "model.dtype": "bfloat16"}, r"rounds updates of adamw .* is 'muon'"),
+        ({"train.offload_weights": True}, r"train.offload_weights is true, and optimizer.class 'muon' is not known"),
+        ({"train.offload_optimizer_states": True}, r"train.offload_optimizer_states is true, .* 'muon' is not"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_optimizer(load_config(None, KEYS | {"train.steps": 9} | keys))
