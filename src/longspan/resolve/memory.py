@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
 from longspan.config.keys import AUTO
-from longspan.config.sections import ON_HOST, OptimizerSection, RunConfig, chooses_measures, given_checkpointing
+from longspan.config.sections import ON_HOST, RunConfig, chooses_measures, given_checkpointing
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemorySettings
@@ -170,30 +170,22 @@ def can_be_free(config: RunConfig, home: Layout) -> bool:
     return home.slots > 1 and config.parallel.pp == config.parallel.ep == 1
 
 
-def updates_parts(optimizer: OptimizerSection) -> bool:
-    """Return whether the optimizer updates a parameter part by part, as states and weights on the host need."""
-    if optimizer.class_ in ("adamw", "sgd"):
-        return not optimizer.moments
-    from longspan.train.optim.offload_states import STATES
-    from longspan.train.optim.optimizer import optimizer_class
-
-    return optimizer_class(optimizer.class_) in STATES
-
-
 def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     """Read the keys of memory that are given by hand; None is what the plan of memory may choose."""
     train = config.train
     by_hand = not chooses_measures(config.train, gpu=gpu)
     off = False if by_hand else None  # of a key that is not set
-    parts_are_updated = updates_parts(config.optimizer)
-    can_offload = parts_are_updated and config.optimizer.class_ in ("adamw", "sgd")
+    # A class of another package may update the parts of a parameter together; adapters stay on the device.
+    name = config.optimizer.class_
+    updates_parts = not config.optimizer.moments and (name in ("adamw", "sgd") or name.startswith("torch.optim."))
+    can_offload = updates_parts and name in ("adamw", "sgd")
     return FixedMemory(
         measure=given_checkpointing(train) or ("none" if by_hand else None),
         offload=train.activation_checkpointing.endswith(ON_HOST) or off,
         gathered_once=not config.parallel.reshard_after_forward or off,
         summed_once=not config.parallel.sync_each_batch or off,
         offload_optimizer_states=train.offload_optimizer_states or (off if can_offload else False),
-        offload_weights=train.offload_weights or (off if parts_are_updated or config.lora.rank else False),
+        offload_weights=train.offload_weights or (off if updates_parts or config.lora.rank else False),
         segment_layers=0 if by_hand else None,
         mlp_tile_tokens=train.mlp_tile_tokens or (0 if by_hand else None),
     )
