@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim import AdamW
 from transformers import GPT2Config
 
 from longspan.cli.train import train_rank as train_by_command
@@ -56,6 +57,10 @@ def way_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True, layers: int = 
     return Way(config, Facts(**values | facts))
 
 
+class Mine(AdamW):
+    """An optimizer that may update parameters together, for all that is known."""
+
+
 def test_keys_by_hand_are_not_chosen() -> None:
     names = ("offload", "gathered_once", "summed_once", "offload_optimizer_states", "offload_weights")
     off = dict.fromkeys(names, False)
@@ -69,6 +74,7 @@ def test_keys_by_hand_are_not_chosen() -> None:
         ({"train.offload_optimizer_states": True}, FixedMemory(offload_optimizer_states=True)),
         ({"train.offload_weights": True}, FixedMemory(offload_weights=True)),
         ({"optimizer.class": "torch.optim.NAdam"}, FixedMemory(offload_optimizer_states=False)),
+        ({"optimizer.class": "tests.resolve.test_memory.Mine"}, FixedMemory(**dict.fromkeys(names[3:], False))),
         ({"train.plan_memory": False}, FixedMemory(measure="none", mlp_tile_tokens=0, segment_layers=0, **off)),
     ]
     for keys, fixed in cases:

@@ -199,6 +199,12 @@ def test_a_checkpoint_of_an_adapter_is_small(tmp_path: Path, monkeypatch: pytest
     _check_disk({"lora.rank": 4, "checkpoint.minutes": 0.0}, 0, 2, refused, tmp_path, monkeypatch)
 
 
+def test_moments_in_eight_bits_are_saved_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"optimizer.moments": "8bit", "checkpoint.minutes": 0.0}
+    _check_disk(keys, 0, 8, "", tmp_path, monkeypatch)
+    _check_disk(keys, 0, 7, "refused: a checkpoint takes 7.451 GiB", tmp_path, monkeypatch)
+
+
 def _check_disk(
     keys: dict[str, object], there: int, free: int, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

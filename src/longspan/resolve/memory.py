@@ -175,15 +175,17 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     train = config.train
     by_hand = not chooses_measures(config.train, gpu=gpu)
     off = False if by_hand else None  # of a key that is not set
-    updates_parts = config.optimizer.class_ != "muon" and not config.optimizer.moments
-    can_offload = updates_parts and config.optimizer.class_ in ("adamw", "sgd")
+    # A class of another package may update the parts of a parameter together; adapters stay on the device.
+    name = config.optimizer.class_
+    updates_parts = not config.optimizer.moments and (name in ("adamw", "sgd") or name.startswith("torch.optim."))
+    can_offload = updates_parts and name in ("adamw", "sgd")
     return FixedMemory(
         measure=given_checkpointing(train) or ("none" if by_hand else None),
         offload=train.activation_checkpointing.endswith(ON_HOST) or off,
         gathered_once=not config.parallel.reshard_after_forward or off,
         summed_once=not config.parallel.sync_each_batch or off,
         offload_optimizer_states=train.offload_optimizer_states or (off if can_offload else False),
-        offload_weights=train.offload_weights or (off if updates_parts else False),
+        offload_weights=train.offload_weights or (off if updates_parts or config.lora.rank else False),
         segment_layers=0 if by_hand else None,
         mlp_tile_tokens=train.mlp_tile_tokens or (0 if by_hand else None),
     )

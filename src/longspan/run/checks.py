@@ -17,6 +17,7 @@ from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import (
     RANDOM,
     BestFigure,
+    OptimizerSection,
     RunConfig,
     check_memory_keys,
     held_out_set,
@@ -270,6 +271,24 @@ def check_optimizer(config: RunConfig) -> None:
             )
         groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay)
         choice.build(groups)  # does it accept its arguments?
+    keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
+    if config.train.offload_weights and not config.lora.rank:  # adapters, and their moments, stay on the device
+        keys.append("train.offload_weights")
+    if keys and not _updates_parts(optimizer):
+        moments = f" with optimizer.moments = {optimizer.moments!r}" if optimizer.moments else ""
+        raise ConfigError(
+            f"{keys[0]} is true, and optimizer.class {optimizer.class_!r}{moments} is not known to update each number "
+            "by itself, as moments on the host need; leave it out, or use adamw without optimizer.moments"
+        )
+
+
+def _updates_parts(optimizer: OptimizerSection) -> bool:
+    if optimizer.class_ in ("adamw", "sgd"):
+        return not optimizer.moments
+    from longspan.train.optim.offload_states import STATES
+    from longspan.train.optim.optimizer import optimizer_class
+
+    return optimizer_class(optimizer.class_) in STATES
 
 
 # ---- plans

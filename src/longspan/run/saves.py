@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,12 +242,14 @@ def check_free_disk(run: TrainingRun, log: LogLine) -> None:
     config = run.config
     settings = config.checkpoint
     lora = config.lora.rank > 0
-    numbers = optimizer_state_numbers(config.optimizer, lora=lora, dtype=config.model.dtype)
-    local_bytes = sum(
-        local_tensor(parameter.detach()).nbytes * (1 + numbers * parameter.requires_grad)
-        for parameter in run.model.parameters()
-        if parameter.requires_grad or not lora
-    )
+    numbers = optimizer_state_numbers(replace(config.optimizer, moments=""), lora=lora, dtype=config.model.dtype)
+    local_bytes = 0.0
+    for parameter in run.model.parameters():
+        if parameter.requires_grad or not lora:
+            local = local_tensor(parameter.detach())
+            # moments in eight bits are saved in bfloat16
+            state_bytes = 2 if config.optimizer.moments else local.dtype.itemsize
+            local_bytes += local.nbytes + local.numel() * numbers * state_bytes * parameter.requires_grad
     all_bytes = sum(run.world.control.gather_objects(local_bytes, "bytes of a checkpoint"))
     size = int(all_bytes / run.world.home.dp_replicate)
 

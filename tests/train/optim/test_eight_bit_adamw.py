@@ -106,6 +106,7 @@ def test_what_it_takes_and_refuses() -> None:
     keys: dict[str, Any] = {"optimizer.moments": "8bit", "optimizer.lr": 1e-3, "train.steps": 9}
     config = load_config(None, keys)
     check_optimizer(config)
+    check_optimizer(load_config(None, keys | {"train.offload_weights": True, "lora.rank": 4}))  # stays on the device
     assert optimizer_state_numbers(config.optimizer) * 4 == 2 + 12 / 256
     assert memory_settings_of_run(load_config(None, keys | {"model.dtype": "bfloat16"})).state_numbers == 1 + 6 / 256
     assert fixed_memory_keys(config).offload_optimizer_states is False
@@ -114,6 +115,7 @@ def test_what_it_takes_and_refuses() -> None:
         ({"optimizer.class": "sgd"}, r"optimizer.moments is '8bit', .* optimizer.class"),
         ({"model.dtype": "float64"}, r"optimizer.moments is '8bit', .* model.dtype"),
         ({"train.offload_optimizer_states": True}, r"optimizer.moments is '8bit', .* train.offload_optimizer_states"),
+        ({"train.offload_weights": True}, r"train.offload_weights is true, and .* 'adamw' with .* '8bit' is not known"),
     ):
         with pytest.raises(ConfigError, match=message):
             refused = load_config(None, keys | more)

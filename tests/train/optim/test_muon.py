@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
@@ -92,6 +93,8 @@ def test_what_it_refuses() -> None:
         ({"optimizer.arguments": ("adjust_lr_fn=mine",)}, r"adjust_lr_fn is 'mine'; use original or match_rms_adamw"),
         ({"optimizer.arguments": ("momentum=1",)}, r"refuses its .*: momentum 1 is not below 1"),
         ({"optimizer.stochastic_rounding": True, "model.dtype": "bfloat16"}, r"rounds updates of adamw .* is 'muon'"),
+        ({"train.offload_weights": True}, r"train.offload_weights is true, and optimizer.class 'muon' is not known"),
+        ({"train.offload_optimizer_states": True}, r"train.offload_optimizer_states is true, .* 'muon' is not"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_optimizer(load_config(None, KEYS | {"train.steps": 9} | keys))
@@ -198,3 +201,32 @@ def test_every_home_updates_as_one_rank(tmp_path: Path, name: str) -> None:
         for result in results:
             if (x := result.get(key.removeprefix("resumed "))) is not None:
                 assert (x - whole).abs().max() <= 1e-12, key
+
+
+def _beside_own_matrices(rank: int) -> float:
+    """The largest difference from whole matrices, of three that both ranks share, after one and two of their own."""
+    with World(Layout(2, pp=2), backend=backend(), timeout=30) as world:
+        kind = world.device.type
+        shared_mesh = init_device_mesh(kind, (2,))
+        own_mesh = init_device_mesh(kind, (2, 1), mesh_dim_names=("stages", "slots"))["slots"]
+        draws = torch.Generator().manual_seed(0)
+        values = torch.randn(3, 2, 4, 4, generator=draws, dtype=torch.float64).to(world.device)
+        own = [nn.Parameter(DTensor.from_local(values[0, 0].clone(), own_mesh, [Shard(0)])) for _ in range(rank + 1)]
+        for parameter in own:
+            parameter.grad = torch.ones_like(parameter)
+        shared, whole = list[nn.Parameter](), list[nn.Parameter]()
+        for value, gradient in values:
+            whole.append(nn.Parameter(value.clone()))
+            whole[-1].grad = gradient
+            half = value.chunk(2)[rank].clone()
+            shared.append(nn.Parameter(DTensor.from_local(half, shared_mesh, [Shard(0)])))
+            shared[-1].grad = DTensor.from_local(gradient.chunk(2)[rank].clone(), shared_mesh, [Shard(0)])
+        for groups in ((own, shared), (whole,)):
+            muon.Muon([{"params": group, "is_matrix": True} for group in groups], lr=0.1).step()
+        pairs = zip(shared, whole, strict=True)
+        return max((local_tensor(a.detach()) - b.detach().chunk(2)[rank]).abs().max().item() for a, b in pairs)
+
+
+def test_ranks_with_other_matrices_of_their_own_share_work_alike() -> None:
+    """As stages of a pipeline with unlike layers do, which share encoders that have a higher rate."""
+    assert max(run_ranks(_beside_own_matrices, 2, timeout=60)) <= 1e-12

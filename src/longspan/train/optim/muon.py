@@ -6,7 +6,7 @@ bundles: each rank gathers a share of the matrices, orthogonalizes these, and se
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -81,11 +81,14 @@ class Muon(OnePassAdamW):
         scale = self.gradient_scale
         if scale is not None and bool(scale.isnan()):
             return
-        turn = 0
+        # What is left over goes to other ranks than before. Ranks of one mesh have the same matrices there, but others
+        # elsewhere, as stages that share encoders.
+        turns = Counter[Any]()
         for group in self.param_groups:
             for bundle in _cut_bundles(group):
-                self._update_bundle(bundle, group, turn)
-                turn += len(bundle)  # what is left over goes to other ranks than before
+                mesh = getattr(bundle[0], "device_mesh", None)
+                self._update_bundle(bundle, group, turns[mesh])
+                turns[mesh] += len(bundle)
 
     def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> None:
         updates = list[Tensor]()
