@@ -4,6 +4,7 @@ A preset is a transformers configuration, nothing else; `load_model` draws its w
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -177,7 +178,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
         hint = f", did you mean {nearest[0]!r}?" if nearest else ""
         raise ModelError(f"unknown model preset {name!r}{hint}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
-    values = dict(preset.values)
+    values = deepcopy(dict(preset.values))  # transformers writes into a configuration's tables
     if not preset.rows:  # its embedding has as many rows as the tokenizer has ids
         if vocab_size is None:
             raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")

@@ -5,6 +5,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,13 @@ def test_a_published_model_has_its_published_size(name: str, billions: float, ex
     rope = {"rope_type": "llama3", "rope_theta": 5e5} if is_llama else {"rope_type": "default", "rope_theta": 1e6}
     assert config.rope_parameters | rope == config.rope_parameters
     assert getattr(config, "num_experts", 0) == experts
+
+
+def test_making_a_preset_changes_no_other() -> None:
+    before = deepcopy({name: preset.values for name, preset in PRESETS.items()})
+    for name in PRESETS:
+        preset_config(name, vocab_size=61)
+    assert {name: preset.values for name, preset in PRESETS.items()} == before
 
 
 @pytest.mark.parametrize(
