@@ -71,7 +71,7 @@ def compare(function, exact_function, given, forest, shard):
     return [relative_error(shard.gather(a), b) for a, b in zip(results, (exact, *gradients), strict=True)]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=pytest.mark.whole)])
 def test_states_of_a_prefix_enter_each_of_its_branches(slots):
     for (worst,) in run_ranks(errors_of, slots, slots):
         assert worst <= 1e-12

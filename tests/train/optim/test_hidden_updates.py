@@ -151,9 +151,11 @@ def test_gathers_wait_for_late_updates(tmp_path: Path) -> None:
 
 
 ONE = ("one rank", "one rank, by chance")
+TWO = ("two ranks", "two ranks, by chance")
+MORE = pytest.param(tuple(name for name in CASES if name not in ONE + TWO), marks=pytest.mark.whole, id="more of 2")
 
 
-@pytest.mark.parametrize("names", [ONE, tuple(name for name in CASES if name not in ONE)], ids=["1", "2"])
+@pytest.mark.parametrize("names", [pytest.param(ONE, id="1"), pytest.param(TWO, id="2"), MORE])
 def test_steps_evaluations_and_saves_are_the_same_bits(tmp_path: Path, names: Sequence[str]) -> None:
     run_ranks(_over_ranks, 1 if names == ONE else 2, tmp_path, names, timeout=120)
 
