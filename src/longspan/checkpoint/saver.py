@@ -46,7 +46,7 @@ from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host import free_host_bytes
-from longspan.model.activations.host_offload import ALIGNMENT, HostArena
+from longspan.model.activations.host_offload import HostArena, range_bytes
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, excerpt
 from longspan.train.optim.offload_states import make_sharded_tensor
@@ -99,7 +99,7 @@ class HostCopies:
         return self._arena.bytes
 
     def bytes_to_take(self, tensors: Tensors) -> int:
-        return sum(_aligned_bytes(local) for _, local in self._tensors_to_place(tensors))
+        return sum(range_bytes(local.nbytes) for _, local in self._tensors_to_place(tensors))
 
     def take_memory(self, tensors: Tensors) -> None:
         """Take memory for the tensors that have none here yet. Raises ModelError where the host lacks it.
@@ -109,9 +109,9 @@ class HostCopies:
         items = self._tensors_to_place(tensors)
         while items:
             count = 1  # a tensor larger than PIECE has a range of its own
-            size = _aligned_bytes(items[0][1])
-            while count < len(items) and size + _aligned_bytes(items[count][1]) <= PIECE:
-                size += _aligned_bytes(items[count][1])
+            size = range_bytes(items[0][1].nbytes)
+            while count < len(items) and size + range_bytes(items[count][1].nbytes) <= PIECE:
+                size += range_bytes(items[count][1].nbytes)
                 count += 1
             host_range = self._arena.take_range(size)
             first = 0
@@ -119,7 +119,7 @@ class HostCopies:
                 memory = host_range.memory[first : first + local.nbytes].view(local.dtype)
                 memory = memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
                 self._places[name] = _signature(local), memory, host_range
-                first += _aligned_bytes(local)
+                first += range_bytes(local.nbytes)
             items = items[count:]
 
     @torch.no_grad()
@@ -165,10 +165,6 @@ class HostCopies:
         local = ((name, local_tensor(value.detach())) for name, value in items)
         placed = {name: signature for name, (signature, *_) in self._places.items()}
         return [(name, x) for name, x in local if x.nbytes and placed.get(name) != _signature(x)]
-
-
-def _aligned_bytes(x: Tensor) -> int:
-    return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _signature(x: Tensor) -> tuple[Any, ...]:

@@ -42,8 +42,7 @@ class LongspanArguments:
 
     The keys of [context], those of [evaluation] with the prefix eval_, and of [parallel]; `plan_memory`, its bound and
     `offload_weights` of [train]; `machine` of [run]; `frozen` of [model]. A dataclass that transformers'
-    HfArgumentParser reads. Raises
-    ConfigError where it is made, for values that no key takes.
+    HfArgumentParser reads. Raises ConfigError where it is made, for values that no key takes.
     """
 
     planner: str = _argument("", "auto, fixed, dynamic or padded; empty: auto, or fixed with a degree")

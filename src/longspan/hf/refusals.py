@@ -91,14 +91,12 @@ def refusals_of_arguments(
                 f"{name} is {value!r} in the environment, from the configuration of accelerate launch, which "
                 f"a longspan trainer does not run: {why}"
             )
-    name = getattr(args.optim, "value", args.optim)
-    if (
-        name not in {*OPTIMIZERS, *ONE_PASS_OPTIMIZERS}
-        and constructor_values.get("optimizer_cls_and_kwargs") is None
-    ):
+    name = optimizer_name(args)
+    known = (*OPTIMIZERS, *ONE_PASS_OPTIMIZERS)
+    if name not in known and constructor_values.get("optimizer_cls_and_kwargs") is None:
         yield (
             f"args.optim is {name!r}, which a longspan trainer does not run over sharded parameters; use one of "
-            f"{', '.join((*OPTIMIZERS, *ONE_PASS_OPTIMIZERS))}, or optimizer_cls_and_kwargs=(a class, {{…}}), which is "
+            f"{', '.join(known)}, or optimizer_cls_and_kwargs=(a class, {{…}}), which is "
             "tried first"
         )
     if args.accelerator_config is not None and args.accelerator_config.split_batches:

@@ -19,15 +19,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.activations.host_offload import ALIGNMENT, HostArena, HostRange, check_free_host_memory
+from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.features import Call, Feature
-from longspan.model.kinds import (
-    HOST_STORE,
-    is_peft_module,
-    note_norm,
-    packed_weight,
-    waits_on_host as waits_on_host,
-)
+from longspan.model.kinds import HOST_STORE, is_peft_module, note_norm, packed_weight
 from longspan.model.layers import architecture_name
 from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
 from longspan.plain_text import bytes_text
@@ -282,7 +276,7 @@ class HostWeightsFeature(Feature):
         }
         sizes = [_host_bytes(parameter) for waiting in groups.values() for parameter in waiting]
         weights = sum(size[0] for size in sizes)
-        total = sum(max(-(-size // ALIGNMENT), 1) * ALIGNMENT for pair in sizes for size in pair)
+        total = sum(range_bytes(size) for pair in sizes for size in pair)
         check_free_host_memory(
             total,
             self.world,

@@ -24,12 +24,17 @@ from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, plural
 from longspan.host import free_host_bytes
 
-ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
+_ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _GIB = 1 << 30
 _LESS = (
     "keep less on the host (offload_activations, measures with +host, offload_optimizer_states, offload_weights)"
 )
+
+
+def range_bytes(bytes: int) -> int:
+    """Return the bytes of an arena that a range of so many takes (0 counts as 1)."""
+    return _round_to_multiple(max(bytes, 1), _ALIGNMENT)
 
 
 class HostArena:
@@ -75,7 +80,7 @@ class HostArena:
 
     def take_range(self, bytes: int) -> "HostRange":
         """Take a range of so many bytes (0 counts as 1), in the first piece with room; the arena grows if none has."""
-        size = _round_to_multiple(max(bytes, 1), ALIGNMENT)
+        size = range_bytes(bytes)
         with self._lock:
             self._reclaim_freed_ranges()
             if not self._used and len(self._parts) > 1:
@@ -115,7 +120,7 @@ class HostArena:
                 f"the host's arena needs {bytes:,} bytes more ({bytes / _GIB:.2f} GiB) next to the {self.bytes:,} that "
                 f"it has, and {free:,} are free ({free / _GIB:.2f} GiB); {_LESS}, or use more slots"
             )
-        piece = _ArenaPart(_round_to_multiple(bytes, ALIGNMENT), self.copies)
+        piece = _ArenaPart(_round_to_multiple(bytes, _ALIGNMENT), self.copies)
         self._parts.append(piece)
         return piece
 

@@ -115,9 +115,8 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     if call.heads % inner:
         return TypePrice(kind, sizes, math.inf, math.inf, f"{call.heads} query heads do not divide by {inner}")
     tokens = sum(laid_out)
-    before: tuple[
-        int, ...
-    ] = ()  # rows before each document's own; pairs are those up to its last, less those before
+    # Rows before each document's own: its pairs are those up to its last row, less those before.
+    before: tuple[int, ...] = ()
     if group.parents is not None:
         laid_out = group.path_lengths
         before = group.bases
@@ -191,9 +190,8 @@ GATHER_BYTES = 32  # a gather lays out rows
 CHANNEL_BYTES = 160  # a state-space layer's convolution, norms and gates, for each row and channel
 WEIGHT_COPY_BYTES = 2.2  # FSDP2's copies of a weight
 UPDATE_BYTES = 11.2  # of the optimizer
-BOTH_WAYS = (
-    102 / 55
-)  # bytes/s of copies from and to the host at once, over those of one way (an H200's bus, in GB/s)
+# Bytes/s of copies from and to the host at once, over those of one way (an H200's bus, in GB/s).
+BOTH_WAYS = 102 / 55
 UNPACKING_SHARE = 0.6  # of the speed of memory, at which packed weights are taken to be unpacked (not measured)
 # Rates over that of dense products in bfloat16: float8 with its conversions, scans of state-space layers, and their
 # passes that make a run's states for others.

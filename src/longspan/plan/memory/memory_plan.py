@@ -110,7 +110,8 @@ class MemoryPlan:
 
     @property
     def hides_update(self) -> bool:
-        return UPDATE_HIDES and not self.offload_weights
+        """Whether an update is taken to hide behind the next forward pass: not where weights need the bus then."""
+        return not self.offload_weights
 
     @property
     def recomputation(self) -> Recomputation:
@@ -258,7 +259,6 @@ def _count_waiting_micro_batches(
     return min(warm_up + 1, micro_batches * chunks) / chunks
 
 
-UPDATE_HIDES = True  # behind the next forward pass, where weights are on the device (train/optim/offload_states.py)
 TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
 SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
 

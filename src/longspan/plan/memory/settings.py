@@ -90,10 +90,9 @@ class MemorySettings:
     `depths` of multi-token prediction. `gathered_once` keeps weights whole through a step, and `summed_once`, which
     needs that, gradients too, as `free` mode does. Under `offload_weights` weights wait on the host, with their
     gradients and states; adapters stay on the device with theirs. `segment_layers` neighbouring layers that recompute
-    keep one input
-    together (0 or 1: each its own). On a `gpu` there are a context and communicators; state-space layers scan by its
-    `scan_kernels`, else in float32. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`,
-    in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
+    keep one input together (0 or 1: each its own). On a `gpu` there are a context and communicators; state-space layers
+    scan by its `scan_kernels`, else in float32. Of images a slot encodes `encoder_rows` rows in a step, or,
+    `encoder_recomputed`, in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
     """
 
     parameter_bytes: int = 4

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError, ModelError
-from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory
+from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.kinds import HOST_STORE, waits_on_host
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
@@ -40,7 +40,6 @@ from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, ParameterPart
 
 CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
-ALIGNMENT = 256  # bytes of each state's place on the host, as by `HostArena.take_range`
 AHEAD = 16  # buckets that are launched before a gather asks for them: the bus works while the host plans a step
 _Settings = Mapping[str, Any]
 # Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
@@ -111,7 +110,7 @@ def total_state_bytes(optimizer: Optimizer) -> int:
         for parameter in group["params"]
         if parameter.requires_grad
     )
-    return sum(states * -(-max(local.nbytes, 1) // ALIGNMENT) * ALIGNMENT for states, local in sizes)
+    return sum(states * range_bytes(local.nbytes) for states, local in sizes)
 
 
 # ---- parts of parameters
