@@ -178,6 +178,11 @@ SETS: list[tuple[dict[str, object], str]] = [
 ]
 IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
+    (
+        {"train.offload_weights": True, "context.mode": "free"},
+        r"offload_weights is True, which needs context.mode 'auto'",
+    ),
+    ({"train.offload_weights": True, "parallel.pp": 2}, r"needs parallel.pp 1, and parallel.pp is 2; set it, or leave"),
     ({"optimizer.lr": 0.0}, r"optimizer.lr is 0.0; it must be above 0"),
     (
         {"optimizer.weight_decay": float("inf")},

@@ -359,7 +359,13 @@ class TrainConfig(Section):
     offload_optimizer_states: bool = False
     """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time. false:
     as plan_memory chooses."""
-    offload_weights: bool = False
+    offload_weights: Annotated[
+        bool,
+        Needs("parallel.pp", (1,)),
+        Needs("parallel.dp_replicate", (1,)),
+        Needs("parallel.reshard_after_forward", (True,)),
+        Needs("context.mode", ("auto", "lockstep")),
+    ] = False
     """Keep weights and their gradients in the host's memory, with the optimizer's moments: a layer's weights are copied
     to the device before it runs, and its gradients back. false: as plan_memory chooses (docs/memory.md)."""
     mlp_tile_tokens: NonNegativeInt = 0
