@@ -51,6 +51,9 @@ ONE = (
     "{python} -m longspan bench step --world 1 --planners fixed --model.preset qwen3-8b --warmup 1 --repeats 3 "
     "--out {out}"
 )
+FAMILIES = "{python} bench/training/families.py --warmup 0 --repeats 2 --model.preset qwen3-4b --out {out}"
+ANSWERS = "--families 8x32768+1024 --context.max_tokens_per_slot 40967"
+QUESTIONS = f"--model.preset qwen3-8b --model.dtype bfloat16 --lora.rank 16 {YARN} --repeats 1"
 LONG = "--sequences 32768 --warmup 1 --repeats 2"
 CHOSEN = "--train.plan_memory false --train.activation_checkpointing selective"
 PYTEST = "{python} -m pytest -q --tb=short --resume {folder}/{name}.jsonl"  # which has the reasons of what failed
@@ -202,6 +205,16 @@ RUNS = (
         f"--model.dtype bfloat16 --lora.rank 16 {NF4} --sequences 65536 --train.device_memory_limit 85899345920 "
         "--warmup 1 --repeats 1 --out {out}",
         gpus=1,
+    ),
+    *(  # documents that begin alike, their prefix computed once, and then as separate documents
+        GpuRun(f"families-{name}", seconds, f"{FAMILIES} {flags}", gpus)
+        for name, seconds, flags, gpus in (
+            ("pair", 170, "--loss pairs --families 2x32768+1024 --context.max_tokens_per_slot 67584 --world 1", 1),
+            ("grpo", 340, f"--loss policy {ANSWERS} --world 1", 1),
+            ("grpo-2", 240, f"--loss policy {ANSWERS} --context.cp_comm_type p2p", 2),
+            ("grpo-2-a2a", 240, f"--loss policy {ANSWERS} --context.cp_comm_type a2a", 2),
+            ("questions", 480, f"--families 20x100000+200 --separate 2 --world 1 {QUESTIONS}", 1),
+        )
     ),
     GpuRun("step-32k", 100, f"{STEP} {LONG}"),
     GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.device_memory_limit 118111600640"),  # 110 GiB

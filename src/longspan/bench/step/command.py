@@ -67,7 +67,7 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
 
 def _planner_cases(settings: StepSettings, world: World) -> Cases:
     if settings.planners:
-        training = _make_training(settings, world)
+        training = make_training(settings, world)
         for batch in settings.batches():
             for planner in settings.planners:
                 name = f"longspan {planner}{rows_note(batch, settings)}"
@@ -84,7 +84,7 @@ def rows_note(batch: StepSettings, settings: StepSettings) -> str:
     return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
 
 
-def _make_training(settings: StepSettings, world: World) -> Training:
+def make_training(settings: StepSettings, world: World) -> Training:
     """As a run does: what layers keep, and the rows of a slot if "auto", are chosen before the model is made."""
 
     def log(line: str) -> None:
