@@ -11,10 +11,10 @@ the family's loss of these two stands beside theirs. Tokens per second and FLOPs
 
 import argparse
 import gc
-import math
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +186,9 @@ def read_arguments(argv: list[str]) -> tuple[Families, list[str]]:
     prompt, _, answer = lengths.partition("+")
     families = Families(int(count), int(prompt), int(answer), flags.loss, flags.separate or int(count))
     cap = "--context.max_tokens_per_slot"
-    rows = [families.rows, *(int(after) for word, after in zip(others, others[1:], strict=False) if word == cap)]
+    rows = [families.rows, *(int(after) for word, after in pairwise(others) if word == cap)]
     same = ["--planners", "none", "--same", f"{families.separate}x{families.prompt + families.answer}"]
-    return families, [*others, *same, cap, str(math.ceil(max(rows)))]
+    return families, [*others, *same, cap, str(max(rows))]
 
 
 if __name__ == "__main__":
