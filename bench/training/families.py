@@ -91,12 +91,21 @@ def family_cases(families: Families, settings: StepSettings, world: World) -> Ca
     separate = families.make_documents(vocabulary, families.separate)
     shared = share_prefixes(families.make_documents(vocabulary, families.count), least_rows=1)
     row = dict[str, Any]()
-    yield "families", partial(_measure, families, settings, world, shared, row)
-    yield "separate", partial(_measure, families, settings, world, separate, row)
+    yield "families", partial(_measure, settings, world, families, shared, row)
+    yield "separate", partial(_measure, settings, world, families, separate, row)
 
 
-def _measure(
-    families: Families, settings: StepSettings, world: World, documents: Any, family_row: dict[str, Any]
+def _measure(settings: StepSettings, world: World, *arguments: Any) -> dict[str, Any]:
+    """A way's model is gone before the next one is made."""
+    row = _measure_way(settings, world, *arguments)
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def _measure_way(
+    settings: StepSettings, world: World, families: Families, documents: Any, family_row: dict[str, Any]
 ) -> dict[str, Any]:
     is_shared = isinstance(documents, SharedDocuments)
     count = families.count if is_shared else len(documents)
@@ -158,10 +167,6 @@ def _measure(
         row["times"] = row["seconds_of_all"] / family_row["seconds"]
         row["loss_difference"] = row["loss"] - family_row.get("loss_of_timed", family_row["loss"])
     row["name"] = _row_name(families, count, row)
-    del training
-    gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
     return row
 
 
