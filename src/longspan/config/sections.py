@@ -232,6 +232,9 @@ class DataConfig(Section):
     """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
     parse_special_tokens: bool = False
     """Read the names of special tokens in texts (<|im_start|>, say) as these tokens; false: as plain text."""
+    share_prefixes: Literal["auto", "none"] = AUTO
+    """auto: tokens with which several documents of a step begin, none of them a target, are computed once where that is
+    faster (docs/shared-prefixes.md); none: each document is computed whole."""
     max_document_tokens: NonNegativeInt = NOT_GIVEN
     """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
     slots is an error that names it. Default: 0; tiny presets: 2048."""

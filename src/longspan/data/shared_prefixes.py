@@ -11,8 +11,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from longspan.data.document import Document, count_targets
+from longspan.data.documents import LabelledCorpusDocument, ScoredCorpusDocument
+from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
+
+LEAST_ROWS = 256  # of a prefix
+_KINDS = (Document, ScoredDocument, LabelledCorpusDocument, ScoredCorpusDocument)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -21,13 +26,15 @@ class SharedDocuments(Sequence[Any]):
 
     `shared[d]` for a d that `share_prefixes` was given is the rest of document d, after `prefix_lengths[d]` tokens that
     lie in other documents; it has all of d's targets and their numbers. The prefixes stand behind. `parents[d]` is the
-    document whose rows come before those of `shared[d]`, −1 for none. `left_out` were longer than `max_rows` allows.
+    document whose rows come before those of `shared[d]`, −1 for none. `whole` are the documents that were given,
+    `left_out` of them longer than `max_rows` allows.
     """
 
     documents: tuple[Any, ...]
     parents: tuple[int, ...]
     prefix_lengths: tuple[int, ...]
     left_out: int = 0
+    whole: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -54,7 +61,7 @@ class SharedDocuments(Sequence[Any]):
 
 
 def share_prefixes(
-    documents: Sequence[Any], *, least_rows: int = 256, max_rows: int | None = None
+    documents: Sequence[Any], *, least_rows: int = LEAST_ROWS, max_rows: int | None = None
 ) -> SharedDocuments:
     """Find prefixes that documents of a step share, so that each is computed once.
 
@@ -68,62 +75,112 @@ def share_prefixes(
 
     A prefix has at least `least_rows` rows, which no prefix that it continues has; prefixes may continue each other.
     `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
-    with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`) share; any
-    other stays as it is. Raises DataError for a document that has a parent already, and numbers below 1.
+    with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`,
+    `ScoredDocument`, those of a corpus) share; any other stays as it is. Raises DataError for a document that has a
+    parent already, and numbers below 1.
     """
     for name, value in (("least_rows", least_rows), ("max_rows", max_rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DataError(f"{name} is {value!r}; give an integer of at least 1")
-    rows = [_shareable_rows(number, document) for number, document in enumerate(documents)]
+    return cut_documents(documents, *find_families(documents, least_rows, max_rows))
+
+
+class Families(NamedTuple):
+    """Rows and parents of documents once their prefixes, which stand behind them, are apart (`SharedDocuments`)."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    left_out: int = 0
+
+
+def find_families(documents: Sequence[Any], least_rows: int = LEAST_ROWS, max_rows: int | None = None) -> Families:
+    """Find what `share_prefixes` cuts; of documents that begin unlike all others only the first ids are read."""
     families = list[_Family]()
     left_out = 0
+    rows = dict[int, int]()
     for numbers in _candidates(documents, rows, least_rows):
         for family in _divide(documents, rows, numbers, least_rows, max_rows):
             if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
                 families.append(family)
             else:
                 left_out += len(family.documents)
-    return _cut_documents(documents, families, left_out)
+    lengths = [len(document) for document in documents]
+    parents = [-1] * len(lengths)
+    for family in families:
+        first = len(lengths)
+        for number, prefix in zip(family.documents, family.prefix, strict=True):
+            if prefix >= 0:
+                lengths[number] -= family.prefixes[prefix][0]
+                parents[number] = first + prefix
+        for depth, parent in family.prefixes:
+            lengths.append(depth - (family.prefixes[parent][0] if parent >= 0 else 0))
+            parents.append(first + parent if parent >= 0 else -1)
+    return Families(tuple(lengths), tuple(parents), left_out)
+
+
+def cut_documents(
+    documents: Sequence[Any], lengths: Sequence[int], parents: Sequence[int], left_out: int = 0
+) -> SharedDocuments:
+    """Cut documents as `Families` or a plan of theirs says: no token is read."""
+    count = len(documents)
+    starts = [0] * len(parents)
+    for part in (*range(count, len(parents)), *range(count)):  # prefixes stand behind those that they continue
+        if (parent := parents[part]) >= 0:
+            starts[part] = starts[parent] + lengths[parent]
+    source = [*range(count), *[-1] * (len(parents) - count)]  # a document that has the part
+    for document in range(count):
+        part = parents[document]
+        while part >= 0 and source[part] < 0:
+            source[part] = document
+            part = parents[part]
+    cut = (
+        documents[source[part]].part(start, start + length, parent) if part >= count or start else documents[part]
+        for part, (start, length, parent) in enumerate(zip(starts, lengths, parents, strict=True))
+    )
+    return SharedDocuments(tuple(cut), tuple(parents), tuple(starts[:count]), left_out, documents)
 
 
 class _Family(NamedTuple):
-    """Documents in the order of their ids, and their prefixes as (rows, index of the one continued, a document of it).
+    """Documents in the order of their ids, and their prefixes as (rows, index of the one continued).
 
     `prefix` has for each document the index of the prefix that it continues; `rows` are those of all.
     """
 
     documents: list[int]
     prefix: list[int]
-    prefixes: list[tuple[int, int, int]]
+    prefixes: list[tuple[int, int]]
     rows: int
 
 
-def _shareable_rows(number: int, document: Any) -> int:
-    """The rows before the one that predicts the first target; at least one row stays in the document itself."""
-    if getattr(document, "parent", -1) >= 0:
-        raise DataError(
-            f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
-        )
-    if type(document) is not Document:
-        return 0
-    is_target = document.labels()[1:] != NO_TARGET
+def _shareable_rows(document: Any) -> int:
+    """The rows before the one that predicts the first target, or the first that has a score; at least one stays."""
+    if isinstance(document, LabelledCorpusDocument):
+        return document.shareable_rows
+    ahead = 0 if isinstance(document, ScoredDocument) else 1  # a row predicts the next token
+    is_target = document.labels()[ahead:] != NO_TARGET
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
-def _candidates(documents: Sequence[Any], rows: list[int], least: int) -> Iterator[list[int]]:
-    """Yield the documents with the same first `least` ids, sorted by the ids that they may share."""
+def _candidates(documents: Sequence[Any], rows: dict[int, int], least: int) -> Iterator[list[int]]:
+    """Yield the documents with the same first `least` ids, sorted by the `rows` that they may share, which are set."""
     same_start: dict[bytes, list[int]] = {}
-    for number, count in enumerate(rows):
-        if count >= least:
-            same_start.setdefault(documents[number].ids[:least].tobytes(), []).append(number)
+    for number, document in enumerate(documents):
+        if getattr(document, "parent", -1) >= 0:
+            raise DataError(
+                f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
+            )
+        if type(document) in _KINDS and len(document) > least:
+            same_start.setdefault(document.ids[:least].tobytes(), []).append(number)
     for numbers in same_start.values():
         if len(numbers) > 1:
+            rows |= {number: _shareable_rows(documents[number]) for number in numbers}
+            numbers = [number for number in numbers if rows[number] >= least]
             # in this order documents with a common prefix follow each other
             yield sorted(numbers, key=lambda number: documents[number].ids[: rows[number]].astype(">i8").tobytes())
 
 
 def _divide(
-    documents: Sequence[Any], rows: list[int], numbers: list[int], least: int, max_rows: int | None
+    documents: Sequence[Any], rows: dict[int, int], numbers: list[int], least: int, max_rows: int | None
 ) -> Iterator[_Family]:
     """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
     common = [0]  # of each document, the first rows that the one before has as well
@@ -148,7 +205,7 @@ def _make_family(
     documents: Sequence[Any], rows: list[int], numbers: list[int], common: list[int], least: int
 ) -> _Family:
     """Prefixes are the intervals of sorted documents with so many rows in common, where they add `least` to another."""
-    prefixes = list[tuple[int, int, int]]()
+    prefixes = list[tuple[int, int]]()
     prefix = [-1] * len(numbers)
     waiting = [(0, len(numbers), -1)]  # documents first to stop, and what they continue
     while waiting:
@@ -158,29 +215,11 @@ def _make_family(
         depth = min(common[first + 1 : stop])
         before = prefixes[parent][0] if parent >= 0 else 0
         if depth - before >= least:
-            prefixes.append((depth, parent, numbers[first]))
+            prefixes.append((depth, parent))
             parent = len(prefixes) - 1
             prefix[first:stop] = [parent] * (stop - first)
         cuts = [first, *(i for i in range(first + 1, stop) if common[i] == depth), stop]
         waiting += [(a, b, parent) for a, b in pairwise(cuts)]
     own = (len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True))
-    shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent, _ in prefixes)
+    shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent in prefixes)
     return _Family(numbers, prefix, prefixes, sum(own) + sum(shared))
-
-
-def _cut_documents(documents: Sequence[Any], families: list[_Family], left_out: int) -> SharedDocuments:
-    cut = list(documents)
-    parents = [-1] * len(cut)
-    starts = [0] * len(cut)
-    for family in families:
-        first = len(cut)
-        for depth, parent, example in family.prefixes:
-            start = family.prefixes[parent][0] if parent >= 0 else 0
-            parents.append(first + parent if parent >= 0 else -1)
-            cut.append(documents[example].part(start, depth, parents[-1]))
-        for number, prefix in zip(family.documents, family.prefix, strict=True):
-            if prefix >= 0:
-                starts[number] = family.prefixes[prefix][0]
-                parents[number] = first + prefix
-                cut[number] = documents[number].part(starts[number], len(documents[number]), parents[number])
-    return SharedDocuments(tuple(cut), tuple(parents), tuple(starts), left_out)

@@ -134,6 +134,7 @@ class StepOrder:
         if epochs and len(self.stream.sources) == 1:
             self.ends = EpochEnds(self.stream.documents, self._last)
         self._steps = StepBegins(self._end_of_step)
+        self.sharing: Corpus | None = None  # the corpus whose documents share prefixes, if they do
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is computed again; equal arrays, as the stream has, are files, or pickled once."""
@@ -160,6 +161,10 @@ class StepOrder:
 
     def select(self, corpus: Corpus, step: int) -> CorpusDocuments:
         return corpus.select(self.documents_of_step(step))
+
+    def documents_to_share(self, step: int) -> CorpusDocuments | None:
+        """Return the documents of a step whose common prefixes may be computed once; None: each is computed whole."""
+        return None if self.sharing is None else self.select(self.sharing, step)
 
     def source_tokens(self, step: int) -> list[int]:
         ids = self._unit_ids(step)

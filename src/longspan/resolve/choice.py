@@ -13,6 +13,7 @@ from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import ONE_DEGREE, PLANNERS, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
+from longspan.data.shared_prefixes import find_families
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
@@ -33,6 +34,8 @@ KEYS = {  # of a section of plans, by the planners' arguments
     "cp_comm_type": "cp_comm_type",
     "hierarchical_context_parallel_sizes": "hierarchical_context_parallel_sizes",
 }
+
+FAMILY_PLANNERS = ("fixed", "dynamic")  # which keep documents that share prefixes in one group
 
 
 def plan_row_multiple(parallel: ParallelConfig) -> int:
@@ -207,6 +210,24 @@ class PlannerConfig:
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
+    def plan_documents(
+        self, lengths: Sequence[int], documents: Sequence[Any] | None, home: Layout, *, targets: int | None = None
+    ) -> Plan:
+        """Plan documents of these lengths, with common prefixes computed once where that is predicted to be faster.
+
+        `documents` are read as far as they begin alike; None: each is computed whole, as without a planner of families.
+        """
+        separate = self.plan(lengths, home, targets=targets)
+        if documents is None or self.planner not in FAMILY_PLANNERS:
+            return separate
+        rows = self.options.rows  # of a slot
+        most_rows = rows and rows * self.widest_even_degree(home)
+        families = find_families(documents, max_rows=most_rows)
+        if max(families.parents, default=-1) < 0:
+            return separate
+        shared = self.plan(families.lengths, home, targets=targets, parents=families.parents)
+        return min(shared, separate, key=lambda plan: plan.predicted_seconds)
+
     def home_options(self, home: Layout) -> PlanOptions:
         return replace(self.options, cost=self.options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
 
@@ -309,7 +330,7 @@ class StepPlanner:
     def __call__(self, step: int) -> Plan:
         lengths = self.order.lengths_of_step(step)
         targets = self.order.targets_of_step(step)
-        return self.choice.plan(lengths, self.home, targets=targets)
+        return self.choice.plan_documents(lengths, self.order.documents_to_share(step), self.home, targets=targets)
 
 
 def plan_steps(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:

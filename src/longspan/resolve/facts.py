@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from longspan.layout import Layout
-from longspan.plan import Machine, MemoryBudget
+from longspan.plan import Machine, MemoryBudget, Plan
 from longspan.plan.shape.model_shape import read_experts
-from longspan.resolve.choice import query_heads
+from longspan.resolve.choice import PlannerConfig, query_heads
 
 MOST_STEPS = 1024  # of a run whose documents are looked at
 TIMED_STEPS = 8  # whose seconds count, evenly apart
@@ -35,6 +35,8 @@ class Facts:
     lengths_of_step: Callable[[int], Sequence[int]]
     steps: int
     targets_of_step: Callable[[int], int | None] | None = None
+    documents_to_share: Callable[[int], Sequence[Any] | None] | None = None
+    """The documents of a step whose common prefixes may be computed once; None: each is computed whole."""
     done: int = 0
     longest: int = 1
     budget: MemoryBudget | None = None
@@ -107,6 +109,10 @@ class Facts:
 
     def targets(self, step: int) -> int | None:
         return self.targets_of_step(step) if self.targets_of_step else None
+
+    def plan_step(self, choice: PlannerConfig, step: int) -> Plan:
+        documents = self.documents_to_share(step) if self.documents_to_share else None
+        return choice.plan_documents(self.lengths(step), documents, self.home, targets=self.targets(step))
 
 
 def evenly(count: int, most: int) -> tuple[int, ...]:

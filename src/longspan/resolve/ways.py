@@ -100,11 +100,10 @@ class Way:
 
     def plan_steps(self, steps: Sequence[int]) -> list[Plan]:
         """Plan steps as training does; each is planned once."""
-        facts = self.facts
         plans = self._plans
         for step in steps:
             if step not in plans:
-                plans[step] = self.choice.plan(facts.lengths(step), facts.home, targets=facts.targets(step))
+                plans[step] = self.facts.plan_step(self.choice, step)
         return [plans[step] for step in steps]
 
     def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
@@ -129,7 +128,7 @@ class Way:
         """The plans of coming steps that need most memory, and one that fills every slot where not all are seen.
 
         Those of one degree, under a limit of rows that is given, are the fullest of all steps, by a simple cost; others
-        those of the heaviest steps.
+        those of the heaviest steps. Where some steps share prefixes, those that do not may be fuller.
         """
         facts = self.facts
         choice = self.choice
@@ -139,13 +138,18 @@ class Way:
         if choice.has_one_degree and not rows_open and facts.coming_steps.stop == facts.steps:
             simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
             rows = ((simple.plan(facts.lengths(step), facts.home).most_rows, step) for step in facts.coming_steps)
-            return self.plan_steps([step for _, step in nlargest(4, rows)])
+            fullest = self.plan_steps([step for _, step in nlargest(4, rows)])
+            if all(plan.parents is None for plan in fullest):
+                return fullest
         plans = self.plan_steps(facts.heaviest_steps)
         if not limit:
+            shares = any(plan.parents for plan in plans)
+            separate = facts.heaviest_steps if shares else ()
+            plans += [choice.plan(facts.lengths(step), facts.home) for step in separate]
             return [*plans, choice.plan((facts.longest_document,), facts.home)]
         multiple = choice.options.row_multiple
-        # no more than a plan has tokens
-        rows = min(limit, max(plan.tokens for plan in plans)) // multiple * multiple
+        # no more than a step has tokens
+        rows = min(limit, max(sum(facts.lengths(step)) for step in facts.heaviest_steps)) // multiple * multiple
         return [*plans, self.plan_full_slots(max(rows, multiple))]
 
     def plan_full_slots(self, rows: int) -> Plan:

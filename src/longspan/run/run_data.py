@@ -27,6 +27,7 @@ from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.run_order import documents_line, make_step_order
+from longspan.data.shared_prefixes import cut_documents
 from longspan.data.step_order import StepOrder, documents_of_units, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
@@ -242,7 +243,12 @@ class StepReader:
         self._next = None
         if prepared is not None and prepared[0] == step:
             return prepared[1:]
-        return self.run.order.select(self.run.corpus, step), self.plans.plan(step)
+        plan = self.plans.plan(step)
+        return self._select(step, plan), plan
+
+    def _select(self, step: int, plan: Plan) -> Any:
+        documents = self.run.order.select(self.run.corpus, step)
+        return documents if plan.parents is None else cut_documents(documents, plan.lengths, plan.parents)
 
     def prepare_step(self, step: int, model: MultimodalModel | None = None) -> None:
         """Select the documents of the next step, where its plan is ready: no rank waits, and `read_step` raises errors.
@@ -260,7 +266,7 @@ class StepReader:
             plan = self.plans.plan_if_made(step)
             if plan is None:
                 return
-            documents = run.order.select(run.corpus, step)
+            documents = self._select(step, plan)
             self._next = (step, documents, plan)
             if model is not None:
                 from longspan.train.terms.encoders import plan_waves_ahead

@@ -39,6 +39,7 @@ from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
+from longspan.run.shared_prefixes import share_by_keys, share_by_model
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
 from longspan.train.run_depths import depths_line
@@ -179,7 +180,7 @@ def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLi
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
-_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir")
+_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir", "data.share_prefixes")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
 _FIXED_KEYS += ("optimizer.class", "optimizer.arguments", "evaluation.documents")
 
@@ -340,6 +341,7 @@ def resolve_run(
         configuration,
         data.order.lengths_of_step,
         config.train.steps,
+        documents_to_share=data.order.documents_to_share,
         done=done,
         longest=data.longest[0],
         target_share=data.corpus.target_share,
@@ -385,12 +387,14 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     configuration = fit_configuration(data, config, world, log)
     starts.end_part("data")
     done = int(state.get("step", 0))
+    share_by_keys(config, data.order, data.corpus, configuration, log)
     resolved = resolve_run(config, data, configuration, world, log, done=done)
     config = resolved.config
     memory = resolved.memory
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
+    share_by_model(data.order, model, log)
     starts.end_part("model")
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model, memory=memory)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from longspan.comm import World
@@ -18,8 +19,9 @@ from longspan.comm.all_ranks import LogLine
 from longspan.comm.device_memory import peak_memory_bytes
 from longspan.comm.watch import is_out_of_memory
 from longspan.config.plan_section import ONE_DEGREE
-from longspan.data.document import synthetic_documents
+from longspan.data.document import NO_TARGET, SyntheticDocument, count_targets
 from longspan.errors import plural
+from longspan.layout import Integers
 from longspan.model.compiled_layers import compiled_graphs_text
 from longspan.model.kinds import find_language_model
 from longspan.model.layers import vocabulary_size
@@ -54,7 +56,8 @@ def group_kind(group: Group) -> tuple[object, ...]:
     documents = (len(rows) > 1) + (len(rows) > MANY)  # one, several, more than MANY
     # of which each member has a part of every chunk: none, one, several
     whole = min(2, sum(n >= chunks for n in rows))
-    return *messages, documents, whole, -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0
+    shares = group.parents is not None
+    return *messages, documents, shares, whole, -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0
 
 
 def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...], Group]:
@@ -188,11 +191,25 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
         world.channels.connect_pairs()
 
 
+class _Prefix(SyntheticDocument):
+    targets = 0
+
+    def labels(self, positions: Integers) -> Integers:
+        return np.full(len(positions), NO_TARGET)
+
+
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     model = find_language_model(training.model)
-    documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
+    prefixes = set(plan.parents or ())
+    parents = plan.parents or (-1,) * len(plan.lengths)
+    documents = [
+        (_Prefix if document in prefixes else SyntheticDocument)(
+            document, rows, vocabulary_size(model) or 2, parent
+        )
+        for document, (rows, parent) in enumerate(zip(plan.lengths, parents, strict=True))
+    ]
     router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
-    plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # synthetic documents mask no token
+    plan = replace(plan, targets=sum(map(count_targets, documents)))
     run_step(model, plan, documents, training.world, backward=backward, router=router, mtp=mtp)
 
 

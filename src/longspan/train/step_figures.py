@@ -5,6 +5,7 @@ Everything follows from the plan's integers and the host's clock: no figure make
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +59,7 @@ class StepFigures:
             figures["encoder_share"] = round(encoders.seconds / seconds, 4)
             figures["predicted_encoder_share"] = round(in_encoders / (in_encoders + plan.predicted_seconds), 4)
         if self.shape is not None and not (images and self.images is None):
-            flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)
+            flops = plan_flops(self.shape, plan, frozen=self.frozen)
             flops += self.images.flops(images, trained=self.trained) if self.images else 0
             tflops = flops / seconds / self.devices / 1e12
             figures["tflops"] = float(f"{tflops:.6g}")
@@ -68,6 +69,18 @@ class StepFigures:
             figures["predicted_seconds"] = round(plan.predicted_seconds + in_encoders, 6)
             figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
         return figures
+
+
+def plan_flops(shape: ModelShape, plan: Plan, *, frozen: bool = False, whole: bool = False) -> int:
+    """Count a step's model FLOPs, of rows as they are computed; `whole`: as if no documents shared prefixes."""
+    if plan.parents is None:
+        return model_flops(shape, plan.lengths, frozen=frozen)
+    prefixes = set(plan.parents)
+    count = partial(model_flops, shape, frozen=frozen)
+    paths = [base + rows for base, rows in zip(plan.bases, plan.lengths, strict=True)]
+    if whole:
+        return count([rows for document, rows in enumerate(paths) if document not in prefixes])
+    return count(paths) - count(plan.bases)  # pairs of rows and keys before a document's own are not computed here
 
 
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:

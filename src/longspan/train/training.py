@@ -508,7 +508,7 @@ class Training:
             step=step + 1,  # for errors, which count from 1
             router=self.router,
             mtp=mtp_loss(self.config),
-            loss=loss_of_pairs(documents, config.center_rewards_coefficient),
+            loss=loss_of_pairs(getattr(documents, "whole", documents), config.center_rewards_coefficient),
             time_slots=self.time_slots,
             host_work=host_work,
         )
