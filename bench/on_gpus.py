@@ -196,6 +196,7 @@ RUNS = (
             ("eight", "--same 8x32768 --context.max_tokens_per_slot 32768", 260),
         )
     ),
+    GpuRun("moments-8bit-32k", 110, f"{ONE} --sequences 32768 {YARN} --optimizer.moments 8bit", gpus=1),
     GpuRun("one-peer", 560, "{python} bench/training/one_gpu_peer.py --mode float32 --out {out}", gpus=1),
     GpuRun("frozen-peer", 400, "{python} bench/training/one_gpu_peer.py --mode qlora --out {out}", gpus=1),
     GpuRun(
@@ -221,6 +222,12 @@ RUNS = (
     *(
         GpuRun(f"step-32k-{name}", 75, f"{STEP} {LONG} --context.cp_comm_type {name}")
         for name in ("a2a", "p2p", "all_gather")
+    ),
+    *(  # the same activations saved, so that the update alone differs
+        GpuRun(f"{name}-32k", 90, f"{STEP} {LONG} {CHOSEN} --optimizer.class {name}") for name in ("adamw", "muon")
+    ),
+    *(  # the updates alone
+        GpuRun(f"updates-{gpus}", 90, "{torchrun} bench/training/updates.py --out {out}", gpus) for gpus in (1, 2)
     ),
     GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN}"),
     GpuRun("step-64k-selective", 90, f"{STEP} --sequences 65536 {YARN} {CHOSEN}"),
