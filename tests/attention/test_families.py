@@ -91,19 +91,18 @@ def test_launches_do_not_grow_with_the_branches(window, most):
 
 
 def attend_to_forests(rank, slots, cases):
-    """The worst error of each case, of out and of every gradient."""
+    """The worst error of each case, of out and of every gradient, on the first rank, which has all rows."""
     errors = []
     with World(Layout(slots)) as world:
-        for name, kind, partition, heads, options in cases:
+        for number, (name, kind, partition, heads, options) in enumerate(cases):
             lengths, parents = FORESTS[name]
             n, k_heads, size, value_size = heads
-            generator = torch.Generator().manual_seed(len(errors))
+            generator = torch.Generator().manual_seed(number)
             shapes = ((n, size), (k_heads, size), (k_heads, value_size), (n, value_size))
             q, k, v, dout = (
                 torch.randn(sum(lengths), *shape, generator=generator, dtype=torch.float64) for shape in shapes
             )
             sinks = torch.randn(n, generator=generator, dtype=torch.float64)
-            want = separate_attention(q, k, v, sinks, dout, lengths, parents, **options)
             shard = bind(MicroBatch((group_of((lengths, parents), slots, kind, partition),)), world)
             local = [shard.scatter(x).requires_grad_() for x in (q, k, v)]
             own_sinks = sinks.clone().requires_grad_()
@@ -111,7 +110,9 @@ def attend_to_forests(rank, slots, cases):
             out.backward(shard.scatter(dout))
             sink_sum = torch.tensor(world.control.sum_over_slots(own_sinks.grad.tolist(), "sinks"), dtype=torch.float64)
             got = [shard.gather(x.detach()) for x in (out, *(x.grad for x in local))] + [sink_sum]
-            errors.append(max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)))
+            if rank == 0:
+                want = separate_attention(q, k, v, sinks, dout, lengths, parents, **options)
+                errors.append(max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)))
     return errors
 
 
@@ -130,7 +131,7 @@ def cases_of(slots):
     return every if slots > 1 else [(*case[:4], options) for case in every for options in OPTIONS]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=pytest.mark.whole), 4])
 def test_attend_equals_the_separate_documents(slots):
     needs(slots)
     cases = cases_of(slots)

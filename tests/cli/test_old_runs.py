@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from longspan.checkpoint.files import read_state
 from longspan.cli.main import main
 from longspan.config.renamed import OLD_SETS, RENAMED, SETS, VALUES
+from longspan.launch import launch
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from tests.train.small import small_config, train_rank, without_times, write_texts
@@ -62,7 +63,10 @@ def write_old_names(run: Path) -> None:
         file.write_text(json.dumps(record))
 
 
-def test_a_run_of_0_3_goes_on_and_is_evaluated_and_exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_0_3_goes_on_and_is_evaluated_and_exported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "usable_cores", lambda: 2)  # a thread for each rank, as in ranks of `run_ranks`
     sets = [{"name": "others", "path": str(write_texts(tmp_path / "others", 4)), "context_parallel_size": 1}]
     keys: dict[str, Any] = {
         "data__split_turns": True,

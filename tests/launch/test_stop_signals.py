@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +22,9 @@ from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.config.file import to_toml
 from longspan.errors import CheckpointError
-from longspan.launch import launcher_watch, stop_signals
-from longspan.launch.launch import run_local
+from longspan.launch import fork_server, launcher_watch, stop_signals
+from longspan.launch.fork_server import imports_for_ranks
+from longspan.launch.launch import run_local, start_store_server
 from longspan.launch.launcher_watch import processes_of_torchrun
 from longspan.launch.stop_signals import (
     NOTICES,
@@ -144,6 +145,32 @@ def test_a_command_is_interrupted_once_by_a_press_that_comes_twice() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
     again = pickle.loads(pickle.dumps(raised.value))
     assert (again.number, again.status, str(again)) == (signal.SIGTERM, 143, "SIGTERM")
+
+
+def test_a_signal_that_comes_as_the_fork_server_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while signals are held back, and the server would import on, its output open, for nobody."""
+    killed = list[bool]()
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(fork_server, "kill_fork_server", lambda: killed.append(True))
+    with raise_on_stop_signals(), pytest.raises(Interrupted, match="SIGTERM"), imports_for_ranks({}):
+        pass
+    assert killed
+
+
+class CatchesAll(ModuleType):
+    """Is interrupted while it is imported, and does as dill does, which torch imports where it is installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException:
+            return None
+
+
+def test_no_import_catches_the_signal_that_ends_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", CatchesAll("torch.distributed"))
+    with raise_on_stop_signals(), pytest.raises(Interrupted, match="SIGTERM"):
+        start_store_server()
 
 
 def masked(rank: int) -> list[int]:

@@ -73,8 +73,8 @@ def imports_for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
     """Let the fork server import what ranks need, in this environment, while the command does its own imports and
     checks; end it on leaving.
     """
-    start_fork_server(environment)
     try:
+        start_fork_server(environment)
         yield
     finally:
         kill_fork_server()

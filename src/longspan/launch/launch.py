@@ -47,7 +47,8 @@ def start_store_server() -> Any:
     store may be pickled objects, which can run code where they are read. torch's own server would listen on every
     network.
     """
-    from torch.distributed import TCPStore
+    with block_signals():  # what torch imports catches every exception, and the one that a signal raises with them
+        from torch.distributed import TCPStore
 
     listening = socket.create_server((LOOPBACK, 0), backlog=1024)
     port: int = listening.getsockname()[1]
