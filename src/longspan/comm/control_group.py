@@ -143,6 +143,7 @@ class ControlGroup:
         watch = groups.watch
         self._rounds = PairRounds(group, home.ranks, watch.rank, lambda: watch.timeout)
         self._rounds_of_plane = PairRounds(group, plane, watch.rank, lambda: watch.timeout)
+        self._is_alone = len(home.ranks) == 1  # then nothing travels, and nothing is waited for
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
 
     @property
@@ -165,6 +166,8 @@ class ControlGroup:
         One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
         of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
         """
+        if self._is_alone:
+            return flags
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
         with self._watch.enter_operation(f"comparison of {what}", self.home.ranks):
@@ -195,6 +198,8 @@ class ControlGroup:
         For small host data. `combine` gets two values, those of neighbouring runs of ranks. A value None is left out;
         where all are None, None is returned.
         """
+        if self._is_alone:
+            return value
         with self._watch.enter_operation(what, self.home.ranks):
             return self._rounds.reduce_object(value, combine, what)
 
@@ -254,5 +259,7 @@ class ControlGroup:
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
+        if self._is_alone:
+            return x
         with self._watch.enter_operation(what, self.home.ranks):
             return self._rounds.reduce(x, combine, what)
