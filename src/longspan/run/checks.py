@@ -310,7 +310,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
         if entry.context_parallel_size == AUTO and entry.planner not in ("fixed", AUTO):
             raise ConfigError(
                 f'{entry.prefix}context_parallel_size is "{AUTO}", which chooses one degree for plans of packed '
-                f'documents, and {entry.prefix}planner is "{entry.planner}"; use {entry.prefix}planner = "fixed", or '
+                f'documents, and evaluation.planner is "{entry.planner}"; use evaluation.planner = "fixed", or '
                 f"leave {entry.prefix}context_parallel_size out"
             )
     for choice, cut_by, limit in _choices_and_limits(config, training=training):
@@ -370,11 +370,12 @@ def _check_document_fits(choice: PlannerConfig, cut_by: str, home: Layout, longe
             raise
         # `wider`: the key that lets the document have more slots
         rows = -(-longest // home.slots)
+        section = choice.prefix.partition(".")[0]  # a set has the planner of [evaluation]
         wider = ""
         if choice.has_one_degree and 0 < choice.degree < home.slots:
-            wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
+            wider = f' ({choice.degree_key} = {home.slots} or {section}.planner = "dynamic")'
         elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
-            wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
+            wider = f" ({section}.max_dynamic_context_parallel_size = 0)"
         raise ConfigError(
             f"{error}. It needs {rows:,} rows of each of all {plural(home.slots, 'slot')}{wider}; {cut_by} cuts longer "
             "texts"

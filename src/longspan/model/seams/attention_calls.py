@@ -193,7 +193,7 @@ def has_temperature(module: nn.Module) -> bool:
 
 
 def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
-    """Scale queries (1, N, T, H) by positions (T,), by Llama 4's formula, of a module that `defer_temperature` marked."""
+    """Scale queries (1, N, T, H) by positions (T,), by Llama 4's formula: of modules of `defer_temperature`."""
     steps = torch.floor((position_ids.float() + 1.0) / module.floor_scale)
     scales = torch.log1p(steps) * module.attn_scale + 1.0
     return (query * scales[:, None]).to(query.dtype)
