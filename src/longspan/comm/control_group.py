@@ -85,16 +85,13 @@ class PairRounds:
         if self._partner is not None:
             value = combine(value, exchange(self._partner, value, sends=False))
         for bit in self._bits:
-            partner_value = exchange(self._partner_at_bit(bit), value)
+            # to the first member of the place with this bit flipped
+            place = self._place ^ bit
+            partner_value = exchange(2 * place if place < self._pairs else place + self._pairs, value)
             value = combine(partner_value, value) if self._place & bit else combine(value, partner_value)
         if self._partner is not None:
             exchange(self._partner, value, receives=False)
         return value
-
-    def _partner_at_bit(self, bit: int) -> int:
-        """The first member of the place with this bit flipped."""
-        place = self._place ^ bit
-        return 2 * place if place < self._pairs else place + self._pairs
 
     def _exchange_tensors(self, member: int, x: Tensor, *, sends: bool = True, receives: bool = True) -> Tensor:
         into = torch.empty_like(x) if receives else x
