@@ -106,8 +106,8 @@ READ = [
         r"unknown key evaluation.sets.books.pth in .*: did you mean 'path'",
     ),
     (
-        '[[evaluation.sets]]\neval_planner = "fixed"',
-        r"unknown key evaluation.sets.1.eval_planner in .*: did you mean 'planner'",
+        "[[evaluation.sets]]\neval_every = 2",
+        r"unknown key evaluation.sets.1.eval_every in .*: did you mean 'every'",
     ),
     (
         '[[evaluation.sets]]\nname = "books"\nevery = "often"',
@@ -368,7 +368,7 @@ def test_without_sizes_each_group_has_the_best_ones(planner: str) -> None:
     own |= {"context_parallel_size": 16}
     given = {f"{section}.{key}": value for key, value in own.items() for section in ("context", "evaluation")}
     given |= {"context.min_dynamic_context_parallel_size": 16, "model.path": "folder"}
-    set_of_degree = {"name": "books", "path": "books", "planner": "fixed", "context_parallel_size": 32}
+    set_of_degree = {"name": "books", "path": "books", "context_parallel_size": 32}
     config, cost = load_config(None, given | {"evaluation.sets": [set_of_degree]}), Cost(across_bytes_per_second=1e9)
     choices = [PlannerConfig.evaluation(config, entry, cost=cost, heads=8) for entry in config.evaluations]
     for choice, cp in zip([PlannerConfig.training(config, cost=cost, heads=8), *choices], (16, 16, 32), strict=True):

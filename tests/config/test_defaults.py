@@ -209,7 +209,8 @@ def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
     plan = [key.name for key in section_keys(PlanSection)]
     of_context = [key.name for key in section_keys(ContextConfig)]
     assert [key.name for key in section_keys(EvaluationPlan)] == plan
-    assert of_context[: len(plan)] == plan and set(plan) <= {key.name for key in section_keys(EvalConfig)}
+    of_set = {key.name for key in section_keys(EvalConfig)}
+    assert of_context[: len(plan)] == plan and {*plan} - of_set == {*EvalConfig.INHERITED} <= {*plan}
 
 
 def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
@@ -228,11 +229,10 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
         ({"context_parallel_size": 8}, {}, ("fixed", 8, (2, 4), 2048)),
         ({"context_parallel_size": 0}, {}, ("fixed", 2, (2, 1), 2048)),
         ({"context_parallel_size": 2}, {"evaluation__planner": "dynamic"}, ("fixed", 2, (2, 1), 2048)),
-        ({"planner": "dynamic"}, {}, ("dynamic", 4, (2, 2), 2048)),
-        ({"min_dynamic_context_parallel_size": 2}, {}, ("dynamic", 4, (2, 2), 2048)),
+        ({}, {"evaluation__planner": "dynamic"}, ("dynamic", 4, (2, 2), 2048)),
         ({}, {"evaluation__max_dynamic_context_parallel_size": 2}, ("dynamic", 4, (2, 2), 2048)),
         ({"max_tokens_per_slot": "auto"}, {}, ("fixed", 4, (2, 2), 1024)),
-        ({"hierarchical_context_parallel_sizes": [4, 2]}, {}, ("fixed", 4, (4, 2), 2048)),
+        ({}, {"evaluation__hierarchical_context_parallel_sizes": (4, 2)}, ("fixed", 4, (4, 2), 2048)),
         ({"context_parallel_size": "auto"}, {"evaluation__planner": "dynamic"}, ("fixed", "auto", (2, 2), 2048)),
     ],
 )

@@ -42,7 +42,11 @@ offload_activations = true
 
 [[eval]]
 name = "books"
+planner = "dynamic"
 path = "books"  # on disk
+min_dynamic_context_parallel_size = 1
+max_dynamic_context_parallel_size = 2
+hierarchical_context_parallel_sizes = 0
 """
 NEW = """\
 # a run of 0.3
@@ -121,6 +125,17 @@ def test_keys_that_are_gone(old: str, new: str | list[str]) -> None:
         {"optimizer": {"arguments": new}} if isinstance(new, list) else tomllib.loads(f"[train]\n{new}" * (new != ""))
     )
     assert tomllib.loads(text) == wanted and any("is gone: " in change for change in changes)
+
+
+def test_keys_of_sets_that_are_gone() -> None:
+    text = '[[evaluation.sets]]\nname = "a"\nplanner = "fixed"  # why\n\n[[evaluation.sets]]\nname = "b"  # here\n'
+    new, changes = upgrade_text(text)
+    assert tomllib.loads(new) == {"evaluation": {"sets": [{"name": "a"}, {"name": "b"}]}} and "# here" in new
+    assert changes == [f"eval.planner is gone: {GONE['eval.planner']}"] and upgrade_text(new) == (new, [])
+    with pytest.raises(ConfigError, match=r"evaluation.sets.a.planner in .*: it is gone; write nothing, or context_p"):
+        load_config(None, {"evaluation.sets": [{"name": "a", "path": "x", "planner": "fixed"}]})
+    for broken in ("eval = 3\n", "eval = [1]\n", "evaluation = 3\n", "[evaluation]\nsets = [1]\n"):
+        assert tomllib.loads(upgrade_text(broken)[0])
 
 
 def test_keys_in_another_form_are_refused() -> None:

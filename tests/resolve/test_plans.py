@@ -332,16 +332,12 @@ def test_a_plan_of_a_step_is_checked() -> None:
 
 def test_evaluation_takes_the_planner_of_training_unless_it_has_its_own() -> None:
     sets: list[dict[str, Any]] = [{"name": "a", "path": "x"}, {"name": "b", "path": "x", "context_parallel_size": 4}]
-    sets += [{"name": "c", "path": "x", "planner": f"{OWN}one_by_one"}]
     config = config_of(context__planner=f"{OWN}one_degree", evaluation__planner="", evaluation__sets=sets)
     own = config_of(model__path="folder", context__planner=f"{OWN}one_degree", optimizer__lr=1.0, evaluation__sets=sets)
-    assert [entry.planner for entry in config.evaluation.sets] == [
-        "fixed",
-        "fixed",
-        f"{OWN}one_by_one",
-    ]  # the demo's is fixed
-    assert [entry.planner for entry in own.evaluations] == [*[f"{OWN}one_degree"] * 2, "fixed", f"{OWN}one_by_one"]
-    plan = PlannerConfig.evaluation(own, own.evaluation.sets[2]).plan(FEW, Layout(4))
+    assert [entry.planner for entry in config.evaluation.sets] == ["fixed", "fixed"]  # the demo's is fixed
+    assert [entry.planner for entry in own.evaluations] == [*[f"{OWN}one_degree"] * 2, "fixed"]
+    own = replace(own, evaluation=replace(own.evaluation, planner=f"{OWN}one_by_one"))
+    plan = PlannerConfig.evaluation(own).plan(FEW, Layout(4))
     assert plan.cost.passes == "forward" and len(plan.micro_batches) == 4
 
 

@@ -67,7 +67,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     config = with_sets(
         tmp_path_factory.mktemp("sets"),
         {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
-        | {"planner": "dynamic", "max_tokens_per_slot": 128},
+        | {"max_tokens_per_slot": 128},
         {"name": "some", "documents": 3, "context_parallel_size": 1},
         train__steps=4,
     )
@@ -96,7 +96,7 @@ def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: Straight)
     config, text, _ = straight
     assert [(row["step"], row["cp"]) for row in rows_of(config)] == [(2, 2), (4, 1), (4, 2)]
     books = [(row["step"], row["cp"], row["planner"]) for row in rows_of(config, "books")]
-    assert books == [(3, 2, "dynamic"), (4, 2, "dynamic")]
+    assert books == [(3, 2, "fixed"), (4, 2, "fixed")]
     assert [(row["step"], row["cp"]) for row in rows_of(config, "some")] == [(2, 1), (4, 1)]
     assert "evaluation set books: 7 documents of 655 tokens, longest 147; evaluated every 3 steps and after the" in text
     assert "evaluation set some: 3 documents of 180 tokens" in text

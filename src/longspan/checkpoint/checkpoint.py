@@ -121,6 +121,8 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     """
     root = require_local_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
+    if not paths:
+        return None
     local_log = log if is_first_rank(world) else lambda _: None
     newest, damage = newest_good_checkpoint(paths, partial(check_checkpoint, world=world), local_log)
     if note:

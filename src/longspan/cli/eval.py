@@ -274,7 +274,11 @@ def main(argv: Sequence[str]) -> int:
         for _, path in request.paths:
             find_root(path, key="--data")
     if flags.out and prints_results():
-        _check_folder_is_writable(flags.out)
+        try:
+            Path(flags.out).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=flags.out).close()
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write to {os_error_text(error)}; give another folder") from error
     print_note(processes.note, sys.stderr)
     starts.end_part("command")
     args = (request, processes.ranks, processes.backend, starts)
@@ -293,14 +297,6 @@ def main(argv: Sequence[str]) -> int:
         if flags.out:
             print(f"Open {Path(flags.out) / 'report.html'}", file=sys.stderr if flags.json else sys.stdout)
     return 0
-
-
-def _check_folder_is_writable(folder: str) -> None:
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write to {os_error_text(error)}; give another folder") from error
 
 
 def _ranks_of_run(target: str) -> int:

@@ -27,7 +27,7 @@ from longspan.launch.output import outlive_output
 from longspan.launch.stop_signals import NOTICES, Interrupted, ignore_signals
 from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config, check_data, check_paths_exist
-from longspan.run.loggers import check_logins
+from longspan.run.loggers import check_wandb_login
 from longspan.train.starts import Starts, begin_gpu_imports
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def main(argv: Sequence[str]) -> int:
         check_paths_exist(config)
     with processes.add_note_to_errors():
         check_config(config, ranks)
-    if prints_results():  # here the first rank runs, which has the loggers
-        check_logins(config.run.loggers, os.environ)
+    if "wandb" in config.run.loggers and prints_results():  # here the first rank runs, which has the loggers
+        check_wandb_login(os.environ)
     print_note(processes.note, sys.stderr if flags.json else sys.stdout)
     starts.end_part("command")
     args = (config, ranks, processes.backend, flags.json, starts)

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from longspan.cli.flags import Word, parse_flags
-from longspan.config.renamed import GONE, OLD_SETS, RENAMED, REPLACING, SETS, renamed_value, upgraded_tables
+from longspan.config.renamed import (
+    GONE,
+    OLD_SETS,
+    RENAMED,
+    REPLACING,
+    SETS,
+    gone_keys_of_sets,
+    renamed_value,
+    upgraded_tables,
+)
 from longspan.errors import ConfigError, plural
 from longspan.files import write_atomically
 
@@ -74,6 +83,10 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     for section in [name for name, table in document.items() if isinstance(table, Table)]:
         _rename_keys(document, section, moved)
     sets = document.pop(OLD_SETS, None)
+    if gone := [key.removeprefix(f"{OLD_SETS}.") for key in gone_keys_of_sets(tables)]:
+        for table in (*(sets or ()), *document.get("evaluation", {}).get("sets", ())):
+            for key in [key for key in table if key in gone]:
+                table.remove(key)
     for section, items in moved.items():
         if section not in document:
             document.add(tomlkit.nl())
@@ -104,6 +117,8 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
             new_value = renamed_value(new, value)
             if new != old or new_value != value:
                 yield f"{old} is {new}" + (f" = {str(new_value).lower()}" if new_value != value else "")
+    for key in gone_keys_of_sets(tables):
+        yield f"{key} is gone: {GONE[key]}"
     if OLD_SETS in tables:
         yield f"[[{OLD_SETS}]] is [[{SETS}]]"
 

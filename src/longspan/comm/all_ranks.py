@@ -35,6 +35,9 @@ def leave_together(world: World) -> Iterator[None]:
     Another thread signals meanwhile that this rank still works: the time-out bounds how long a rank may be silent, not
     how long it works. Raises CommError for a rank that is lost.
     """
+    if len(world.home.ranks) == 1:
+        yield
+        return
     end = Event()
     failures = list[BaseException]()
 

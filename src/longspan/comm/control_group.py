@@ -85,16 +85,13 @@ class PairRounds:
         if self._partner is not None:
             value = combine(value, exchange(self._partner, value, sends=False))
         for bit in self._bits:
-            partner_value = exchange(self._partner_at_bit(bit), value)
+            # to the first member of the place with this bit flipped
+            place = self._place ^ bit
+            partner_value = exchange(2 * place if place < self._pairs else place + self._pairs, value)
             value = combine(partner_value, value) if self._place & bit else combine(value, partner_value)
         if self._partner is not None:
             exchange(self._partner, value, receives=False)
         return value
-
-    def _partner_at_bit(self, bit: int) -> int:
-        """The first member of the place with this bit flipped."""
-        place = self._place ^ bit
-        return 2 * place if place < self._pairs else place + self._pairs
 
     def _exchange_tensors(self, member: int, x: Tensor, *, sends: bool = True, receives: bool = True) -> Tensor:
         into = torch.empty_like(x) if receives else x
@@ -143,6 +140,7 @@ class ControlGroup:
         watch = groups.watch
         self._rounds = PairRounds(group, home.ranks, watch.rank, lambda: watch.timeout)
         self._rounds_of_plane = PairRounds(group, plane, watch.rank, lambda: watch.timeout)
+        self._is_alone = len(home.ranks) == 1  # then nothing travels, and nothing is waited for
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
 
     @property
@@ -165,6 +163,8 @@ class ControlGroup:
         One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
         of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
         """
+        if self._is_alone:
+            return flags
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
         with self._watch.enter_operation(f"comparison of {what}", self.home.ranks):
@@ -195,6 +195,8 @@ class ControlGroup:
         For small host data. `combine` gets two values, those of neighbouring runs of ranks. A value None is left out;
         where all are None, None is returned.
         """
+        if self._is_alone:
+            return value
         with self._watch.enter_operation(what, self.home.ranks):
             return self._rounds.reduce_object(value, combine, what)
 
@@ -254,5 +256,7 @@ class ControlGroup:
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
+        if self._is_alone:
+            return x
         with self._watch.enter_operation(what, self.home.ranks):
             return self._rounds.reduce(x, combine, what)

@@ -52,11 +52,11 @@ def _read_last_collective_text() -> str:
     nccl = _entries("_dump_nccl_trace_json")
     unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
     if unfinished is not None:
-        return f"{_entry_text(unfinished)}, {unfinished['state']}"
+        return f"{_collective_text(unfinished)}, {unfinished['state']}"
     entries = sorted(
         [*nccl[-1:], *_entries("_dump_fr_trace_json")[-1:]], key=lambda entry: entry["time_created_ns"]
     )
-    return _entry_text(entries[-1]) if entries else ""
+    return _collective_text(entries[-1]) if entries else ""
 
 
 def _entries(function: str) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def _entries(function: str) -> list[dict[str, Any]]:
     return [] if dump is None else json.loads(dump()).get("entries", [])
 
 
-def _entry_text(entry: dict[str, Any]) -> str:
+def _collective_text(entry: dict[str, Any]) -> str:
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     sizes = ", ".join(
         f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)

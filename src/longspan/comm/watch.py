@@ -256,7 +256,7 @@ LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the o
 
 
 class AnsweringThread:
-    """Answers for the rank of a watch from `start` to `stop`; in a world of one process the thread does not start."""
+    """Answers for the rank of a watch from `start` to `stop`; a world of one process has none."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -269,8 +269,7 @@ class AnsweringThread:
         )
 
     def start(self) -> None:
-        if self.watch.reports is not None:
-            self._thread.start()
+        self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()

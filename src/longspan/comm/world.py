@@ -124,7 +124,10 @@ class World:
             raise CommError("this world is already open")
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
-        place = _torchrun_place(self.home) if self._made_default else _existing_place(self.home)
+        if self._made_default:
+            place = _torchrun_place(self.home)
+        else:  # others made the default group
+            place = _make_place(self.home, dist.get_rank(), dist.get_world_size())
         self._set_rank_and_device(place)
         raise_open_file_limit(place.size)
         store = (
@@ -165,8 +168,9 @@ class World:
         self.meshes: Meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key: int = next(_keys)
         _worlds[self.key] = self
-        self._answering = AnsweringThread(self.watch)
-        self._answering.start()  # before the first collective, which may fail too
+        self._answering = None if reports is None else AnsweringThread(self.watch)
+        if self._answering is not None:
+            self._answering.start()  # before the first collective, which may fail too
         try:
             if self._made_default:
                 with self.watch.enter_operation("making the default group", self.home.ranks, is_work=True):
@@ -206,7 +210,8 @@ class World:
     def _leave_world(self, error: BaseException | None) -> None:
         if error is not None:
             self.watch.report_leaving(error)
-        self._answering.stop()
+        if self._answering is not None:
+            self._answering.stop()
         self.meshes.forget_meshes()
         forget_replays()
         groups = self.process_groups.drop_groups()
@@ -249,7 +254,8 @@ class World:
                 f"the plan is for {plan.slots} slots, the home has {self.home.slots}; plan for this home"
             )
         self.control.compare_digests(plan.digest())
-        self.channels.make_communicators(plan)
+        if self.max_groups:
+            self.channels.make_communicators(plan)
 
     def check_open(self) -> None:
         if self.key not in _worlds:
@@ -303,34 +309,12 @@ def _torchrun_place(home: Layout) -> Place:
             f"{'is' if len(absent) == 1 else 'are'} not set; start the ranks with `torchrun --nproc-per-node "
             f"{len(home.ranks)}`, which sets {', '.join(TORCHRUN_SETS)} and LOCAL_RANK, or with longspan.comm.run_local"
         )
-    rank = int(os.environ["RANK"])
-    size = int(os.environ["WORLD_SIZE"])
-    _check_rank_count(home, size)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, _node_name(), _store_server())
+    return _make_place(home, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), address)
 
 
-def _existing_place(home: Layout) -> Place:
-    """The default group was made by others; without LOCAL_RANK, all ranks are on a host."""
-    _check_rank_count(home, dist.get_world_size())
-    rank = dist.get_rank()
-    return Place(
-        rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name(), _store_server()
-    )
-
-
-def _node_name() -> str:
-    """torchrun's number of the node, if torchrun started this process, and the host."""
-    number = os.environ.get("GROUP_RANK")
-    return f"host {gethostname()}" if number is None else f"node {number} (host {gethostname()})"
-
-
-def _store_server() -> str:
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return "the launcher" if agent else "rank 0"
-
-
-def _check_rank_count(home: Layout, size: int) -> None:
+def _make_place(home: Layout, rank: int, size: int, address: str = "") -> Place:
+    """Without LOCAL_RANK, all ranks are on a host. A node has torchrun's number, if torchrun started this process."""
     if sorted(home.ranks) != list(range(size)):
         came = (
             "1 process was started, rank 0"
@@ -341,3 +325,7 @@ def _check_rank_count(home: Layout, size: int) -> None:
             f"the home has {plural(len(home.ranks), 'rank')} {excerpt(home.ranks)}, but {came}; start "
             f"{plural(len(home.ranks), 'process', 'es')}, or make the home of those started: Layout(ranks={size})"
         )
+    number = os.environ.get("GROUP_RANK")
+    node = f"host {gethostname()}" if number is None else f"node {number} (host {gethostname()})"
+    store_server = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, node, store_server)

@@ -176,7 +176,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
         if key in types:
             return _convert_value(f"{label}.{key}", values[key], types[key], source)
         name = f"{label}.{key}"
-        if hint := renamed_hint(name, values[key]):
+        if hint := renamed_hint(f"{OLD_SETS}.{key}" if isinstance(section, EvalConfig) else name, values[key]):
             raise ConfigError(f"{name} in {source}: {hint}{_upgrade_advice(source)}")
         raise ConfigError(f"unknown key {name} in {source}: {_unknown_key_hint(section, label, key, types)}")
 

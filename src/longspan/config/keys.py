@@ -88,6 +88,7 @@ class Section:
     """A section or table of the configuration. The values of its keys are checked one by one where it is made."""
 
     SECTION: ClassVar[str] = ""  # as files name it
+    INHERITED: ClassVar[tuple[str, ...]] = ()  # fields that are no keys: they have the values of another section
 
     @property
     def prefix(self) -> str:
@@ -106,7 +107,7 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
     kinds = get_type_hints(kind)
     marked = get_type_hints(kind, include_extras=True)
     keys: list[Key] = []
-    for field in fields(kind):
+    for field in (field for field in fields(kind) if field.name not in getattr(kind, "INHERITED", ())):
         marks = getattr(marked[field.name], "__metadata__", ())
         bound = next((mark for mark in marks if isinstance(mark, AtLeast)), None)
         needs = tuple(mark for mark in marks if isinstance(mark, Needs))

@@ -100,22 +100,19 @@ class EvalConfig(PlanSection):
     """
 
     SECTION: ClassVar[str] = "evaluation.sets"
+    INHERITED: ClassVar[tuple[str, ...]] = (  # a degree of its own is enough, as plans change no figure
+        "planner",
+        "min_dynamic_context_parallel_size",
+        "max_dynamic_context_parallel_size",
+        "hierarchical_context_parallel_sizes",
+    )
 
-    planner: str = ""
-    """As evaluation.planner. Default: the same, or fixed where context_parallel_size is given, dynamic where a smallest
-    or largest degree is."""
     context_parallel_size: NumberOrAuto = NOT_GIVEN
-    """As evaluation.context_parallel_size. Default: the same."""
-    min_dynamic_context_parallel_size: PositiveInt = NOT_GIVEN
-    """As in [evaluation]. Default: the same."""
-    max_dynamic_context_parallel_size: NonNegativeInt = NOT_GIVEN
-    """As in [evaluation]. Default: the same."""
+    """As evaluation.context_parallel_size; plans of the set are then fixed. Default: the same."""
     max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
     """As evaluation.max_tokens_per_slot. Default: the same."""
     cp_comm_type: Types = ""
     """As evaluation.cp_comm_type. Default: the same, or auto where context_parallel_size is."""
-    hierarchical_context_parallel_sizes: Sizes = NOT_GIVEN
-    """As evaluation.hierarchical_context_parallel_sizes. Default: the same, fitted to the degree."""
     name: str = ""
     """Letters, digits, - and _ and dots: in lines, in metrics.jsonl, and the folder RUN/evaluation/NAME."""
     path: str = ""

@@ -62,6 +62,11 @@ GONE = {
     "train.offload_activations": 'train.activation_checkpointing = "full+host" or "selective+host"',
     "train.fused_norms": "nothing: norms are fused on GPUs; in Python prepare(fused_norms=)",
     "train.betas": 'optimizer.arguments = ["betas=[0.9, 0.95]"], the default of adamw',
+    # of tables, under which plans change no figure
+    f"{OLD_SETS}.planner": "nothing, or context_parallel_size; evaluation.planner is that of all sets without it",
+    f"{OLD_SETS}.min_dynamic_context_parallel_size": "evaluation.min_dynamic_context_parallel_size, for all sets",
+    f"{OLD_SETS}.max_dynamic_context_parallel_size": "evaluation.max_dynamic_context_parallel_size, for all sets",
+    f"{OLD_SETS}.hierarchical_context_parallel_sizes": "nothing: evaluation's sizes are fitted to the set's degree",
 }
 REPLACING = ("train.activation_checkpointing", "optimizer.arguments")
 # By key of now: the values of 0.3 that are other ones now.
@@ -110,23 +115,42 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for section, values in tables.items():
         if section == OLD_SETS:
-            result.setdefault("evaluation", {})["sets"] = values
+            result.setdefault("evaluation", {})["sets"] = _upgraded_sets(values)
         elif not isinstance(values, Mapping):
             result[section] = values
         else:
             for key, value in values.items():
                 new = RENAMED.get(f"{section}.{key}", f"{section}.{key}")
                 new_section, _, new_key = new.partition(".")
-                result.setdefault(new_section, {})[new_key] = renamed_value(new, value)
+                new_value = _upgraded_sets(value) if new == SETS else renamed_value(new, value)
+                result.setdefault(new_section, {})[new_key] = new_value
     _replace_gone_keys(result)
     return result
+
+
+def _upgraded_sets(tables: Any) -> Any:
+    if not _are_tables(tables):
+        return tables
+    return [{key: x for key, x in table.items() if f"{OLD_SETS}.{key}" not in GONE} for table in tables]
+
+
+def _are_tables(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(table, Mapping) for table in values)
+
+
+def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
+    """List the keys that are gone of the tables of evaluation sets, each once, as `GONE` has them."""
+    evaluation = tables.get("evaluation")
+    both = (tables.get(OLD_SETS), evaluation.get("sets") if isinstance(evaluation, Mapping) else None)
+    names = (f"{OLD_SETS}.{key}" for sets in both if _are_tables(sets) for table in sets for key in table)
+    return [name for name in dict.fromkeys(names) if name in GONE]
 
 
 def _replace_gone_keys(tables: dict[str, Any]) -> None:
     train = tables.get("train", {})
     if not isinstance(train, dict):
         return
-    values = {key: train.pop(key.partition(".")[2]) for key in GONE if key.partition(".")[2] in train}
+    values = {key: train.pop(key[6:]) for key in GONE if key.startswith("train.") and key[6:] in train}
     checkpointing = train.get("activation_checkpointing", "auto")
     if values.get("train.offload_activations") and checkpointing not in ("auto", "none", False):
         train["activation_checkpointing"] = ("full" if checkpointing is True else checkpointing) + "+host"
@@ -145,7 +169,8 @@ def flag_lines() -> Iterator[str]:
         values = ", ".join(f"{a} is {str(b).lower()}" for a, b in VALUES.get(new, {}).items())
         yield f"    --{old:<{width}}--{new}" + (f" ({values})" if values else "")
     for old, advice in GONE.items():
-        yield f"    --{old:<{width}}{advice}"
+        if not old.startswith(f"{OLD_SETS}."):
+            yield f"    --{old:<{width}}{advice}"
 
 
 def upgrade_table() -> str:

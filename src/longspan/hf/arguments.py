@@ -116,7 +116,7 @@ class LongspanArguments:
         home = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate)
         config = self.config()
         with errors_in_words_of_scripts():
-            check_parallel(config, home)
+            check_parallel(home)
             check_keys_needed_by_keys(config)
             check_plans(config, home, training=True)
         return home

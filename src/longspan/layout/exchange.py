@@ -353,17 +353,17 @@ class Exchange:
             raise LayoutError(
                 f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})"
             )
-        if rank not in self._moves:
+        if rank not in self._planned_moves:
             have, need = self.blocks
-            self._moves[rank] = plan_moves(have, need, rank)
-        return self._moves[rank]
+            self._planned_moves[rank] = plan_moves(have, need, rank)
+        return self._planned_moves[rank]
 
     @cached_property
     def blocks(self) -> tuple[Blocks, ...]:
         return cut_into_blocks(self.have, self.need)
 
     @cached_property
-    def _moves(self) -> dict[int, RowMoves]:
+    def _planned_moves(self) -> dict[int, RowMoves]:
         return {}
 
     def _check_supply(self) -> None:

@@ -187,7 +187,8 @@ def _connect_operations(model: PreTrainedModel) -> None:
     table = {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)}
     model.set_attn_implementation(table if names else IMPLEMENTATION)
     number_layers(model)
-    make_layers_causal(model)
+    if has_bidirectional_prefix(config):
+        make_layers_causal(model)
     choose_frequencies_by_document(model)
     defer_temperature(model)
     hook_layer_arguments(model)

@@ -32,7 +32,7 @@ from longspan.plan.check import COMM_TYPES
 from longspan.plan.kernel_names import KERNEL_NAMES
 from longspan.resolve.choice import PlannerConfig, check_planner_exists, home_of
 from longspan.resolve.memory import read_run_machine
-from longspan.run.loggers import check_loggers
+from longspan.run.loggers import check_logger
 from longspan.train.optim.schedule import Schedule
 
 # By dtype of the parameters: in which dtypes a model may compute.
@@ -49,9 +49,11 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     checkpoint = config.checkpoint
     check_model_keys(config, training=training)
     check_data(config)
-    check_eval_sets(config)
+    if config.evaluation.sets:
+        check_eval_sets(config)
     if training:
-        check_loggers(config.run.loggers)
+        for name in config.run.loggers:
+            check_logger(name)
         if checkpoint.keep_best:
             BestFigure.from_text(checkpoint.keep_best).check_sets({entry.name for entry in config.evaluations})
         if checkpoint.dir:
@@ -59,10 +61,10 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_keys_needed_by_keys(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
-    check_lora(config)
-    check_mtp_section(config)
-    check_parallel(config, home)
-    check_encoder_keys(config, home)
+    if home.ep > 1:
+        check_parallel(home)
+    if config.encoder.tp > 1:
+        check_encoder_divides_ranks(config, home)
     check_memory_keys(config.train)
     check_optimizer(config)
     check_plans(config, home, training=training)
@@ -174,6 +176,13 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
         )
     if training and not config.optimizer.lr:
         raise ConfigError("optimizer.lr is 0.0; it must be above 0")
+    if config.lora.rank:
+        check_lora(config)
+    weights = config.mtp.weights
+    if weights not in (AUTO, RANDOM) and not Path(weights).is_dir():
+        raise ConfigError(
+            f"mtp.weights is {weights!r}, which is no folder; name one with weights of depths, {AUTO!r} or {RANDOM!r}"
+        )
 
 
 def check_precision(config: RunConfig) -> None:
@@ -197,8 +206,6 @@ def check_precision(config: RunConfig) -> None:
 def check_lora(config: RunConfig) -> None:
     lora = config.lora
     tp = config.parallel.tp
-    if not lora.rank:
-        return
     if find_spec("peft") is None:
         raise ConfigError(
             f"lora.rank is {lora.rank}, and peft, which makes adapters, is not installed: pip install 'longspan[lora]'"
@@ -210,15 +217,7 @@ def check_lora(config: RunConfig) -> None:
         )
 
 
-def check_mtp_section(config: RunConfig) -> None:
-    weights = config.mtp.weights
-    if weights not in (AUTO, RANDOM) and not Path(weights).is_dir():
-        raise ConfigError(
-            f"mtp.weights is {weights!r}, which is no folder; name one with weights of depths, {AUTO!r} or {RANDOM!r}"
-        )
-
-
-def check_encoder_keys(config: RunConfig, home: Layout) -> None:
+def check_encoder_divides_ranks(config: RunConfig, home: Layout) -> None:
     encoder = config.encoder
     count = len(home.ranks)
     if count % encoder.tp:
@@ -238,7 +237,7 @@ def refuse_encoder_without_images(config: RunConfig, images: int) -> None:
 # ---- layout and optimizer
 
 
-def check_parallel(config: RunConfig, home: Layout) -> None:
+def check_parallel(home: Layout) -> None:
     copy_slots = home.slots // home.dp_replicate  # over which one copy of the weights is sharded
     if copy_slots % home.ep:
         raise ConfigError(
@@ -311,7 +310,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
         if entry.context_parallel_size == AUTO and entry.planner not in ("fixed", AUTO):
             raise ConfigError(
                 f'{entry.prefix}context_parallel_size is "{AUTO}", which chooses one degree for plans of packed '
-                f'documents, and {entry.prefix}planner is "{entry.planner}"; use {entry.prefix}planner = "fixed", or '
+                f'documents, and evaluation.planner is "{entry.planner}"; use evaluation.planner = "fixed", or '
                 f"leave {entry.prefix}context_parallel_size out"
             )
     for choice, cut_by, limit in _choices_and_limits(config, training=training):
@@ -371,11 +370,12 @@ def _check_document_fits(choice: PlannerConfig, cut_by: str, home: Layout, longe
             raise
         # `wider`: the key that lets the document have more slots
         rows = -(-longest // home.slots)
+        section = choice.prefix.partition(".")[0]  # a set has the planner of [evaluation]
         wider = ""
         if choice.has_one_degree and 0 < choice.degree < home.slots:
-            wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
+            wider = f' ({choice.degree_key} = {home.slots} or {section}.planner = "dynamic")'
         elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
-            wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
+            wider = f" ({section}.max_dynamic_context_parallel_size = 0)"
         raise ConfigError(
             f"{error}. It needs {rows:,} rows of each of all {plural(home.slots, 'slot')}{wider}; {cut_by} cuts longer "
             "texts"

@@ -53,19 +53,17 @@ LoggerClass = Callable[[RunStart], Logger]
 BUILT_IN = {"tensorboard": "longspan.run.loggers.TensorBoardLogger", "wandb": "longspan.run.loggers.WandbLogger"}
 
 
-def check_loggers(names: Sequence[str]) -> None:
+def check_logger(name: str) -> None:
     """Raise ConfigError for a logger that is not known, or whose package is not installed."""
-    for name in names:
-        if name in BUILT_IN and find_spec(name) is None:
-            raise ConfigError(
-                f"run.loggers has {name!r}, and {name} is not installed; pip install 'longspan[{name}]', or leave it "
-                "out"
-            )
-        if name not in BUILT_IN and "." not in name:
-            raise ConfigError(
-                f"run.loggers has {name!r}; {nearest_hint(name, BUILT_IN)}, or a class of your own with its module, as "
-                "in 'my_package.my_module.MyLogger'"
-            )
+    if name in BUILT_IN and find_spec(name) is None:
+        raise ConfigError(
+            f"run.loggers has {name!r}, and {name} is not installed; pip install 'longspan[{name}]', or leave it out"
+        )
+    if name not in BUILT_IN and "." not in name:
+        raise ConfigError(
+            f"run.loggers has {name!r}; {nearest_hint(name, BUILT_IN)}, or a class of your own with its module, as in "
+            "'my_package.my_module.MyLogger'"
+        )
 
 
 _WANDB_VARIABLES = {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}
@@ -73,11 +71,11 @@ _WANDB_VARIABLES = {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}
 _NO_LOGIN = re.compile(r"^(mode *= *(offline|disabled|dryrun)|api_key *=)", re.MULTILINE)
 
 
-def check_logins(names: Sequence[str], environment: Mapping[str, str]) -> None:
+def check_wandb_login(environment: Mapping[str, str]) -> None:
     """Raise ConfigError for wandb without a key and not offline, as far as files and variables tell; wandb itself would
     find it on the first rank, once the model is made.
     """
-    if "wandb" not in names or any(map(environment.get, _WANDB_VARIABLES)):
+    if any(map(environment.get, _WANDB_VARIABLES)):
         return
     home = Path(environment.get("HOME", "~"))
     folders = (

@@ -204,7 +204,8 @@ def check_step_arguments(
                 "documents of the plan share prefixes, and a MultimodalModel takes whole documents; plan them before "
                 "share_prefixes"
             )
-    refuse_documents_beyond_positions(rules.position_table, plan.micro_batches)
+    if rules.position_table is not None:
+        refuse_documents_beyond_positions(rules.position_table, plan.micro_batches)
     try_rows(language_model, world, backward=backward)
     return StepInputs(model, language_model, plan, documents, world, backward)
 

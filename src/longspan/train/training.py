@@ -23,7 +23,7 @@ from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings
 from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import ON_HOST, ModelConfig, RunConfig, given_checkpointing
+from longspan.config.sections import ON_HOST, ModelConfig, RunConfig, given_checkpointing, held_out_set
 from longspan.errors import ConfigError, LongspanError, ModelError, plural
 from longspan.host import free_host_bytes
 from longspan.hub import hub_name
@@ -282,7 +282,7 @@ def prepare_run_model(
     _check_comm_types_fit_layers(config, model)
     with silence_warnings_of_other_ranks(world):  # about the adapter
         adapted_model = _choose_trained_parts(config, model, images=images)
-    frozen, saved = _choose_frozen_weights(config, model)
+    frozen, saved = _choose_frozen_weights(config, model) if config.lora.rank else ("whole", 0)
     options = replace(_prepare_options(config, world, model, memory, training=training), frozen=frozen)
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training, saved=saved)
@@ -374,7 +374,7 @@ def _choose_frozen_weights(
     frozen = config.model.frozen
     if frozen == AUTO:
         frozen = "stored" if stored_formats(model) else "whole"
-    if frozen == "whole" or not config.lora.rank:
+    if frozen == "whole":
         return "whole", 0
     from longspan.model.frozen.frozen_weights import choose_formats, packed_sizes
 
@@ -532,10 +532,8 @@ def loss_of_pairs(documents: Any, center_rewards_coefficient: float) -> "Documen
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
     layers = model.config.get_text_config().num_hidden_layers
-    sets = (
-        PlannerConfig.evaluation(config, entry) for entry in (None, *config.evaluation.sets)
-    )  # None: held-out documents
-    for choice in (PlannerConfig.training(config), *sets):
+    for section in (config.context, held_out_set(config), *config.evaluation.sets):
+        choice = PlannerConfig.unpriced(section, config)
         if len(choice.comm_types) not in (1, layers):
             raise ConfigError(
                 f"{choice.prefix}cp_comm_type lists {plural(len(choice.comm_types), 'type')}, "

@@ -124,11 +124,12 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
 
 
 def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_training() -> None:
-    sets = [{"name": "long", "path": "x", "max_dynamic_context_parallel_size": 8}, {"name": "other", "path": "x"}]
+    sets = [{"name": "long", "path": "x"}]
     keys = {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 4, "evaluation.sets": sets}
-    keys |= {"context.max_dynamic_context_parallel_size": 4, "evaluation.planner": "dynamic"}
+    keys |= {"context.max_dynamic_context_parallel_size": 4, LEAST.replace("min", "max"): 8}
+    keys |= {"evaluation.planner": "dynamic"}
     same, own = load_config(None, BASE | keys), load_config(None, BASE | keys | {LEAST: 2})
-    for config, ranges in ((same, [(4, 4), (4, 4), (4, 8), (4, 4)]), (own, [(4, 4), (2, 4), (2, 8), (2, 4)])):
+    for config, ranges in ((same, [(4, 4), (4, 8), (4, 8)]), (own, [(4, 4), (2, 8), (2, 8)])):
         choices = [
             PlannerConfig.training(config),
             *(PlannerConfig.evaluation(config, entry) for entry in config.evaluations),
@@ -138,7 +139,7 @@ def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_traini
     entry, _ = entry_at(fitted, 2, longest=1001)
     assert (PlannerConfig.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
     assert changes_line(layout_changes(same, fitted), 2) == f"on 2 ranks: {LEAST} 4 -> 2"
-    with pytest.raises(ConfigError, match=r"evaluation\.sets\.long\.max_dynamic_context_parallel_size = 0"):
+    with pytest.raises(ConfigError, match=r"slots \(evaluation\.max_dynamic_context_parallel_size = 0"):
         check_longest_of_set(same, same.evaluation.sets[0], Layout(16), 8 * 2048 + 1, "a file")
 
 

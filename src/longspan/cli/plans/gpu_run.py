@@ -19,9 +19,7 @@ from longspan.resolve.facts import Facts
 from longspan.resolve.ways import Given
 from longspan.run.checks import (
     check_keys_needed_by_keys,
-    check_lora,
     check_model_keys,
-    check_mtp_section,
     check_parallel,
     check_plans,
     check_precision,
@@ -45,10 +43,10 @@ class GpuRun:
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "GpuRun":
         check_model_keys(config, training=False)  # optimizer.lr may be left out, as nothing is trained here
         home = home_of(config.parallel, gpus.count)
-        for check in (check_precision, check_keys_needed_by_keys, check_lora, check_mtp_section):
-            check(config)
+        check_precision(config)
+        check_keys_needed_by_keys(config)
         check_memory_keys(config.train, gpu=True)
-        check_parallel(config, home)
+        check_parallel(home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
         # evaluation.documents is 0), but not those of named evaluation sets.
         check_plans(config.with_sets(()), home, training=True)

@@ -341,7 +341,7 @@ def _locate_turns(
 def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
     """One span of a turn, or several where tokens inside the turn end generation."""
     name = f"messages[{turn.message}]"
-    start = _find_start(conversation, turn, tokens)
+    start = _find_answer_start(conversation, turn, tokens)
     later = (t.ends[0] for t in conversation.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1])
     end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], next(later, len(conversation.text)), name)
     if start is None:
@@ -377,7 +377,7 @@ def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
     return next((at + len(prompt) for prompt in tokens.prompts if text.startswith(prompt, at)), None)
 
 
-def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
+def _find_answer_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
     text = conversation.text
     turn_before = conversation.turn_before(turn)
     first_field = turn.fields[0]

@@ -58,7 +58,7 @@ def refuse_unsupported_model(model: nn.Module) -> None:
         )
     reasons += _forward_reasons(model)
     text = text_model(model)
-    reasons += [*_position_reasons(text), *_layer_type_reasons(text), *_convolution_reasons(text)]
+    reasons += [*_position_reasons(text), *_layer_reasons(text)]
     if reasons:
         raise ModelError(
             f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
@@ -143,7 +143,7 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
+def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
         is_known = is_indexed if kind in INDEXED else is_mixer
@@ -155,9 +155,6 @@ def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
         supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
         if layers:
             yield f"layers {items_text(layers)} are of type {kind!r}, {_CHOSEN_KEYS.get(kind, supported)}"
-
-
-def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:
     mixers = tuple(f"{name}." for name in find_mixers(model))
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
     if names := [name for name in convolutions if not name.startswith(mixers)]:

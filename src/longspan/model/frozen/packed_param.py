@@ -57,10 +57,6 @@ class PackedWeight:
         """Bytes of a row."""
         return self.format.rows.row_bytes(self.columns)
 
-    def rows_first(self, weight: Tensor) -> Tensor:
-        """Return the model's weight as (…, rows, columns) of the format."""
-        return weight.mT if self.format.transposed else weight
-
     def unpack(self, packed: Tensor, weight: Tensor) -> None:
         """Write bytes (…, rows, bytes) as the model's weight."""
         if not self.format.transposed:
@@ -123,7 +119,8 @@ def pack_parameter(
     local = parameter.detach()
     if isinstance(parameter, DTensor):
         local = parameter._local_tensor.detach()
-    local = packed_weight.rows_first(local)
+    # (…, rows, columns) of the format
+    local = local.mT if packed_weight.format.transposed else local
     rows = local.flatten(0, -2)
     if codes is not None:
         rows_here, columns_here = LocalPart.from_parameter(parameter).block

@@ -193,9 +193,7 @@ def has_temperature(module: nn.Module) -> bool:
 
 
 def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
-    """Scale queries (1, N, T, H) by positions (T,), by Llama 4's formula, if `defer_temperature` marked the module."""
-    if not getattr(module, _BY_POSITION, False):
-        return query
+    """Scale queries (1, N, T, H) by positions (T,), by Llama 4's formula: of modules of `defer_temperature`."""
     steps = torch.floor((position_ids.float() + 1.0) / module.floor_scale)
     scales = torch.log1p(steps) * module.attn_scale + 1.0
     return (query * scales[:, None]).to(query.dtype)
@@ -259,7 +257,8 @@ def sharded_attention(
         raise ModelError(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
         )
-    query = scale_queries(module, query, rows.position_ids)
+    if getattr(module, _BY_POSITION, False):
+        query = scale_queries(module, query, rows.position_ids)
     if isinstance(rows, SeparateRows):
         return attend_separately(query, key, value, scaling), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -333,7 +332,8 @@ def check_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()
     rules.check_spans(shard)
     if any(group.parents is not None for group in shard.micro_batch.groups):
         rules.check_families(training=model.training)
-    refuse_documents_beyond_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
+    if rules.position_table is not None:
+        refuse_documents_beyond_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
     return (), rules.add_kernel_argument(inputs) | {"use_cache": False}
 
 

@@ -172,11 +172,9 @@ def position_table(model: PreTrainedModel) -> PositionTable | None:
 
 
 def refuse_documents_beyond_positions(
-    table: PositionTable | None, micro_batches: Iterable[MicroBatch], padding_rows: int = 0
+    table: PositionTable, micro_batches: Iterable[MicroBatch], padding_rows: int = 0
 ) -> None:
     """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
-    if table is None:
-        return
     rows_of_documents = [
         (f"document {document} takes {rows} rows" + ("" if rows == length else f" ({length} tokens, padded)"), rows)
         for micro_batch in micro_batches
@@ -281,8 +279,6 @@ def has_bidirectional_prefix(config: PreTrainedConfig) -> bool:
 def make_layers_causal(model: nn.Module) -> None:
     """Set `is_causal`, which transformers sets False in models with prefixes; the shard has their spans."""
     config: Any = model.config
-    if not has_bidirectional_prefix(config):
-        return
     for module in model.modules():
         if getattr(module, "config", None) is config.get_text_config() and hasattr(module, "is_causal"):
             module.is_causal = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]

@@ -69,10 +69,8 @@ _Small = Mapping[str, Callable[[_Values], Any] | bool | int | list[str] | list[i
 
 
 def _defaults_where_none(**values: Any) -> _Small:
-    def value_or_default(name: str) -> Callable[[_Values], Any]:
-        return lambda small: values[name] if small.get(name) is None else small[name]
-
-    return {name: value_or_default(name) for name in values}
+    # the name is bound as a default, since a lambda would look it up when it is called
+    return {name: lambda small, key=name: values[key] if small.get(key) is None else small[key] for name in values}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,7 +182,7 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
     elif _is_mamba2(read) or read.family.shared_blocks:  # no MLP of its own: Zamba 2's counts with the shared block
         feeds = ""
     else:
-        feeds = "experts" if _layer_has_experts(read, layer) else "dense"
+        feeds = "experts" if experts_per_token(read) and _layer_has_experts(read, layer) else "dense"
     return LayerKind(attention, is_hybrid or kind in MIXING, feeds)
 
 
@@ -208,7 +208,7 @@ def _is_mamba2(read: ConfigReader) -> bool:
 
 
 def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
-    if not experts_per_token(read) or read.value("num_local_experts") == 0:
+    if read.value("num_local_experts") == 0:
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
         return layer in cast(list[int], moe_layers)

@@ -106,7 +106,8 @@ class ModelShape:
         read = ConfigReader.read_language_model(config)
         mixer = read_mixer_shape(read)
         _check_can_be_priced(read, mixer)
-        kinds = layer_kinds(read) + depth_kinds(read) * depths
+        kinds = layer_kinds(read)
+        kinds += depth_kinds(read) * depths if depths else ()
         hidden = read.count("hidden_size")
         window = sliding_window(read)
         chunk = read.count("attention_chunk_size")

@@ -374,7 +374,15 @@ class Encoding:
             # the stage whose ranks run the depths
             depths_at=language_model.pipeline_settings.pp - 1 if isinstance(language_model, PipelineModel) else 0,
         )
-        planning = {modality: _encoder_planning(encoder) for modality, encoder in model.encoder_settings.items()}
+        planning = {
+            modality: EncoderPlanning(
+                home=encoder.world.home,
+                max_rows_per_slot=encoder.max_rows_per_slot,
+                max_cp=encoder.max_cp,
+                cost=encoder.cost.shared_by(encoder.world.home.tp),
+            )
+            for modality, encoder in model.encoder_settings.items()
+        }
         plans = plan_items(items, needed_by, planning)
         self._world = world
         self._clock = DeviceClock(world.device)
@@ -424,15 +432,6 @@ class Encoding:
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
         return self._world.watch.name_collectives(part, self._world.home.ranks)
-
-
-def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
-    return EncoderPlanning(
-        home=encoder.world.home,
-        max_rows_per_slot=encoder.max_rows_per_slot,
-        max_cp=encoder.max_cp,
-        cost=encoder.cost.shared_by(encoder.world.home.tp),
-    )
 
 
 # ---- waves of a coming step, planned in a thread while another step runs

@@ -13,7 +13,10 @@ from longspan.train.step_inputs import StepInputs
 
 
 def router_terms(inputs: StepInputs, coefficients: RouterCoefficients | None) -> list[Term]:
-    """Return the term of a model's routers, none without known losses of routers; ModelError for weights of others."""
+    """Return the term of a model's routers; none for a model whose routers have no loss that is known.
+
+    Raises ModelError for coefficients of a model without such a loss.
+    """
     statistics = make_router_statistics(inputs.language_model, inputs.world, inputs.plan.tokens, coefficients)
     return [] if statistics is None else [RoutersTerm(statistics)]
 
