@@ -31,6 +31,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import clip_grad_norm, grad_norm, run_step
+from longspan.train.optim.offload_states import offload_optimizer_states
 from longspan.train.training import make_optimizer
 from tests.model.frozen.packed_models import adapted
 from tests.model.stock import prepare_untried, texts
@@ -412,6 +413,11 @@ def _refusals(rank: int) -> None:
         free = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=30, mode="free")
         with pytest.raises(PlanError, match="free mode, which keeps weights whole"):
             run_step(model, free, texts(LENGTHS), world)
+        bare = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ModelError, match=r"24 parameters of the optimizer, AdamW, wait on the host .* pass what"):
+            run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, bare)
+        wrapped = offload_optimizer_states(bare, world)
+        run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, wrapped)
 
 
 def test_what_cannot_wait_is_refused_on_every_rank() -> None:
