@@ -5,7 +5,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import clip_grad_norm, grad_norm, run_step
+from longspan.train.optim.offload_states import offload_optimizer_states
 from longspan.train.training import make_optimizer
 from tests.model.frozen.packed_models import adapted
 from tests.model.stock import prepare_untried, texts
@@ -220,13 +221,14 @@ def test_other_numbers_are_noticed(tmp_path: Path, name: str) -> None:
 ONE = Home(Layout(ranks=1), compute=None)
 
 
-def _order_of_copies(rank: int) -> list[tuple[str, int]]:
-    """Gathers ("g") and copies that begin ("c") of a step of one micro-batch, by the place of the group (root: 0)."""
+def _order_of_copies(rank: int, rows: int) -> list[tuple[str, int]]:
+    """Gathers ("g") and copies that begin ("c") of a step, by the place of the group (root: 0)."""
+    home = replace(ONE, rows=rows)
     noted = list[tuple[str, int]]()
     with World(ONE.layout, backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
         model, optimizer = open_run(ONE, world, on_host=True)
         groups: list[Any] = [*reduction_groups(fsdp_modules(model))]
-        take_steps(Home(Layout(ranks=1), compute=None, rows=80), world, model, optimizer, range(1))
+        take_steps(home, world, model, optimizer, range(1))
         fetch, unsharded = HostStore.fetch, FSDPParamGroup.wait_for_unshard
 
         def noted_fetch(store: HostStore, parameters: Any) -> None:
@@ -242,18 +244,21 @@ def _order_of_copies(rank: int) -> list[tuple[str, int]]:
 
         patched.setattr(HostStore, "fetch", noted_fetch)
         patched.setattr(FSDPParamGroup, "wait_for_unshard", noted_wait)
-        take_steps(Home(Layout(ranks=1), compute=None, rows=80), world, model, optimizer, range(1, 2))
+        take_steps(home, world, model, optimizer, range(1, 2))
         assert all(p.staged is None for group in groups for p in group.waiting)
     return [*dict.fromkeys(noted[: noted.index(("g", 1))]), *noted[noted.index(("g", 1)) :]]
 
 
 def test_copies_begin_a_group_ahead_forward_and_backward() -> None:
-    (order,) = run_ranks(_order_of_copies, 1)
+    one_pass, two_passes = (run_ranks(_order_of_copies, 1, rows)[0] for rows in (80, 40))
+    order = one_pass
     layers = max(place for _, place in order)
     forward = [("g", 0), ("c", 0), ("c", 1)]
     forward += [step for i in range(1, layers + 1) for step in (("g", i), ("c", i + 1))][:-1]
     backward = [("c", layers), *(step for i in range(layers, 0, -1) for step in (("g", i), ("c", i - 1)))][:-1]
     assert order == forward + backward
+    # the next pass of a step finds the root's copies, which begin with the last gather
+    assert two_passes == [*forward, *backward, ("c", 0), ("g", 0), *forward[2:], *backward]
 
 
 def _stale_copies(rank: int) -> list[bool]:
@@ -308,16 +313,16 @@ def _after_an_error(rank: int) -> list[Any]:
     home = Home(Layout(ranks=2), rows=20)
     results = list[Any]()
     with World(home.layout, backend=backend(), timeout=60) as world:
-        for breaks in (False, True):
+        for breaks_in in (None, 0, 1):  # passes of a step, the last among them
             model, optimizer = open_run(home, world, on_host=True)
             figures = take_steps(home, world, model, optimizer, range(1))
-            if breaks:
+            if breaks_in is not None:
                 layer = model.model.layers[0]
                 passes = iter(range(9))
 
-                def fail(*_: Any, passes: Any = passes) -> None:
-                    if next(passes) == 1:
-                        raise BrokenError("in the second backward pass")
+                def fail(*_: Any, passes: Any = passes, breaks_in: int = breaks_in) -> None:
+                    if next(passes) == breaks_in:
+                        raise BrokenError("in a backward pass")
 
                 handle = layer.register_full_backward_hook(fail)
                 with pytest.raises(BrokenError):
@@ -331,8 +336,8 @@ def _after_an_error(rank: int) -> list[Any]:
 
 
 def test_an_error_in_a_backward_pass_leaves_no_half_gradient() -> None:
-    for straight, broken in run_ranks(_after_an_error, 2):
-        assert straight == broken
+    for straight, *broken in run_ranks(_after_an_error, 2):
+        assert broken == [straight, straight]
 
 
 # ---- memory
@@ -412,6 +417,11 @@ def _refusals(rank: int) -> None:
         free = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=30, mode="free")
         with pytest.raises(PlanError, match="free mode, which keeps weights whole"):
             run_step(model, free, texts(LENGTHS), world)
+        bare = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ModelError, match=r"24 parameters of the optimizer, AdamW, wait on the host .* pass what"):
+            run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, bare)
+        wrapped = offload_optimizer_states(bare, world)
+        run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, wrapped)
 
 
 def test_what_cannot_wait_is_refused_on_every_rank() -> None:

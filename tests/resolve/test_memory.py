@@ -74,6 +74,7 @@ def test_keys_by_hand_are_not_chosen() -> None:
         ({"train.offload_optimizer_states": True}, FixedMemory(offload_optimizer_states=True)),
         ({"train.offload_weights": True}, FixedMemory(offload_weights=True)),
         ({"optimizer.class": "torch.optim.NAdam"}, FixedMemory(offload_optimizer_states=False)),
+        ({"optimizer.class": "torch.optim.Adafactor"}, FixedMemory(**dict.fromkeys(names[3:], False))),
         ({"optimizer.class": "tests.resolve.test_memory.Mine"}, FixedMemory(**dict.fromkeys(names[3:], False))),
         ({"train.plan_memory": False}, FixedMemory(measure="none", mlp_tile_tokens=0, segment_layers=0, **off)),
     ]

@@ -57,6 +57,7 @@ from longspan.errors import CheckpointError, CommError, plural
 from longspan.model.adapters import entries_trained_with_adapter
 from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.replaced_parameters import refuse_other_parameters
+from longspan.train.optim.offload_states import OffloadedStates
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
@@ -284,6 +285,8 @@ def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[
             "optimizer": {},
         }
     refuse_other_parameters(model, optimizer)
+    if isinstance(optimizer, OffloadedStates):
+        optimizer.drop_failed_update()
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)

@@ -1,6 +1,6 @@
 """Weights that wait in the host's memory, with their gradients: FSDP2 gathers copies, and its sums go back there.
 
-A copy to the device begins when FSDP2 gathers the group of parameters before. Sums of gradients leave on FSDP2's own
+A copy to the device begins when FSDP2 gathers the group of parameters before, in the next pass of a step too. Sums of gradients leave on FSDP2's own
 stream, which adds those of earlier passes first. On a CPU the same code copies at once.
 """
 
@@ -54,6 +54,7 @@ class HostStore:
         self.arena = HostArena(device, bytes)
         self.groups = list[HostParamGroup]()  # the root's first
         self.last_in_forward: HostParamGroup | None = None
+        self.root_is_ahead = False  # its copies are for the next pass of a step: weights stay as they are
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -162,7 +163,7 @@ class HostParamGroup(FSDPParamGroup):
         """FSDP2 calls it a group ahead in backward passes. A pass begins with the root's, before which weights may
         have changed.
         """
-        if self is self.store.groups[0] and self.is_sharded:
+        if self is self.store.groups[0] and self.is_sharded and not self.store.root_is_ahead:
             for group in self.store.groups:
                 self.store.free(group.waiting)
         ahead = self._training_state == TrainingState.PRE_BACKWARD
@@ -171,23 +172,34 @@ class HostParamGroup(FSDPParamGroup):
         super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        """A forward pass gathers a group when it runs; the next one's copies begin here."""
+        """A forward pass gathers a group when it runs; the next one's copies begin here, those of the root of the next
+        pass with the last gather of a backward pass.
+        """
         is_gathered_now = self._all_gather_result is not None
         super().wait_for_unshard()
         if not is_gathered_now:
             return
-        self.store.free(self.waiting)
+        store = self.store
+        root = store.groups[0]
+        store.free(self.waiting)
+        if self is root:
+            store.root_is_ahead = False
         if self._training_state == TrainingState.FORWARD:
-            if self.store.last_in_forward is not None:
-                self.store.last_in_forward.follower = self
-            self.store.last_in_forward = self
+            if store.last_in_forward is not None:
+                store.last_in_forward.follower = self
+            store.last_in_forward = self
             if self.follower is not None and self.follower.is_sharded:
-                self.store.fetch(self.follower.waiting)
+                store.fetch(self.follower.waiting)
+        elif self is root.follower and not self.all_reduce_grads:  # `defer_until_last_pass`: a pass follows
+            store.root_is_ahead = True
+            store.fetch(root.waiting)
 
     def reshard(self) -> None:
-        """Free copies of what was not gathered too, as after an error."""
+        """Free copies of what was not gathered too, as after an error, but for those of the next pass."""
         super().reshard()
-        self.store.free(self.waiting)
+        if self._training_state == TrainingState.IDLE:
+            self.store.free(self.waiting)
+            self.store.root_is_ahead = False
 
 
 def _own_view(memory: HostRange, like: Tensor) -> Tensor:

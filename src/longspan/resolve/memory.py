@@ -13,7 +13,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
-from longspan.plan.memory.settings import known_state_numbers
+from longspan.plan.memory.settings import UPDATES_PARTS, known_state_numbers
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     off = False if by_hand else None  # of a key that is not set
     # A class of another package may update the parts of a parameter together; adapters stay on the device.
     name = config.optimizer.class_
-    updates_parts = not config.optimizer.moments and (name in ("adamw", "sgd") or name.startswith("torch.optim."))
+    updates_parts = name in UPDATES_PARTS and not config.optimizer.moments
     can_offload = updates_parts and name in ("adamw", "sgd")
     return FixedMemory(
         measure=given_checkpointing(train) or ("none" if by_hand else None),

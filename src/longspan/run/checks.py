@@ -17,7 +17,6 @@ from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import (
     RANDOM,
     BestFigure,
-    OptimizerSection,
     RunConfig,
     check_memory_keys,
     held_out_set,
@@ -30,6 +29,7 @@ from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.kernel_names import KERNEL_NAMES
+from longspan.plan.memory.settings import UPDATES_PARTS
 from longspan.resolve.choice import PlannerConfig, check_planner_exists, home_of
 from longspan.resolve.memory import read_run_machine
 from longspan.run.loggers import check_logger
@@ -273,21 +273,12 @@ def check_optimizer(config: RunConfig) -> None:
     keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
     if config.train.offload_weights and not config.lora.rank:  # adapters, and their moments, stay on the device
         keys.append("train.offload_weights")
-    if keys and not _updates_parts(optimizer):
+    if keys and (optimizer.moments or optimizer.class_ not in UPDATES_PARTS):
         moments = f" with optimizer.moments = {optimizer.moments!r}" if optimizer.moments else ""
         raise ConfigError(
             f"{keys[0]} is true, and optimizer.class {optimizer.class_!r}{moments} is not known to update each number "
             "by itself, as moments on the host need; leave it out, or use adamw without optimizer.moments"
         )
-
-
-def _updates_parts(optimizer: OptimizerSection) -> bool:
-    if optimizer.class_ in ("adamw", "sgd"):
-        return not optimizer.moments
-    from longspan.train.optim.offload_states import STATES
-    from longspan.train.optim.optimizer import optimizer_class
-
-    return optimizer_class(optimizer.class_) in STATES
 
 
 # ---- plans

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.data.document import count_targets
 from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.kinds import has_weights_on_host, is_multimodal, is_pipeline
+from longspan.model.kinds import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
 from longspan.model.layers import score_columns
 from longspan.model.seams.call_rules import (
     call_rules,
@@ -23,6 +23,7 @@ from longspan.model.seams.call_rules import (
     refuse_unprepared_model,
 )
 from longspan.plan import Plan
+from longspan.train.optim.offload_states import OffloadedStates
 
 if TYPE_CHECKING:
     from longspan.plan.items.encoding_plan import ItemTable
@@ -232,13 +233,23 @@ def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
 
 
 def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
-    """Raise ModelError for an update without gradients or that torch's kernels refuse, or a norm that clips nothing."""
+    """Raise ModelError for an update without gradients, that torch's kernels refuse, or of parameters on the host; or a
+    norm that clips nothing.
+    """
     if optimizer is not None and not backward:
         raise ModelError(
             "an optimizer without backward has no gradients; leave out one of optimizer, backward=False"
         )
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+    groups = [] if optimizer is None else optimizer.param_groups
+    for index, group in enumerate(groups):
         _refuse_mixed_parameters(index, group)
+    waiting = sum(waits_on_host(parameter) for group in groups for parameter in group["params"])
+    if waiting and not isinstance(optimizer, OffloadedStates):
+        raise ModelError(
+            f"{waiting} parameters of the optimizer, {type(optimizer).__name__}, wait on the host (offload_weights), "
+            "where it cannot update them; pass what longspan.train.offload_optimizer_states(optimizer, world) "
+            "returns, which brings them to the device"
+        )
     if max_grad_norm is not None and optimizer is None:
         raise ModelError(f"max_grad_norm {max_grad_norm} without an optimizer clips nothing; pass both, or neither")
 

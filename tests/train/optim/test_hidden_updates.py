@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longspan.checkpoint.checkpoint import save_checkpoint
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.errors import ModelError
@@ -227,19 +227,30 @@ def test_a_layer_waits_for_its_own_parameters_and_frees_their_gradients() -> Non
 def _fails(rank: int, root: Path) -> None:
     home = Layout(1)
     with World(home, backend=backend(), timeout=60) as world:
-        model, optimizer = _open(CASES["one rank"], world, hidden=True)
         plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=64)
+        straight = _open(CASES["one rank"], world, hidden=True)
+        for step in (1, 2, 3):
+            expected = run_step(straight[0], plan, texts(LENGTHS), world, straight[1], step=step)
+        model, optimizer = _open(CASES["one rank"], world, hidden=True)
         run_step(model, plan, texts(LENGTHS), world, optimizer, step=1)
+        saved = save_checkpoint(root, model, optimizer, world, step=1)
+        run_step(model, plan, texts(LENGTHS), world, optimizer, step=2)
         with pytest.MonkeyPatch.context() as patched:
             store = offload_states._Update._store_bucket
             patched.setattr(offload_states._Update, "_store_bucket", _third_time_fails(store))
             with pytest.raises(MemoryError) as caught:
-                run_step(model, plan, texts(LENGTHS), world, optimizer, step=2)
+                run_step(model, plan, texts(LENGTHS), world, optimizer, step=3)
         assert "an update failed after 2 of" in caught.value.__notes__[0]
         save = partial(save_checkpoint, root, model, optimizer, world, step=1)
         for read in (save, optimizer.state_dict, optimizer.step):
             with pytest.raises(ModelError, match=r"failed after 2 of \d+ buckets: .* start again from a checkpoint"):
                 read()
+        load_checkpoint(saved, model, optimizer, world)
+        for step in (2, 3):
+            result = run_step(model, plan, texts(LENGTHS), world, optimizer, step=step)
+        assert (result.loss, result.grad_norm) == (expected.loss, expected.grad_norm)
+        contents, others = (_contents(*run) for run in ((model, optimizer), straight))
+        assert all(map(torch.equal, contents.values(), others.values()))
 
 
 def _third_time_fails(method: Any) -> Any:
@@ -254,5 +265,5 @@ def _third_time_fails(method: Any) -> Any:
     return store
 
 
-def test_an_update_that_fails_between_two_layers_is_not_saved(tmp_path: Path) -> None:
+def test_an_update_that_fails_between_two_layers_is_not_saved_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
     run_ranks(_fails, 1, tmp_path)

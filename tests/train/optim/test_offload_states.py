@@ -16,8 +16,14 @@ from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
 from longspan.model.activations import host_offload
 from longspan.model.kinds import HOST_STORE
+from longspan.plan.memory.settings import UPDATES_PARTS
 from longspan.testing import backend, run_ranks
-from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states, total_state_bytes
+from longspan.train.optim.offload_states import (
+    STATES,
+    OffloadedStates,
+    offload_optimizer_states,
+    total_state_bytes,
+)
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
 from longspan.train.optim.optimizer import OptimizerChoice
 
@@ -173,6 +179,10 @@ def test_host_and_device_hold_what_they_say() -> None:
 
 class OfOnesOwn(optim.SGD):
     """May update parameters together."""
+
+
+def test_keys_and_classes_name_the_same_optimizers() -> None:
+    assert {getattr(optim, name.rpartition(".")[2]) for name in UPDATES_PARTS[2:]} | {OnePassAdamW} == {*STATES}
 
 
 def _refusals(rank: int) -> None:

@@ -67,6 +67,11 @@ BUNDLE_NUMBERS = 1 << 26
 """Numbers of matrices that a rank gathers and orthogonalizes at a time under muon; of larger matrices one."""
 
 
+# optimizer.class of those that update each number of a parameter by itself
+_OF_TORCH = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+UPDATES_PARTS = ("adamw", "sgd", *(f"torch.optim.{name}" for name in _OF_TORCH))
+
+
 def _names_experts(target: str) -> bool:
     return target.split(".")[-2:-1] == ["experts"]
 

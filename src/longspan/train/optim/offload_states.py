@@ -300,6 +300,11 @@ class OffloadedStates(Optimizer):
             self._update.finish()
             self._update = None
 
+    def drop_failed_update(self) -> None:
+        """Forget an update that failed between two buckets, once parameters and states are to be loaded anew."""
+        if self._update is not None and self._update.failure:
+            self._update = None
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any optimizer; an update that was begun keeps the gradients that it needs, but not their zeros."""
         if not set_to_none:
@@ -308,6 +313,7 @@ class OffloadedStates(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; moments go to the host, `small` numbers through the inner optimizer."""
+        self.drop_failed_update()
         self.finish_step()
         state_dict = {**state_dict}
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -383,7 +389,7 @@ class _Update:
         self._event: torch.cuda.Event | None = None  # after the last bucket that was waited for
         self._stream: torch.cuda.Stream | None = None  # None: that of the caller
         self._replaced = dict[Any, str]()  # objects, and the method in whose place one of here stands
-        self._failure = ""
+        self.failure = ""
         inner = optimizer.inner
         self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None
         self._before = {p: {**optimizer.host_states.get(p, {})} for p in self._last_bucket}
@@ -407,8 +413,8 @@ class _Update:
 
     def finish(self) -> None:
         """Update what waits; the current stream waits for it, and the host for the states."""
-        if self._failure:
-            raise ModelError(self._failure)
+        if self.failure:
+            raise ModelError(self.failure)
         self._leave_replaced()
         try:
             self._launch_buckets(self._total)
@@ -452,11 +458,11 @@ class _Update:
                     self._launched += 1
         except BaseException as error:
             if self._launched or self._replaced:
-                self._failure = (
+                self.failure = (
                     f"an update failed after {self._launched} of {self._total} buckets: their parameters and moments "
                     "are updated, the others are not; start again from a checkpoint"
                 )
-                error.add_note(self._failure)
+                error.add_note(self.failure)
                 self._leave_replaced()
                 self._copies.wait_for_all()
             raise
