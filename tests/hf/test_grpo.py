@@ -155,7 +155,7 @@ def train_with_shared_prompts(run: Run, train: Any) -> Any:
         return shared
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longspan.hf.steps.share_prefixes", share)
+        patch.setattr("longspan.train.families.share_prefixes", share)
         trainer = train(run)
     run.kept["prefixes"] = max(found, default=0)
     return trainer

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from longspan.data.document import Document, count_targets
+from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
 
@@ -68,8 +69,9 @@ def share_prefixes(
 
     A prefix has at least `least_rows` rows, which no prefix that it continues has; prefixes may continue each other.
     `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
-    with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`) share; any
-    other stays as it is. Raises DataError for a document that has a parent already, and numbers below 1.
+    with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`,
+    `ScoredDocument`) share; any other stays as it is. Raises DataError for a document that has a parent already, and
+    numbers below 1.
     """
     for name, value in (("least_rows", least_rows), ("max_rows", max_rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -99,14 +101,15 @@ class _Family(NamedTuple):
 
 
 def _shareable_rows(number: int, document: Any) -> int:
-    """The rows before the one that predicts the first target; at least one row stays in the document itself."""
+    """The rows before the one that predicts the first target, or the first that has a score; at least one stays."""
     if getattr(document, "parent", -1) >= 0:
         raise DataError(
             f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
         )
-    if type(document) is not Document:
+    if type(document) not in (Document, ScoredDocument):
         return 0
-    is_target = document.labels()[1:] != NO_TARGET
+    ahead = 0 if isinstance(document, ScoredDocument) else 1  # a row predicts the next token
+    is_target = document.labels()[ahead:] != NO_TARGET
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
