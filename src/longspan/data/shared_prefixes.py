@@ -4,7 +4,7 @@ Only rows that predict no token are shared. The row that predicts a document's f
 the first row of its branch: so labels, losses and numbers of tokens are each in one document, as before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -55,7 +55,12 @@ class SharedDocuments(Sequence[Any]):
 
 
 def share_prefixes(
-    documents: Sequence[Any], *, least_rows: int = 256, max_rows: int | None = None
+    documents: Sequence[Any],
+    *,
+    least_rows: int = 256,
+    max_rows: int | None = None,
+    depths: int = 0,
+    length_class: Callable[[int], Any] | None = None,
 ) -> SharedDocuments:
     """Find prefixes that documents of a step share, so that each is computed once.
 
@@ -70,22 +75,25 @@ def share_prefixes(
     A prefix has at least `least_rows` rows, which no prefix that it continues has; prefixes may continue each other.
     `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
     with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`,
-    `ScoredDocument`) share; any other stays as it is. Raises DataError for a document that has a parent already, and
-    numbers below 1.
+    `ScoredDocument`) share; any other stays as it is. A prefix ends `depths` rows earlier, as its rows at a depth of
+    multi-token prediction (`mtp=` of the step) read so many tokens ahead. Documents share whose lengths are of one
+    `length_class`, where a model's rotary frequencies depend on it. Raises DataError for a document that has a parent
+    already, and numbers below 1.
     """
     for name, value in (("least_rows", least_rows), ("max_rows", max_rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DataError(f"{name} is {value!r}; give an integer of at least 1")
-    rows = [_shareable_rows(number, document) for number, document in enumerate(documents)]
+    # depths read as many tokens behind a prefix: these are of its documents too
+    rows = [_shareable_rows(number, document) - depths for number, document in enumerate(documents)]
     families = list[_Family]()
     left_out = 0
-    for numbers in _candidates(documents, rows, least_rows):
-        for family in _divide(documents, rows, numbers, least_rows, max_rows):
+    for numbers in _candidates(documents, rows, least_rows, depths, length_class):
+        for family in _divide(documents, rows, numbers, least_rows, max_rows, depths):
             if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
                 families.append(family)
             else:
                 left_out += len(family.documents)
-    return _cut_documents(documents, families, left_out)
+    return _cut_documents(documents, families, left_out, depths)
 
 
 class _Family(NamedTuple):
@@ -113,27 +121,35 @@ def _shareable_rows(number: int, document: Any) -> int:
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
-def _candidates(documents: Sequence[Any], rows: list[int], least: int) -> Iterator[list[int]]:
-    """Yield the documents with the same first `least` ids, sorted by the ids that they may share."""
-    same_start: dict[bytes, list[int]] = {}
+def _candidates(
+    documents: Sequence[Any],
+    rows: list[int],
+    least: int,
+    depths: int,
+    length_class: Callable[[int], Any] | None,
+) -> Iterator[list[int]]:
+    """Yield the documents with the same first ids, sorted by the ids that they may share."""
+    same_start: dict[Any, list[int]] = {}
     for number, count in enumerate(rows):
         if count >= least:
-            same_start.setdefault(documents[number].ids[:least].tobytes(), []).append(number)
+            document = documents[number]
+            key = document.ids[: least + depths].tobytes(), length_class and length_class(len(document))
+            same_start.setdefault(key, []).append(number)
     for numbers in same_start.values():
         if len(numbers) > 1:
             # in this order documents with a common prefix follow each other
-            yield sorted(numbers, key=lambda number: documents[number].ids[: rows[number]].astype(">i8").tobytes())
+            yield sorted(numbers, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
 
 
 def _divide(
-    documents: Sequence[Any], rows: list[int], numbers: list[int], least: int, max_rows: int | None
+    documents: Sequence[Any], rows: list[int], numbers: list[int], least: int, max_rows: int | None, depths: int
 ) -> Iterator[_Family]:
     """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
     common = [0]  # of each document, the first rows that the one before has as well
     for one, other in pairwise(numbers):
-        count = min(rows[one], rows[other])
+        count = min(rows[one], rows[other]) + depths
         differs = documents[one].ids[:count] != documents[other].ids[:count]
-        common.append(int(differs.argmax()) if differs.any() else count)
+        common.append(int(differs.argmax() if differs.any() else count) - depths)
     start = 0
     total = 0
     for index, number in enumerate(numbers):
@@ -171,7 +187,9 @@ def _make_family(
     return _Family(numbers, prefix, prefixes, sum(own) + sum(shared))
 
 
-def _cut_documents(documents: Sequence[Any], families: list[_Family], left_out: int) -> SharedDocuments:
+def _cut_documents(
+    documents: Sequence[Any], families: list[_Family], left_out: int, depths: int
+) -> SharedDocuments:
     cut = list(documents)
     parents = [-1] * len(cut)
     starts = [0] * len(cut)
@@ -180,7 +198,7 @@ def _cut_documents(documents: Sequence[Any], families: list[_Family], left_out: 
         for depth, parent, example in family.prefixes:
             start = family.prefixes[parent][0] if parent >= 0 else 0
             parents.append(first + parent if parent >= 0 else -1)
-            cut.append(documents[example].part(start, depth, parents[-1]))
+            cut.append(documents[example].part(start, depth, parents[-1], depths))
         for number, prefix in zip(family.documents, family.prefix, strict=True):
             if prefix >= 0:
                 starts[number] = family.prefixes[prefix][0]

@@ -299,7 +299,7 @@ class StepsPart(StockTrainer):
         }
 
     def _share_prefixes(self, model: Any, documents: Sequence[Document], *, training: bool) -> Sequence[Document]:
-        return share_where_exact(model, documents, self._choices[training], self.world.home, training=training)
+        return share_where_exact(model, documents, self._choices[training], self.world, training=training)
 
     def _cached_plan(self, documents: Sequence[Document], *, training: bool) -> Any:
         """The last plan is kept, as both passes of a step have the same."""

@@ -256,7 +256,7 @@ class LongspanEngine(BaseEngine):
         parents = None
         if not of_items:
             choice = settings.planner_choice(**options)
-            documents = share_where_exact(self.module, documents, choice, home, training=not forward_only)
+            documents = share_where_exact(self.module, documents, choice, self.world, training=not forward_only)
             parents = [document.parent for document in documents]
         lengths = [len(documents[d]) for d in range(len(documents))]
         return documents, settings.plan_samples(lengths, home, parents=parents, **options)

@@ -14,7 +14,8 @@ from longspan.train.step_inputs import StepInputs
 
 def router_terms(inputs: StepInputs, coefficients: RouterCoefficients | None) -> list[Term]:
     """Return the term of a model's routers, none without known losses of routers; ModelError for weights of others."""
-    statistics = make_router_statistics(inputs.language_model, inputs.world, inputs.plan.tokens, coefficients)
+    tokens = inputs.plan.separate_tokens  # a shared row counts in each document that has it
+    statistics = make_router_statistics(inputs.language_model, inputs.world, tokens, coefficients)
     return [] if statistics is None else [RoutersTerm(statistics)]
 
 
