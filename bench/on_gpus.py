@@ -193,6 +193,7 @@ RUNS = (
             ("eight", "--same 8x32768 --context.max_tokens_per_slot 32768", 260),
         )
     ),
+    GpuRun("families-prefix-grouper", 90, "{python} bench/peers/prefix_grouper.py --out {out}", gpus=1),
     GpuRun("one-peer", 560, "{python} bench/training/one_gpu_peer.py --mode float32 --out {out}", gpus=1),
     GpuRun("frozen-peer", 400, "{python} bench/training/one_gpu_peer.py --mode qlora --out {out}", gpus=1),
     GpuRun(
