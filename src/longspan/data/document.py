@@ -215,6 +215,7 @@ class SyntheticDocument:
     number: int
     length: int
     vocabulary: int
+    parent: int = -1
 
     def __len__(self) -> int:
         return self.length

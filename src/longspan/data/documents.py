@@ -8,9 +8,9 @@ and `hashes.npy` (of the row's tokens) if this version of longspan made it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ class Corpus:
             raise DataError(
                 f"{documents_folder} is not a corpus: {error}; remove it and it is built again"
             ) from error
+        self.folder: Path = folder
         self.rows_read = 0
         self.pad = -1  # no token: the last has the score
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
@@ -92,6 +93,10 @@ class Corpus:
                     f"{folder} is damaged: {name} has {len(array)} tokens, corpus.json wants {self.manifest.tokens}; "
                     "remove the folder and it is built again"
                 )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the folder again."""
+        return Corpus, (self.folder,)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -134,6 +139,21 @@ class Corpus:
     def file_of(self, document: int) -> int:
         return int(self._origins[document])
 
+    def tokens_of(self, document: int) -> npt.NDArray[Any]:
+        """Return the token ids of a document, as they are stored: none is read until it is looked at."""
+        return self._stored(self._tokens, document)
+
+    def count_rows_before_targets(self, document: int) -> int:
+        """Count the rows of a document before the one that predicts its first target; without any, all but one."""
+        if self._codes is None:
+            return 0
+        is_target = self._stored(self._codes, document)[1:] != NOTHING
+        return int(is_target.argmax()) if is_target.any() else len(is_target)
+
+    def _stored(self, values: Any, document: int) -> npt.NDArray[Any]:
+        start = int(self._offsets[document])
+        return values[start : start + int(self.lengths[document])]
+
     def read(self, document: int, positions: Integers) -> Integers:
         """Read the token ids of a document at these positions."""
         self.rows_read += len(positions)
@@ -171,23 +191,39 @@ def decode_labels(ids: Integers, codes: npt.NDArray[Any]) -> Integers:
 
 @dataclass(frozen=True)
 class CorpusDocument:
-    """A lazy view of one document: indexed by an array of positions, it reads the tokens there."""
+    """A lazy view of one document: indexed by an array of positions, it reads the tokens there.
+
+    A `part` begins at token `start` of the document, and continues the `parent` of its step; it may read tokens `ahead`
+    of its own.
+    """
 
     corpus: Corpus
     number: int
     length: int
+    start: int = 0
+    parent: int = -1
+    ahead: int = 0
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, positions: Any) -> Integers:
-        return self.corpus.read(self.number, self._check_positions(positions))
+        return self.corpus.read(self.number, self._positions_in_whole(positions))
 
-    def _check_positions(self, positions: Any) -> Integers:
+    @property
+    def ids(self) -> npt.NDArray[Any]:
+        """The token ids (length,), read as far as they are looked at."""
+        return self.corpus.tokens_of(self.number)[self.start : self.start + self.length]
+
+    def part(self, start: int, stop: int, parent: int = -1, ahead: int = 0) -> Self:
+        """Return tokens `start` to `stop` as a document that continues `parent`, as `Document.part` does."""
+        return replace(self, start=self.start + start, length=stop - start, parent=parent, ahead=ahead)
+
+    def _positions_in_whole(self, positions: Any) -> Integers:
         rows = np.asarray(positions, dtype=np.int64)
-        if rows.size and not (rows.min() >= 0 and rows.max() < self.length):
+        if rows.size and not (rows.min() >= 0 and rows.max() < self.length + self.ahead):
             raise IndexError(f"positions {rows.min()} to {rows.max()} of a document of {self.length} tokens")
-        return rows
+        return rows + self.start
 
 
 @dataclass(frozen=True)
@@ -196,11 +232,18 @@ class LabelledCorpusDocument(CorpusDocument):
 
     @property
     def targets(self) -> int:
+        """All of the document's, in the part that ends it: prefixes have none."""
         assert self.corpus.targets is not None
-        return int(self.corpus.targets[self.number])
+        ends = self.start + self.length == self.corpus.lengths[self.number]
+        return int(self.corpus.targets[self.number]) if ends else 0
+
+    @property
+    def shareable_rows(self) -> int:
+        """The rows of the whole document that other documents may have too: they predict nothing."""
+        return self.corpus.count_rows_before_targets(self.number)
 
     def labels(self, positions: Integers) -> Integers:
-        return self.corpus.read_labels(self.number, self._check_positions(positions))
+        return self.corpus.read_labels(self.number, self._positions_in_whole(positions))
 
 
 @dataclass(frozen=True)
@@ -210,18 +253,21 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
     makes_scores = True
 
     def labels(self, positions: Integers) -> Integers:
-        return np.where(self._check_positions(positions) == self._scored_row(), 0, NO_TARGET)
+        return np.where(self._positions_in_whole(positions) == self.shareable_rows, 0, NO_TARGET)
 
     def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
         assert self.corpus.labels is not None
         table = np.repeat(self.corpus.labels[[self.number]], len(positions), axis=0)
         return label_columns(table) if self.corpus.unit == 1 else {}
 
-    def _scored_row(self) -> int:
-        for stop in range(self.length, 0, -_TAIL):  # as `ScoredDocument` chooses it
-            positions = np.arange(max(stop - _TAIL, 0), stop)
-            if len(others := positions[self[positions] != self.corpus.pad]):
-                return int(others[-1])
+    @property
+    def shareable_rows(self) -> int:
+        """The place of the row that has the score."""
+        ids = self.corpus.tokens_of(self.number)
+        for stop in range(len(ids), 0, -_TAIL):  # as `ScoredDocument` chooses it
+            first = max(stop - _TAIL, 0)
+            if len(others := np.flatnonzero(ids[first:stop] != self.corpus.pad)):
+                return first + int(others[-1])
         return 0
 
 

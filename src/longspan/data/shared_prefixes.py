@@ -11,9 +11,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from longspan.data.document import Document, count_targets
+from longspan.data.documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
+
+LEAST_ROWS = 256  # of a prefix
+LengthClass = Callable[[int], Any]  # equal for documents of lengths of which a model computes a row alike
+_KINDS = (Document, ScoredDocument, LabelledCorpusDocument, ScoredCorpusDocument)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -22,13 +27,15 @@ class SharedDocuments(Sequence[Any]):
 
     `shared[d]` for a d that `share_prefixes` was given is the rest of document d, after `prefix_lengths[d]` tokens that
     lie in other documents; it has all of d's targets and their numbers. The prefixes stand behind. `parents[d]` is the
-    document whose rows come before those of `shared[d]`, −1 for none. `left_out` were longer than `max_rows` allows.
+    document whose rows come before those of `shared[d]`, −1 for none. `whole` are the documents that were given,
+    `left_out` of them longer than `max_rows` allows.
     """
 
     documents: tuple[Any, ...]
     parents: tuple[int, ...]
     prefix_lengths: tuple[int, ...]
     left_out: int = 0
+    whole: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -57,10 +64,10 @@ class SharedDocuments(Sequence[Any]):
 def share_prefixes(
     documents: Sequence[Any],
     *,
-    least_rows: int = 256,
+    least_rows: int = LEAST_ROWS,
     max_rows: int | None = None,
     depths: int = 0,
-    length_class: Callable[[int], Any] | None = None,
+    length_class: LengthClass | None = None,
 ) -> SharedDocuments:
     """Find prefixes that documents of a step share, so that each is computed once.
 
@@ -75,74 +82,134 @@ def share_prefixes(
     A prefix has at least `least_rows` rows, which no prefix that it continues has; prefixes may continue each other.
     `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
     with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`,
-    `ScoredDocument`) share; any other stays as it is. A prefix ends `depths` rows earlier, as its rows at a depth of
-    multi-token prediction (`mtp=` of the step) read so many tokens ahead. Documents share whose lengths are of one
-    `length_class`, where a model's rotary frequencies depend on it. Raises DataError for a document that has a parent
-    already, and numbers below 1.
+    `ScoredDocument`, those of a corpus) share; any other stays as it is. A prefix ends `depths` rows earlier, as its
+    rows at a depth of multi-token prediction (`mtp=` of the step) read so many tokens ahead. Only documents share whose
+    lengths are of one `length_class`, where a model's rotary frequencies depend on it. Raises DataError for a document
+    that has a parent already, and numbers below 1.
     """
     for name, value in (("least_rows", least_rows), ("max_rows", max_rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DataError(f"{name} is {value!r}; give an integer of at least 1")
-    # depths read as many tokens behind a prefix: these are of its documents too
-    rows = [_shareable_rows(number, document) - depths for number, document in enumerate(documents)]
+    families = find_families(documents, least_rows, max_rows, depths, length_class)
+    return cut_documents(documents, *families, depths=depths)
+
+
+class Families(NamedTuple):
+    """Rows and parents of documents once their prefixes, which stand behind them, are apart (`SharedDocuments`)."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    left_out: int = 0
+
+
+def find_families(
+    documents: Sequence[Any],
+    least_rows: int = LEAST_ROWS,
+    max_rows: int | None = None,
+    depths: int = 0,
+    length_class: LengthClass | None = None,
+) -> Families:
+    """Find what `share_prefixes` cuts; of documents that begin unlike all others only the first ids are read."""
     families = list[_Family]()
     left_out = 0
+    rows = dict[int, int]()
     for numbers in _candidates(documents, rows, least_rows, depths, length_class):
         for family in _divide(documents, rows, numbers, least_rows, max_rows, depths):
             if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
                 families.append(family)
             else:
                 left_out += len(family.documents)
-    return _cut_documents(documents, families, left_out, depths)
+    lengths = [len(document) for document in documents]
+    parents = [-1] * len(lengths)
+    for family in families:
+        first = len(lengths)
+        for number, prefix in zip(family.documents, family.prefix, strict=True):
+            if prefix >= 0:
+                lengths[number] -= family.prefixes[prefix][0]
+                parents[number] = first + prefix
+        for depth, parent in family.prefixes:
+            lengths.append(depth - (family.prefixes[parent][0] if parent >= 0 else 0))
+            parents.append(first + parent if parent >= 0 else -1)
+    return Families(tuple(lengths), tuple(parents), left_out)
+
+
+def cut_documents(
+    documents: Sequence[Any], lengths: Sequence[int], parents: Sequence[int], left_out: int = 0, *, depths: int = 0
+) -> SharedDocuments:
+    """Cut documents as `Families` or a plan of theirs says: no token is read."""
+    count = len(documents)
+    starts = [0] * len(parents)
+    for part in (*range(count, len(parents)), *range(count)):  # prefixes stand behind those that they continue
+        if (parent := parents[part]) >= 0:
+            starts[part] = starts[parent] + lengths[parent]
+    source = [*range(count), *[-1] * (len(parents) - count)]  # a document that has the part
+    for document in range(count):
+        part = parents[document]
+        while part >= 0 and source[part] < 0:
+            source[part] = document
+            part = parents[part]
+    cut = list(documents)
+    for part, (start, length, parent) in enumerate(zip(starts, lengths, parents, strict=True)):
+        if part >= count:
+            cut.append(documents[source[part]].part(start, start + length, parent, depths))
+        elif start:
+            cut[part] = documents[part].part(start, start + length, parent)
+    return SharedDocuments(tuple(cut), tuple(parents), tuple(starts[:count]), left_out, documents)
 
 
 class _Family(NamedTuple):
-    """Documents in the order of their ids, and their prefixes as (rows, index of the one continued, a document of it).
+    """Documents in the order of their ids, and their prefixes as (rows, index of the one continued).
 
     `prefix` has for each document the index of the prefix that it continues; `rows` are those of all.
     """
 
     documents: list[int]
     prefix: list[int]
-    prefixes: list[tuple[int, int, int]]
+    prefixes: list[tuple[int, int]]
     rows: int
 
 
-def _shareable_rows(number: int, document: Any) -> int:
+def _shareable_rows(document: Any) -> int:
     """The rows before the one that predicts the first target, or the first that has a score; at least one stays."""
-    if getattr(document, "parent", -1) >= 0:
-        raise DataError(
-            f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
-        )
-    if type(document) not in (Document, ScoredDocument):
-        return 0
+    if isinstance(document, LabelledCorpusDocument):
+        return document.shareable_rows
     ahead = 0 if isinstance(document, ScoredDocument) else 1  # a row predicts the next token
     is_target = document.labels()[ahead:] != NO_TARGET
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
 def _candidates(
-    documents: Sequence[Any],
-    rows: list[int],
-    least: int,
-    depths: int,
-    length_class: Callable[[int], Any] | None,
+    documents: Sequence[Any], rows: dict[int, int], least: int, depths: int, length_class: LengthClass | None
 ) -> Iterator[list[int]]:
-    """Yield the documents with the same first ids, sorted by the ids that they may share."""
+    """Yield the documents with the same first ids, sorted by the `rows` that they may share, which are set.
+
+    `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
+    """
     same_start: dict[Any, list[int]] = {}
-    for number, count in enumerate(rows):
-        if count >= least:
-            document = documents[number]
+    for number, document in enumerate(documents):
+        if getattr(document, "parent", -1) >= 0:
+            raise DataError(
+                f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
+            )
+        if type(document) in _KINDS and len(document) > least + depths:
             key = document.ids[: least + depths].tobytes(), length_class and length_class(len(document))
             same_start.setdefault(key, []).append(number)
     for numbers in same_start.values():
+        if len(numbers) > 1:
+            rows |= {number: _shareable_rows(documents[number]) - depths for number in numbers}
+            numbers = [number for number in numbers if rows[number] >= least]
         if len(numbers) > 1:
             # in this order documents with a common prefix follow each other
             yield sorted(numbers, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
 
 
 def _divide(
-    documents: Sequence[Any], rows: list[int], numbers: list[int], least: int, max_rows: int | None, depths: int
+    documents: Sequence[Any],
+    rows: dict[int, int],
+    numbers: list[int],
+    least: int,
+    max_rows: int | None,
+    depths: int,
 ) -> Iterator[_Family]:
     """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
     common = [0]  # of each document, the first rows that the one before has as well
@@ -167,7 +234,7 @@ def _make_family(
     documents: Sequence[Any], rows: list[int], numbers: list[int], common: list[int], least: int
 ) -> _Family:
     """Prefixes are the intervals of sorted documents with so many rows in common, where they add `least` to another."""
-    prefixes = list[tuple[int, int, int]]()
+    prefixes = list[tuple[int, int]]()
     prefix = [-1] * len(numbers)
     waiting = [(0, len(numbers), -1)]  # documents first to stop, and what they continue
     while waiting:
@@ -177,31 +244,11 @@ def _make_family(
         depth = min(common[first + 1 : stop])
         before = prefixes[parent][0] if parent >= 0 else 0
         if depth - before >= least:
-            prefixes.append((depth, parent, numbers[first]))
+            prefixes.append((depth, parent))
             parent = len(prefixes) - 1
             prefix[first:stop] = [parent] * (stop - first)
         cuts = [first, *(i for i in range(first + 1, stop) if common[i] == depth), stop]
         waiting += [(a, b, parent) for a, b in pairwise(cuts)]
     own = (len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True))
-    shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent, _ in prefixes)
+    shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent in prefixes)
     return _Family(numbers, prefix, prefixes, sum(own) + sum(shared))
-
-
-def _cut_documents(
-    documents: Sequence[Any], families: list[_Family], left_out: int, depths: int
-) -> SharedDocuments:
-    cut = list(documents)
-    parents = [-1] * len(cut)
-    starts = [0] * len(cut)
-    for family in families:
-        first = len(cut)
-        for depth, parent, example in family.prefixes:
-            start = family.prefixes[parent][0] if parent >= 0 else 0
-            parents.append(first + parent if parent >= 0 else -1)
-            cut.append(documents[example].part(start, depth, parents[-1], depths))
-        for number, prefix in zip(family.documents, family.prefix, strict=True):
-            if prefix >= 0:
-                starts[number] = family.prefixes[prefix][0]
-                parents[number] = first + prefix
-                cut[number] = documents[number].part(starts[number], len(documents[number]), parents[number])
-    return SharedDocuments(tuple(cut), tuple(parents), tuple(starts), left_out)

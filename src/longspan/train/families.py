@@ -30,7 +30,8 @@ def share_where_exact(
     prediction are those of the step.
     """
     rules = call_rules(model)
-    reasons = [f"{rules.architecture} has {name}" for name in rules.separate_features(training=training)]
+    features = rules.separate_features(training=training, of_one_class=True)
+    reasons = [f"{rules.architecture} has {name}" for name in features]
     if choice.planner not in ("auto", "fixed", "dynamic"):
         reasons.append(f"planner {choice.planner!r} lays documents out alone")
     rows = choice.options.rows  # of a slot

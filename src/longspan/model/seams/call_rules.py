@@ -248,10 +248,16 @@ class CallRules:
                 f"row_multiple={self.row_multiple}"
             )
 
-    def separate_features(self, *, training: bool) -> tuple[str, ...]:
-        """Return what the model computes that is not exact where documents share prefixes."""
-        spans = ("a bidirectional prefix",) if self.prefix else tuple(f"spans of {name}" for name in self.in_spans)
-        return (*self.separate, *spans, *(self.separate_in_training if training else ()))
+    def separate_features(self, *, training: bool, of_one_class: bool = False) -> tuple[str, ...]:
+        """Return what the model computes that is not exact where documents share prefixes, or where those do that are
+        `of_one_class` by `length_class`.
+        """
+        features = [*self.separate, *(f"spans of {name}" for name in self.in_spans)]
+        if self.prefix:
+            features = [*self.separate, "a bidirectional prefix"]
+        if self.length_limits and not of_one_class:
+            features.append("rope that depends on a document's length")
+        return (*features, *(self.separate_in_training if training else ()))
 
     def length_class(self, length: int) -> tuple[int, ...]:
         """Return what is equal for lengths of documents that have the same rotary frequencies."""
@@ -259,7 +265,7 @@ class CallRules:
 
     def check_families(self, micro_batches: Iterable[MicroBatch], *, training: bool) -> None:
         """Raise ModelError if the model computes something that is not exact where documents share prefixes."""
-        if features := self.separate_features(training=training):
+        if features := self.separate_features(training=training, of_one_class=True):
             raise ModelError(
                 f"{self.architecture} has {', '.join(features)}, exact for separate documents alone, and documents of "
                 "the plan share prefixes; plan the documents before share_prefixes"
