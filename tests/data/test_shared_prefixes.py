@@ -61,6 +61,38 @@ def test_documents_are_put_together_again(documents, least, max_rows):
     check_shared(documents, share_prefixes(documents, least_rows=least, max_rows=max_rows), least, max_rows)
 
 
+@given(chats(), st.integers(1, 3), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_depths_read_the_same_tokens_behind_a_prefix(documents, least, depths):
+    """And none is a target, so that a depth's targets are those of the separate documents too."""
+    shared = share_prefixes(documents, least_rows=least, depths=depths)
+    for number, document in enumerate(documents):
+        part, end = shared[number], shared.prefix_lengths[number]
+        assert end == 0 or (document.labels()[1 : end + depths + 1] == -100).all()
+        while part.parent >= 0:
+            part = shared[part.parent]
+            assert np.array_equal(part.ids, document.ids[end - len(part) : end + depths]) and part.targets == 0
+            end -= len(part)
+    assert all(len(part) >= least for part in shared[len(documents) :])
+    check_shared(documents, share_prefixes(documents, least_rows=least), least)
+
+
+@given(chats())
+@settings(max_examples=50, deadline=None)
+def test_documents_share_with_those_of_their_class(documents):
+    shared = share_prefixes(documents, least_rows=1, length_class=lambda length: length % 2)
+    for prefix in range(len(documents), len(shared)):
+        below = [d for d in range(len(documents)) if prefix in (shared.parents[d], *ancestors(shared, d))]
+        assert len({len(documents[d]) % 2 for d in below}) == 1
+    alone = share_prefixes(documents, least_rows=1, length_class=lambda length: object())
+    assert len(alone) == len(documents) and alone.left_out == 0
+
+
+def ancestors(shared, document):
+    while (document := shared.parents[document]) >= 0:
+        yield document
+
+
 def best_rows(documents, least):
     """How many rows remain if every row whose path and absence of targets agree is computed once (a trie)."""
     paths = set()

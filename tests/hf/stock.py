@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,7 +24,9 @@ from transformers import TrainingArguments
 
 from longspan.launch import fork_server
 from longspan.testing import run_ranks
+from longspan.train import share_prefixes
 from tests.model.stock import without_trials
+from tests.train.own_loss.test_families import casts_in_float64
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo", "reward"))
 fork_server.PRELOAD = (*fork_server.PRELOAD, *(m for m in (*TRAINERS, "peft") if m not in fork_server.PRELOAD))
@@ -74,6 +77,21 @@ class Run:
             "seed": 1,
         }
         return plain | changes
+
+
+def train_with_shared_prompts(run: Run, train: Any) -> Any:
+    """A trainer's run in which prompts of three tokens and more are shared, and how many prefixes a step had."""
+    found = list[int]()
+
+    def share(documents: Any, **keywords: Any) -> Any:
+        shared = share_prefixes(documents, least_rows=3, **keywords)
+        found.append(len(shared) - len(documents))
+        return shared
+
+    with patch("longspan.train.families.share_prefixes", share), casts_in_float64():
+        trainer = train(run)
+    run.kept["prefixes"] = max(found, default=0)
+    return trainer
 
 
 Case = Callable[[Run], Any]

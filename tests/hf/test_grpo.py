@@ -17,8 +17,18 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from longspan.train import PlannerConfig, share_prefixes
-from tests.hf.stock import CP2, Ran, Run, check_each, compare_each, log_errors, ours_each, stock_each
+from longspan.train import PlannerConfig
+from tests.hf.stock import (
+    CP2,
+    Ran,
+    Run,
+    check_each,
+    compare_each,
+    log_errors,
+    ours_each,
+    stock_each,
+    train_with_shared_prompts,
+)
 from tests.hf.tiny import SIZES, VOCABULARY, WORDS, model_of, tokenizer
 
 EXACT: dict[str, Any] = {"loss": 1e-9, "metric": 1e-9}
@@ -143,22 +153,6 @@ def test_answers_and_rewards_that_differ_by_rank_and_a_reference(saved: str) -> 
     found = ours_each((*cases, (counted_plans, DYNAMIC)), CP2, 2)
     assert found.pop("counted_plans").kept["plans"] == 1, "the two passes of an update have one plan"
     check_each(stock_each(cases), found, **EXACT)
-
-
-def train_with_shared_prompts(run: Run, train: Any) -> Any:
-    """A trainer's run in which prompts of three tokens and more are shared, and how many prefixes a step had."""
-    found = list[int]()
-
-    def share(documents: Any, **keywords: Any) -> Any:
-        shared = share_prefixes(documents, least_rows=3, **keywords)
-        found.append(len(shared) - len(documents))
-        return shared
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longspan.hf.steps.share_prefixes", share)
-        trainer = train(run)
-    run.kept["prefixes"] = max(found, default=0)
-    return trainer
 
 
 def test_answers_to_one_prompt_share_it(saved: str) -> None:

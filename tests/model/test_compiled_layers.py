@@ -23,8 +23,10 @@ from longspan.model.layers import decoder_layers
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.presets import PRESETS, preset_config
 from longspan.testing import backend, run_ranks
+from longspan.train import share_prefixes
 from tests.model.float8.dense import float8_on_cpus, random_model
 from tests.model.stock import VOCABULARY, gradients_of, texts, tiny, worst
+from tests.train.own_loss.test_families import documents_of
 
 LENGTHS = (13, 30, 7, 18)
 OTHERS = (40, 3, 9)
@@ -106,6 +108,7 @@ def with_adapter() -> PreTrainedModel:
     return model
 
 
+OF_FAMILIES = ("qwen3-moe-tiny", "qwen3-next-tiny", "gpt-oss-tiny", "an adapter", "inductor")
 SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
 TILES = SELECTIVE | {"mlp_tile_tokens": 16}
 BETWEEN: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], float, range]] = {  # error and graphs at most
@@ -137,6 +140,33 @@ def test_experts_mixers_adapters_tiles_and_float8_run_in_and_between_graphs(case
         assert case not in PRESETS or model_execution(model).compiled == f"{layers} layers around attention"
     assert worst(answers[1], answers[0]) <= limit
     assert graphs.made[0] == 0 and graphs.made[1] in of_layers
+
+
+def take_step_of_families(model: nn.Module, world: World) -> dict[str, Tensor]:
+    shared = share_prefixes(documents_of(), least_rows=3)
+    model.zero_grad(set_to_none=True)
+    plan = plan_fixed(shared.lengths, world.home, 1, parents=shared.parents, targets=shared.targets)
+    result = run_step(model, plan, shared, world)
+    return {"loss": torch.tensor(result.loss, dtype=torch.float64)} | gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.whole) for name in (*BETWEEN, "inductor") if name in OF_FAMILIES)],
+)
+def test_documents_that_share_prefixes_run_the_same_graphs(case: str) -> None:
+    """As attention, states and routers are between graphs; with torch's own compiler too, which rounds as it fuses."""
+    torch.compiler.reset()
+    make, how, _, of_layers = BETWEEN.get(case, (partial(tiny, "qwen3", torch.float64), SELECTIVE, 0.0, range(2, 3)))
+    graphs, answers = Graphs(aot_eager), []
+    with World(Layout(ranks=1)) as world:
+        for compiled in ("none", "layers"):
+            with graphs.counted() if case != "inductor" else nullcontext():
+                model = prepare(make(), world, compiled=compiled, **how)
+                take_step(model, world, LENGTHS)
+                answers.append(take_step_of_families(model, world))
+    assert worst(answers[1], answers[0]) <= 1e-12
+    assert case == "inductor" or graphs.made[1] in of_layers
 
 
 HOMES: dict[str, tuple[Layout, str, dict[str, Any]]] = {

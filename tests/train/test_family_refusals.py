@@ -1,7 +1,8 @@
 """What is not exact over documents that share prefixes is refused by name, before the first collective."""
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -11,22 +12,26 @@ import transformers
 
 from longspan import (
     Document,
-    DocumentLoss,
     Layout,
     World,
     attend,
     bind,
     evaluate,
     gather_documents,
+    load_model,
     plan_fixed,
     run_step,
     token_log_probs,
 )
 from longspan.comm.control_group import ControlGroup
 from longspan.errors import DataError, LossError, ModelError, PlanError
+from longspan.model.seams.call_rules import CallRules
 from longspan.mtp import MtpLoss
-from longspan.train import PlannerConfig, RouterCoefficients, SharedDocuments, share_prefixes
+from longspan.plan import PlanOptions
+from longspan.train import PlannerConfig, SharedDocuments, share_prefixes
+from longspan.train.families import share_where_exact
 from tests.model.deep import deep
+from tests.model.mtp.dense import with_depths
 from tests.model.stock import SIZES, prepare_untried, random_model, texts
 
 
@@ -40,16 +45,16 @@ def plan_of(shared: SharedDocuments, world: World) -> Any:
     return plan_fixed(shared.lengths, world.home, 1, targets=shared.targets, parents=shared.parents)
 
 
-def phi3(rope: dict[str, Any]) -> Any:
+def phi3(rope: dict[str, Any], limit: int) -> Any:
     config = transformers.Phi3Config(
-        **SIZES, original_max_position_embeddings=16, max_position_embeddings=64, rope_parameters=rope
+        **SIZES, original_max_position_embeddings=limit, max_position_embeddings=64, rope_parameters=rope
     )
     return random_model(config, torch.float64)
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
 MODELS: dict[str, tuple[Callable[[], Any], str, bool]] = {  # whether evaluation is refused too
-    "longrope": (lambda: phi3(LONG), "longrope rope, which depends on a document's length", True),
+    "indexer": (lambda: load_model(preset="deepseek-v32-tiny", vocab_size=61), "keys that an indexer chooses", True),
     "dropout": (lambda: deep("qwen3", torch.float64, attention_dropout=0.1), "dropout of attention weights", False),
 }
 
@@ -76,25 +81,51 @@ def test_models_are_refused_by_what_they_have(name: str) -> None:
             token_log_probs(model, plan, shared, world)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mtp": MtpLoss(0.1)}, r"multi-token prediction \(mtp=\)"),
-        ({"router": RouterCoefficients(balance=0.1)}, "losses of routers"),
-        ({"router": RouterCoefficients(z=0.1), "loss": DocumentLoss(lambda sums, _: sums.sum())}, "losses of routers"),
-    ],
-)
-def test_losses_that_count_rows_are_refused(options: dict[str, Any], message: str) -> None:
+def test_prefixes_that_end_too_late_for_depths_are_refused() -> None:
     with World(Layout(1)) as world:
-        model = prepare_untried(deep("qwen3-moe", torch.float64, 2), world)
+        model = prepare_untried(with_depths("qwen3", 2), world)
         shared = shared_of()
         with (
             patch.object(ControlGroup, "compare_digests", side_effect=AssertionError("a collective")),
-            pytest.raises(LossError, match=message),
+            pytest.raises(LossError, match=r"2 depths .* document 2, .* share_prefixes\(documents, depths=2\)"),
         ):
-            run_step(model, plan_of(shared, world), shared, world, **options)
-        result = run_step(model, plan_of(shared, world), shared, world)
-        assert result.router is None  # its statistics would count a shared row once
+            run_step(model, plan_of(shared, world), shared, world, mtp=MtpLoss(0.1))
+        assert run_step(model, plan_of(shared, world), shared, world).mtp_losses == ()
+
+
+def test_families_of_two_rotary_frequencies_are_refused() -> None:
+    with World(Layout(1)) as world:
+        model = prepare_untried(phi3(LONG, limit=14), world)
+        shared = shared_of()
+        with pytest.raises(ModelError, match=r"document 0 of 13 rows .* of up to 15 .* call share_prefixes\("):
+            run_step(model, plan_of(shared, world), shared, world)
+
+
+class Own(NamedTuple):
+    """A planner's choice, whose rows of a slot are not limited."""
+
+    planner: str
+    options: Any = PlanOptions()
+
+    def widest_even_degree(self, home: Layout) -> int:
+        return home.slots
+
+
+def test_where_nobody_asked_documents_are_separate_and_a_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    prompt, *answers = texts((300, 4, 6))
+    documents = [Document(np.append(prompt, a), loss_mask=[0] * 300 + [1] * len(a)) for a in answers]
+    with World(Layout(1)) as world:
+        chunks = SimpleNamespace(call_rules=CallRules("Llama4", separate=("chunks of positions",)))
+        plain = SimpleNamespace(call_rules=CallRules("Qwen3"))
+        for _ in range(2):
+            assert share_where_exact(chunks, documents, Own("fixed"), world, training=True) is documents
+        assert share_where_exact(plain, documents, Own("padded"), world, training=True) is documents
+        assert len(share_where_exact(plain, documents, Own("auto"), world, training=True)) == 3
+        assert share_where_exact(chunks, documents[:1], Own("padded"), world, training=True) == documents[:1]
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(": ")[1].split(" (")[0] for line in lines] == [
+        "Llama4 has chunks of positions", "planner 'padded' lays documents out alone"
+    ]  # fmt: skip
 
 
 def test_plans_and_documents_of_other_families_are_refused() -> None:

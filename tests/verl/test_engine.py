@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
@@ -75,6 +76,56 @@ def test_updates_of_an_actor_are_those_of_a_dense_model(plan: str, tmp_path: Pat
     for name, found in errors.items():
         assert found.pop("loss") < FLOAT32, (name, found)
         assert max(found.values()) < EXACT, (name, found)
+
+
+def shared_prompts_errors(rank: int, folder: Path, plan: str) -> dict[str, float]:
+    """Of an actor, a reference and a critic whose prompts of three tokens and more are computed once."""
+    from functools import partial
+    from unittest.mock import patch
+
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    from longspan.train import families
+    from tests.train.own_loss.test_families import casts_in_float64
+    from tests.verl import workers as w
+
+    found, errors, share = list[int](), dict[str, float](), families.share_prefixes
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        shared = share(*arguments, least_rows=3, **keywords)
+        found.append(len(shared) - len(shared.prefix_lengths))
+        return shared
+
+    kinds: dict[str, Any] = {
+        "language_model": (AutoModelForCausalLM, partial(w.actor_loss, entropy_coeff=0.1)),
+        "value_model": (AutoModelForTokenClassification, w.critic_loss),
+    }
+    with patch.object(families, "share_prefixes", counted):
+        for kind, (stock, make_loss) in kinds.items():
+            critic = kind == "value_model"
+            path = w.write_model(folder / kind, head=critic)
+            with casts_in_float64():
+                worker = w.make_worker(path, kind, **PLANS[plan])
+                worker.set_loss_fn(loss_fn := make_loss())
+                model = stock.from_pretrained(path, dtype="float64")
+                batch = partial(w.make_batch, alike=True)
+                loss, norm, output = w.dense_update(model, batch(), loss_fn, w.adamw(model), critic=critic)
+                answer = worker.infer_batch(batch(compute_loss=False))
+                metrics = w.metrics_of(worker.train_batch(batch()))
+                weights = w.engine_weights(worker)
+            if rank == 0:
+                errors[f"loss {kind}"] = abs(metrics["loss"] - loss) / abs(loss) / FLOAT32
+                errors[f"norm {kind}"] = abs(metrics["grad_norm"] - norm) / norm / EXACT
+                errors |= {f"{key} {kind}": w.answer_difference(answer[key], output[key]) / EXACT for key in output}
+                errors[f"weights {kind}"] = w.largest_difference(weights, model.state_dict()) / EXACT
+            worker.engine.world.close()
+    return errors | {"prefixes": 0.0 if set(found) == {2} else np.inf}
+
+
+@pytest.mark.parametrize("plan", ["dynamic", "degree 2"])
+def test_prompts_that_samples_share_are_computed_once(plan: str, tmp_path: Path) -> None:
+    errors = run_ranks(shared_prompts_errors, 2, tmp_path, plan, timeout=200)[0]
+    assert len(errors) == 11 and max(errors.values()) < 1, errors
 
 
 def image_errors(rank: int, folder: Path) -> dict[str, float]:

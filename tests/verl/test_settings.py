@@ -82,6 +82,17 @@ def test_what_is_open_is_the_fastest_for_the_mini_batch(engine_config: Any) -> N
     assert planned(engine_config(planner="auto"), home, forward=False) == (dynamic if gains else fixed)
 
 
+def test_samples_of_one_prompt_are_planned_together(engine_config: Any) -> None:
+    """4 samples continue 12,000 rows of a prompt; dynamic plans and what is fastest keep them in one group."""
+    lengths, parents = (*LENGTHS[:2], 2_000, 2_000, 2_000, 12_000), (-1, 5, 5, 5, 5, -1)
+    for planner in ("dynamic", "auto"):
+        config, options_of_slot = engine_config(planner=planner), options(Layout(4), forward=False)
+        plan = config.plan_samples(lengths, Layout(4), parents=parents, **options_of_slot)
+        assert plan.parents == parents
+        apart = config.plan_samples([30_000, *(14_000,) * 4], Layout(4), **options_of_slot)
+        assert plan.predicted_seconds < 0.8 * apart.predicted_seconds
+
+
 def test_dynamic_plans_and_one_degree_are_refused(engine_config: Any) -> None:
     with pytest.raises(ConfigError, match=r"context_parallel_size is 2, .*engine\.planner=fixed"):
         engine_config(context_parallel_size=2)

@@ -140,10 +140,17 @@ def make_images() -> list[dict[str, Tensor] | None]:
     ]
 
 
-def make_batch(*, images: bool = False, **entries: Any) -> Any:
-    """A batch as verl's trainers send it; `entries` are no tensors. A prompt has a row for four patches of an image."""
+def make_batch(*, images: bool = False, alike: bool = False, **entries: Any) -> Any:
+    """A batch as verl's trainers send it; `entries` are no tensors. A prompt has a row for four patches of an image.
+
+    Prompts that are `alike` begin with the tokens of one another, in two families of three.
+    """
     g = torch.Generator().manual_seed(1)
     ids = [torch.randint(3, IMAGE, (p + r,), generator=g) for p, r in LENGTHS]
+    if alike:
+        for one, other in ((0, 2), (0, 4), (1, 3), (1, 5)):
+            same = min(LENGTHS[one][0], LENGTHS[other][0])
+            ids[other][:same] = ids[one][:same]
     if images:
         ids[0][2:8] = ids[0][12:16] = ids[4][5:11] = IMAGE
 

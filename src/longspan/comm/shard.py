@@ -193,25 +193,33 @@ RowsAt = tuple[tuple[Tensor, Tensor], ...]  # local rows (n,) and rows (n, D) fo
 class Derived(Immutable):
     """What belongs to a shard for as long as it lives, but is no part of its value. Each attribute has one writer.
 
-    `packed_order` and `real_rows` are computed on first use, by the shard. The others are of items, written by
-    `train/terms` with `add_items`: `spliced` are rows that replace token embeddings, by how many tokens ahead of its
-    row a token is embedded (0 but for multi-token prediction); `added` are rows that are added to a decoder layer's
-    output, by layer; `leaves` are the tensors that collect the gradients of both.
+    `packed_order`, `real_rows` and `row_counts` are computed on first use, by the shard. The others are of items,
+    written by `train/terms` with `add_items`: `spliced` are rows that replace token embeddings, by how many tokens
+    ahead of its row a token is embedded (0 but for multi-token prediction); `added` are rows that are added to a
+    decoder layer's output, by layer; `leaves` are the tensors that collect the gradients of both.
 
     A module that derives something else from a shard keeps it in a `WeakKeyDictionary` of its own, by shard.
     """
 
-    __slots__ = ("added", "leaves", "packed_order", "real_rows", "spliced")
+    __slots__ = ("added", "leaves", "packed_order", "real_rows", "row_counts", "spliced")
 
     packed_order: tuple[tuple[int, ...], Tensor] | None  # for these starts of the slots' rows
     real_rows: Mapping[tuple[int, int | None], Tensor]  # of these local rows
+    row_counts: Tensor | None
     spliced: Mapping[int, RowsAt]
     added: Mapping[int, RowsAt]
     leaves: tuple[Tensor, ...]
 
     def __init__(self) -> None:
         nothing = MappingProxyType[int, RowsAt]({})
-        self._set(packed_order=None, real_rows=MappingProxyType({}), spliced=nothing, added=nothing, leaves=())
+        self._set(
+            packed_order=None,
+            real_rows=MappingProxyType({}),
+            row_counts=None,
+            spliced=nothing,
+            added=nothing,
+            leaves=(),
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of a shard has one writer, which Derived names; do not set it")
@@ -324,6 +332,21 @@ class SequenceShard(Immutable):
             index = to_device(np.flatnonzero(rows >= 0), self.device)
             self.derived._set(real_rows=MappingProxyType({**self.derived.real_rows, (start, stop): index}))
         return index
+
+    @property
+    def row_counts(self) -> Tensor | None:
+        """In how many documents each real row (R,) is, as prefixes are in several; None without prefixes."""
+        if all(group.parents is None for group in self.micro_batch.groups):
+            return None
+        if self.derived.row_counts is None:
+            counts = list[Integers]()
+            for part in self.parts:
+                segments = part.segments()
+                of_documents = np.asarray(part.group.leaf_counts)[segments.document]
+                counts.append(np.repeat(of_documents, segments.stop - segments.start))
+            rows = lay_out_local_rows(self.micro_batch, self.parts)[0]
+            self.derived._set(row_counts=to_device(np.concatenate(counts)[rows >= 0], self.device))
+        return self.derived.row_counts
 
     def with_padding(self, *, minimum: int = 1, multiple: int = 1) -> "SequenceShard":
         """Return the same shard with padding rows appended, so that T ≥ `minimum` and T is a multiple of `multiple`.

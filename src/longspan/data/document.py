@@ -55,6 +55,8 @@ class Document:
     as `share_prefixes` gives it. Raises DataError for arrays of another length and for values that are no numbers.
     """
 
+    ahead: int = 0  # tokens behind the last one of a shared prefix, which depths of multi-token prediction read
+
     def __init__(
         self,
         ids: Any,
@@ -84,7 +86,7 @@ class Document:
             )
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._ids) - self.ahead
 
     def __getitem__(self, positions: Any) -> Any:
         return self._ids[positions]
@@ -115,13 +117,15 @@ class Document:
         document._values = {**self._values, **self._read_values(values)}
         return document
 
-    def part(self, start: int, stop: int, parent: int = -1) -> "Document":
+    def part(self, start: int, stop: int, parent: int = -1, ahead: int = 0) -> "Document":
         """Return tokens `start` to `stop` as a document that continues `parent`; arrays are views, its first token is
-        predicted by none.
+        predicted by none. Depths of multi-token prediction read `ahead` tokens behind them.
         """
         part = copy(self)
         vars(part).pop("targets", None)
         part.parent = parent
+        part.ahead = ahead
+        stop += ahead
         part._ids = self._ids[start:stop]
         part._labels = self._labels[start:stop]
         part._values = {name: value[start:stop] if value.ndim else value for name, value in self._values.items()}

@@ -193,7 +193,8 @@ def decode_labels(ids: Integers, codes: npt.NDArray[Any]) -> Integers:
 class CorpusDocument:
     """A lazy view of one document: indexed by an array of positions, it reads the tokens there.
 
-    A `part` begins at token `start` of the document, and continues the `parent` of its step.
+    A `part` begins at token `start` of the document, and continues the `parent` of its step; it may read tokens `ahead`
+    of its own.
     """
 
     corpus: Corpus
@@ -201,6 +202,7 @@ class CorpusDocument:
     length: int
     start: int = 0
     parent: int = -1
+    ahead: int = 0
 
     def __len__(self) -> int:
         return self.length
@@ -213,13 +215,13 @@ class CorpusDocument:
         """The token ids (length,), read as far as they are looked at."""
         return self.corpus.tokens_of(self.number)[self.start : self.start + self.length]
 
-    def part(self, start: int, stop: int, parent: int = -1) -> Self:
-        """Return tokens `start` to `stop` as a document that continues `parent`."""
-        return replace(self, start=self.start + start, length=stop - start, parent=parent)
+    def part(self, start: int, stop: int, parent: int = -1, ahead: int = 0) -> Self:
+        """Return tokens `start` to `stop` as a document that continues `parent`, as `Document.part` does."""
+        return replace(self, start=self.start + start, length=stop - start, parent=parent, ahead=ahead)
 
     def _positions_in_whole(self, positions: Any) -> Integers:
         rows = np.asarray(positions, dtype=np.int64)
-        if rows.size and not (rows.min() >= 0 and rows.max() < self.length):
+        if rows.size and not (rows.min() >= 0 and rows.max() < self.length + self.ahead):
             raise IndexError(f"positions {rows.min()} to {rows.max()} of a document of {self.length} tokens")
         return rows + self.start
 

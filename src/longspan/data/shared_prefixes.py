@@ -4,7 +4,7 @@ Only rows that predict no token are shared. The row that predicts a document's f
 the first row of its branch: so labels, losses and numbers of tokens are each in one document, as before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +17,7 @@ from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
 
 LEAST_ROWS = 256  # of a prefix
+LengthClass = Callable[[int], Any]  # equal for documents of lengths of which a model computes a row alike
 _KINDS = (Document, ScoredDocument, LabelledCorpusDocument, ScoredCorpusDocument)
 
 
@@ -61,7 +62,12 @@ class SharedDocuments(Sequence[Any]):
 
 
 def share_prefixes(
-    documents: Sequence[Any], *, least_rows: int = LEAST_ROWS, max_rows: int | None = None
+    documents: Sequence[Any],
+    *,
+    least_rows: int = LEAST_ROWS,
+    max_rows: int | None = None,
+    depths: int = 0,
+    length_class: LengthClass | None = None,
 ) -> SharedDocuments:
     """Find prefixes that documents of a step share, so that each is computed once.
 
@@ -76,13 +82,16 @@ def share_prefixes(
     A prefix has at least `least_rows` rows, which no prefix that it continues has; prefixes may continue each other.
     `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
     with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`,
-    `ScoredDocument`, those of a corpus) share; any other stays as it is. Raises DataError for a document that has a
-    parent already, and numbers below 1.
+    `ScoredDocument`, those of a corpus) share; any other stays as it is. A prefix ends `depths` rows earlier, as its
+    rows at a depth of multi-token prediction (`mtp=` of the step) read so many tokens ahead. Only documents share whose
+    lengths are of one `length_class`, where a model's rotary frequencies depend on it. Raises DataError for a document
+    that has a parent already, and numbers below 1.
     """
     for name, value in (("least_rows", least_rows), ("max_rows", max_rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DataError(f"{name} is {value!r}; give an integer of at least 1")
-    return cut_documents(documents, *find_families(documents, least_rows, max_rows))
+    families = find_families(documents, least_rows, max_rows, depths, length_class)
+    return cut_documents(documents, *families, depths=depths)
 
 
 class Families(NamedTuple):
@@ -93,13 +102,19 @@ class Families(NamedTuple):
     left_out: int = 0
 
 
-def find_families(documents: Sequence[Any], least_rows: int = LEAST_ROWS, max_rows: int | None = None) -> Families:
+def find_families(
+    documents: Sequence[Any],
+    least_rows: int = LEAST_ROWS,
+    max_rows: int | None = None,
+    depths: int = 0,
+    length_class: LengthClass | None = None,
+) -> Families:
     """Find what `share_prefixes` cuts; of documents that begin unlike all others only the first ids are read."""
     families = list[_Family]()
     left_out = 0
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, least_rows):
-        for family in _divide(documents, rows, numbers, least_rows, max_rows):
+    for numbers in _candidates(documents, rows, least_rows, depths, length_class):
+        for family in _divide(documents, rows, numbers, least_rows, max_rows, depths):
             if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
                 families.append(family)
             else:
@@ -119,7 +134,7 @@ def find_families(documents: Sequence[Any], least_rows: int = LEAST_ROWS, max_ro
 
 
 def cut_documents(
-    documents: Sequence[Any], lengths: Sequence[int], parents: Sequence[int], left_out: int = 0
+    documents: Sequence[Any], lengths: Sequence[int], parents: Sequence[int], left_out: int = 0, *, depths: int = 0
 ) -> SharedDocuments:
     """Cut documents as `Families` or a plan of theirs says: no token is read."""
     count = len(documents)
@@ -134,7 +149,9 @@ def cut_documents(
             source[part] = document
             part = parents[part]
     cut = (
-        documents[source[part]].part(start, start + length, parent) if part >= count or start else documents[part]
+        documents[source[part]].part(start, start + length, parent, depths if part >= count else 0)
+        if part >= count or start
+        else documents[part]
         for part, (start, length, parent) in enumerate(zip(starts, lengths, parents, strict=True))
     )
     return SharedDocuments(tuple(cut), tuple(parents), tuple(starts[:count]), left_out, documents)
@@ -161,33 +178,45 @@ def _shareable_rows(document: Any) -> int:
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
-def _candidates(documents: Sequence[Any], rows: dict[int, int], least: int) -> Iterator[list[int]]:
-    """Yield the documents with the same first `least` ids, sorted by the `rows` that they may share, which are set."""
-    same_start: dict[bytes, list[int]] = {}
+def _candidates(
+    documents: Sequence[Any], rows: dict[int, int], least: int, depths: int, length_class: LengthClass | None
+) -> Iterator[list[int]]:
+    """Yield the documents with the same first ids, sorted by the `rows` that they may share, which are set.
+
+    `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
+    """
+    same_start: dict[Any, list[int]] = {}
     for number, document in enumerate(documents):
         if getattr(document, "parent", -1) >= 0:
             raise DataError(
                 f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
             )
-        if type(document) in _KINDS and len(document) > least:
-            same_start.setdefault(document.ids[:least].tobytes(), []).append(number)
+        if type(document) in _KINDS and len(document) > least + depths:
+            key = document.ids[: least + depths].tobytes(), length_class and length_class(len(document))
+            same_start.setdefault(key, []).append(number)
     for numbers in same_start.values():
         if len(numbers) > 1:
-            rows |= {number: _shareable_rows(documents[number]) for number in numbers}
+            rows |= {number: _shareable_rows(documents[number]) - depths for number in numbers}
             numbers = [number for number in numbers if rows[number] >= least]
+        if len(numbers) > 1:
             # in this order documents with a common prefix follow each other
-            yield sorted(numbers, key=lambda number: documents[number].ids[: rows[number]].astype(">i8").tobytes())
+            yield sorted(numbers, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
 
 
 def _divide(
-    documents: Sequence[Any], rows: dict[int, int], numbers: list[int], least: int, max_rows: int | None
+    documents: Sequence[Any],
+    rows: dict[int, int],
+    numbers: list[int],
+    least: int,
+    max_rows: int | None,
+    depths: int,
 ) -> Iterator[_Family]:
     """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
     common = [0]  # of each document, the first rows that the one before has as well
     for one, other in pairwise(numbers):
-        count = min(rows[one], rows[other])
+        count = min(rows[one], rows[other]) + depths
         differs = documents[one].ids[:count] != documents[other].ids[:count]
-        common.append(int(differs.argmax()) if differs.any() else count)
+        common.append(int(differs.argmax() if differs.any() else count) - depths)
     start = 0
     total = 0
     for index, number in enumerate(numbers):

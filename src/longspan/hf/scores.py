@@ -89,7 +89,7 @@ def make_leaf(
         for d, (row, start, stop) in enumerate(rows.places):
             table[row, start:stop] = values.of(d)
     else:
-        table = values.sums
+        table = values.sums[: len(rows.documents)]  # shared prefixes stand behind
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     return torch.from_numpy(table).to(device, dtype).requires_grad_(torch.is_grad_enabled())
 

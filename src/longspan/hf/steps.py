@@ -39,7 +39,7 @@ from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
 from longspan.model.kinds import unwrap_peft_model
 from longspan.model.layers import score_columns
 from longspan.model.replaced_parameters import refuse_other_parameters
-from longspan.model.seams.call_rules import call_rules, refuse_two_pass_dropout
+from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.model.weights.local_tensors import add_gradient, exchange_gradients, local_tensor
 from longspan.plan import Cost, Plan
 from longspan.resolve.choice import query_heads
@@ -51,10 +51,10 @@ from longspan.train import (
     clip_grad_norm,
     grad_norm as norm_of,
     run_step,
-    share_prefixes,
     token_log_probs,
     token_scores,
 )
+from longspan.train.families import share_where_exact
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch
@@ -298,15 +298,8 @@ class StepsPart(StockTrainer):
             False: PlannerConfig.evaluation(config, cost=cost, heads=heads),
         }
 
-    def _share_prefixes(self, documents: Sequence[Document], *, training: bool) -> Sequence[Document]:
-        """Return documents whose common prefixes are apart, or the same ones where model or planner take none apart."""
-        choice = self._choices[training]
-        model = self._facade.inner_model
-        separate = score_columns(model) or call_rules(model).separate_features(training=training)
-        if separate or choice.planner not in ("fixed", "dynamic"):
-            return documents
-        rows = choice.options.rows  # of a slot
-        return share_prefixes(documents, max_rows=rows and rows * choice.widest_even_degree(self.world.home))
+    def _share_prefixes(self, model: Any, documents: Sequence[Document], *, training: bool) -> Sequence[Document]:
+        return share_where_exact(model, documents, self._choices[training], self.world, training=training)
 
     def _cached_plan(self, documents: Sequence[Document], *, training: bool) -> Any:
         """The last plan is kept, as both passes of a step have the same."""
@@ -327,7 +320,7 @@ class StepsPart(StockTrainer):
         prepared = facade.inner_model
         head = facade.head
         training = facade.inner_model.training
-        shared = self._share_prefixes(documents, training=training)
+        shared = self._share_prefixes(prepared, documents, training=training)
         plan = self._cached_plan(shared, training=training)
         read_values = token_log_probs
         values = {"also": head.values, "temperature": head.temperature}
@@ -438,7 +431,7 @@ class StepsPart(StockTrainer):
         rows, documents, firsts = read_step_documents(batches, items)
         if not documents:
             return None
-        shared = self._share_prefixes(documents, training=True)
+        shared = self._share_prefixes(self._facade.inner_model, documents, training=True)
         plan = self._make_plan(shared, training=True)
         versions = [write_counts(document_entries(batch)) for batch in batches]
         return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
@@ -512,16 +505,17 @@ class StepsPart(StockTrainer):
     ) -> TokenLogProbs:
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade = self._facade
-        shared = coming.shared if coming else self._share_prefixes(documents, training=True)
+        model = facade.inner_model
+        shared = coming.shared if coming else self._share_prefixes(model, documents, training=True)
         plan = coming.plan if coming else self._cached_plan(shared, training=True)
-        refuse_other_parameters(facade.inner_model, self._torch_optimizer())
+        refuse_other_parameters(model, self._torch_optimizer())
         first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens([len(document) for document in documents], names)
-        of_scores = score_columns(facade.inner_model) > 0
-        facade.inner_model.train()
+        of_scores = score_columns(model) > 0
+        model.train()
         with torch.autocast(self.args.device.type, enabled=False):
             result = run_step(
-                facade.inner_model,
+                model,
                 plan,
                 shared,
                 self.world,
@@ -534,9 +528,9 @@ class StepsPart(StockTrainer):
             )
         self._pass_nodes = range(first_node, torch.autograd._get_sequence_nr())
         if not coming:
-            refuse_inner_loss(facade.inner_model)
+            refuse_inner_loss(model)
         assert result.grad_norm is not None
-        self._norm_and_versions = result.grad_norm, gradient_versions(facade.inner_model)
+        self._norm_and_versions = result.grad_norm, gradient_versions(model)
         return collected.sum_over_ranks(self.world)  # which is empty of scores: nothing reads them here
 
     @property

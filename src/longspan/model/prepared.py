@@ -35,7 +35,7 @@ from longspan.model.seams.call_rules import (
     position_table,
 )
 from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
-from longspan.model.seams.rope import choose_frequencies_by_document, length_dependent_types
+from longspan.model.seams.rope import choose_frequencies_by_document, length_limits
 from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.weights.fill import pop_deferred_weights
 
@@ -209,12 +209,10 @@ def _set_configuration(model: PreTrainedModel) -> None:
 def _make_call_rules(
     model: PreTrainedModel, record: MetaRecord, options: PrepareOptions, world: World
 ) -> CallRules:
-    rope_types = sorted({kind for module in model.modules() for kind in length_dependent_types(module)})
     rates = [getattr(call.module, "attention_dropout", 0.0) for call in record.calls]
     separate = {
         "keys that an indexer chooses": any(call.indexed for call in record.calls),
         "chunks of positions that see each other": any(call.chunk for call in record.calls),
-        f"{' and '.join(rope_types)} rope, which depends on a document's length": bool(rope_types),
     }
     return CallRules(
         type(model).__name__,
@@ -227,4 +225,5 @@ def _make_call_rules(
         prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
         separate=tuple(name for name, has_it in separate.items() if has_it),
         separate_in_training=("dropout of attention weights",) if any(rates) else (),
+        length_limits=tuple(sorted({limit for module in model.modules() for limit in length_limits(module)})),
     )

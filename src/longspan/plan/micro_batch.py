@@ -51,6 +51,25 @@ class Group:
             return self.lengths
         return tuple(base + length for base, length in zip(self.bases, self.lengths, strict=True))
 
+    @cached_property
+    def longest_paths(self) -> tuple[int, ...]:
+        """Of each document the most rows up to the last of one that continues it, or its own."""
+        longest = list(self.path_lengths)
+        for index in reversed(range(len(longest))):  # parents come first
+            if self.parents is not None and (parent := self.parents[index]) >= 0:
+                longest[parent] = max(longest[parent], longest[index])
+        return tuple(longest)
+
+    @cached_property
+    def leaf_counts(self) -> tuple[int, ...]:
+        """How many documents have each one's rows among theirs: those that continue it, and that none continues."""
+        counts = [0] * len(self.lengths)
+        for index in reversed(range(len(counts))):  # parents come first
+            counts[index] = counts[index] or 1
+            if self.parents is not None and self.parents[index] >= 0:
+                counts[self.parents[index]] += counts[index]
+        return tuple(counts)
+
     def ancestors(self) -> Iterator[tuple[int, ...]]:
         """Yield for each generation, from the first on, every document's ancestor in it; −1 where it has none."""
         paths = list[tuple[int, ...]]()

@@ -85,6 +85,12 @@ class Plan:
         by_document = {d: base for group in groups for d, base in zip(group.documents, group.bases, strict=True)}
         return tuple(by_document[document] for document in range(len(self.lengths)))
 
+    @cached_property
+    def separate_tokens(self) -> int:
+        """Rows that all documents would have if each had the rows before its own to itself."""
+        groups = (group for batch in self.micro_batches for group in batch.groups)
+        return sum(n * count for group in groups for n, count in zip(group.lengths, group.leaf_counts, strict=True))
+
     @property
     def ratio(self) -> float:
         """Predicted time over the lower bound, at least 1; nan if the plan has no bound."""
@@ -348,9 +354,9 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
     if plan.parents is not None:
         prefixes = set(plan.parents) - {-1}
-        bases = [base for d, base in enumerate(plan.bases) if base and d not in prefixes]
-        saved = sum(bases) - sum(plan.lengths[d] for d in prefixes)
-        text = f"rows fewer: {plural(len(prefixes), 'prefix', 'es')} of {plural(len(bases), 'document')}"
+        branches = sum(base > 0 and d not in prefixes for d, base in enumerate(plan.bases))
+        saved = plan.separate_tokens - plan.tokens
+        text = f"rows fewer: {plural(len(prefixes), 'prefix', 'es')} of {plural(branches, 'document')}"
         lines.append(f"  shared      {saved:>14,}   {text}")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
     return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]

@@ -142,11 +142,12 @@ class _Reader:
 
     def read_run(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
         """Tokens after `stop` are read too: one for the last label and one for each depth, as far as there are any."""
-        end = min(stop + len(self.at_depth), length)  # no tokens follow a document's end
+        value = self.documents[document]
+        # no tokens follow a document's end, if it is no prefix
+        end = min(stop + len(self.at_depth), length + getattr(value, "ahead", 0))
         # True at the placeholders of items, which are neither inputs nor targets.
         hidden = None if self.items is None else self.items.placeholder_mask(document, start, end)
         positions = np.arange(start, end)
-        value = self.documents[document]
         tokens = self._read_tokens(value, document, positions, hidden)
         # A row predicts the next token, or has a score of its own.
         of_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)

@@ -4,9 +4,10 @@ Each rank gets the whole mini-batch, and a plan shares its samples out: to verl 
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import CostSettings
 from longspan.train import MicroBatchLoss, MicroBatchTokens, clip_grad_norm, run_step, token_log_probs, token_scores
+from longspan.train.families import share_where_exact
 from longspan.verl.samples import Samples, pad_answers, read_samples, read_temperature
 from longspan.verl.settings import LongspanEngineConfig
 
@@ -231,7 +233,8 @@ class LongspanEngine(BaseEngine):
 
     # ---- steps
 
-    def _plan(self, documents: Any, data: Any, *, forward_only: bool) -> Plan:
+    def _plan(self, documents: Any, data: Any, *, forward_only: bool) -> tuple[Any, Plan]:
+        """Return documents whose common prefixes are apart, where all is exact then, and their plan."""
         settings = self.engine_config
         limit = settings.max_tokens_per_slot
         if limit is None:
@@ -242,13 +245,21 @@ class LongspanEngine(BaseEngine):
                     "engine.max_tokens_per_slot"
                 )
             limit = tu.get_non_tensor_data(data, "max_token_len_per_gpu", None)
+        home = self.world.home
         of_items = isinstance(documents, MediaDocuments)
-        lengths = [len(documents[d]) for d in range(len(documents))]
         targets = documents.targets if of_items else sum(document.targets for document in documents)
-        cost = self._cost(forward_only=forward_only)
-        return settings.plan_samples(
-            lengths, self.world.home, max_tokens_per_slot=limit, targets=targets, cost=cost
-        )
+        options = {
+            "max_tokens_per_slot": limit,
+            "targets": targets,
+            "cost": self._cost(forward_only=forward_only),
+        }
+        parents = None
+        if not of_items:
+            choice = settings.planner_choice(**options)
+            documents = share_where_exact(self.module, documents, choice, self.world, training=not forward_only)
+            parents = [document.parent for document in documents]
+        lengths = [len(documents[d]) for d in range(len(documents))]
+        return documents, settings.plan_samples(lengths, home, parents=parents, **options)
 
     def _cost(self, *, forward_only: bool) -> Cost:
         home = self.world.home
@@ -294,10 +305,10 @@ class LongspanEngine(BaseEngine):
 
     def _compute_values(
         self, plan: Plan, documents: Any, names: list[str], temperature: float
-    ) -> dict[str, Tensor]:
-        """Compute values (tokens of all documents,) by longspan's names."""
+    ) -> dict[str, Callable[[int], Any]]:
+        """Compute values by longspan's names, of each document (length,), its shared prefix among it."""
         values = token_log_probs(self.module, plan, documents, self.world, also=names, temperature=temperature)
-        return {name: torch.from_numpy(x) for name, x in {"log_probs": values.values, **values.also}.items()}
+        return {"log_probs": values.of, **{name: partial(values.value, name) for name in names}}
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
         """Turn values of tokens into verl's output, where that of token j + 1 is row j's; 0 where none is predicted."""
@@ -323,7 +334,7 @@ class LongspanEngine(BaseEngine):
         samples, temperature = read_samples(data), self._temperature(data)
         names = [name for key, name in self.further_values.items() if tu.get_non_tensor_data(data, key, False)]
         documents = self._documents(samples)
-        plan = self._plan(documents, data, forward_only=forward_only)
+        documents, plan = self._plan(documents, data, forward_only=forward_only)
         result: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
 
         def compute_loss(output: dict[str, Tensor], data: Any) -> Tensor:
@@ -334,7 +345,9 @@ class LongspanEngine(BaseEngine):
 
         if forward_only:
             values = self._compute_values(plan, documents, names, temperature)
-            result["model_output"] = self._outputs(values, samples)
+            numbers = range(len(samples.ids))
+            of_all = {name: np.concatenate([of(d) for d in numbers]) for name, of in values.items()}
+            result["model_output"] = self._outputs({n: torch.from_numpy(x) for n, x in of_all.items()}, samples)
             if loss_function is None:
                 return result | {"loss": [1.0]}
             compute_loss(result["model_output"], data)
@@ -351,7 +364,7 @@ class LongspanEngine(BaseEngine):
 
         loss = MicroBatchLoss(loss_of_tokens, also=names)
         run_step(self.module, plan, documents, self.world, loss=loss, temperature=temperature)
-        of_all = {name: torch.cat([parts[d] for d in range(len(documents))]) for name, parts in kept.items()}
+        of_all = {name: torch.cat([parts[d] for d in range(len(samples.ids))]) for name, parts in kept.items()}
         return result | {"model_output": self._outputs(of_all, samples) if kept else {}}
 
     def _temperature(self, data: Any) -> float:
@@ -491,10 +504,9 @@ class LongspanValueEngine(LongspanEngine):
 
     def _compute_values(
         self, plan: Plan, documents: Any, names: list[str], temperature: float
-    ) -> dict[str, Tensor]:
-        return {
-            "scores": torch.from_numpy(token_scores(self.module, plan, documents, self.world).values[:, 0].copy())
-        }
+    ) -> dict[str, Callable[[int], Any]]:
+        values = token_scores(self.module, plan, documents, self.world)
+        return {"scores": lambda document: values.of(document)[:, 0]}
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
         return {"values": samples.nest(values["scores"].to(self._values_dtype))}

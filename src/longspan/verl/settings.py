@@ -54,13 +54,13 @@ class LongspanEngineConfig(EngineConfig):
             )
 
     def plan_samples(self, lengths: Sequence[int], home: Layout, **keywords: Any) -> Plan:
-        """Plan a mini-batch; what the keys leave open is the fastest for it, as verl tells no lengths ahead.
+        """Plan a mini-batch; what the keys leave open is the fastest for it, as verl tells no lengths ahead."""
+        return fastest_plan(self.planner_choice(**keywords), lengths, home)
 
-        `keywords` are options of plans, with the cost of one device; those of `plan` win.
-        """
+    def planner_choice(self, **keywords: Any) -> PlannerConfig:
+        """`keywords` are options of plans, with the cost of one device; those of `plan` win."""
         options = {**keywords, **self.plan}
         degrees = options.pop("min_cp", 1), options.pop("max_cp", None) or 0
         degree = self.context_parallel_size
         planner = "fixed" if self.planner == AUTO and degree else self.planner  # as of a run's keys
-        choice = PlannerConfig(planner, degree, *degrees, PlanOptions(**options), prefix="engine.")
-        return fastest_plan(choice, lengths, home)
+        return PlannerConfig(planner, degree, *degrees, PlanOptions(**options), prefix="engine.")

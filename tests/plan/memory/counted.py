@@ -21,7 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from longspan import add_mtp
+from longspan import Document, add_mtp
 from longspan.comm import World
 from longspan.model.layers import decoder_layers
 from longspan.model.lora import NewAdapter, add_lora
@@ -162,7 +162,7 @@ def use_kernel_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepared_model(
     config: PreTrainedConfig, plan: Plan, world: World, lora: Any, depths: int, how: dict[str, Any]
-) -> tuple[Any, list[np.ndarray]]:
+) -> tuple[Any, list[Any]]:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     if lora is not None:
@@ -172,7 +172,11 @@ def prepared_model(
         model = added.to(torch.bfloat16)
     options: dict[str, Any] = {"shard_parameters": False, "fused_norms": "on"} | how
     generator, vocabulary = np.random.default_rng(0), config.get_text_config().vocab_size
-    documents = [generator.integers(0, vocabulary, size=length) for length in plan.lengths]
+    documents: list[Any] = [generator.integers(0, vocabulary, size=length) for length in plan.lengths]
+    if plan.parents is not None:  # of which none continue another that predicts something
+        labels = [np.full(n, -100) if d in plan.parents else documents[d] for d, n in enumerate(plan.lengths)]
+        columns = zip(documents, labels, plan.parents, strict=True)
+        documents = [Document(ids, labels=row, parent=parent) for ids, row, parent in columns]
     return prepare_untried(model, world, **options), documents
 
 
@@ -183,7 +187,7 @@ def count_step(
     return count_prepared(*prepared_model(config, plan, world, lora, depths, how), plan, world, depths)
 
 
-def count_prepared(prepared: Any, documents: list[np.ndarray], plan: Plan, world: World, depths: int = 0) -> Counted:
+def count_prepared(prepared: Any, documents: list[Any], plan: Plan, world: World, depths: int = 0) -> Counted:
     (group,) = plan.micro_batches[0].groups
     short = plan_fixed([8 * group.degree], world.home, group.degree, cp_comm_type=group.cp_comm_type)
     run_step(prepared, short, [documents[0][: 8 * group.degree]], world, mtp=MtpLoss() if depths else None)

@@ -12,7 +12,7 @@ from longspan.attention import all_to_all
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model.lora import NewAdapter, add_lora
-from longspan.plan import MemoryNeeds, MemorySettings, messages, plan_fixed
+from longspan.plan import MemoryNeeds, MemorySettings, Plan, messages, plan_fixed
 from longspan.plan.memory import layer_table
 from longspan.plan.memory.layer_table import LayerTable
 from longspan.plan.memory.stage_bytes import ModelNumbers
@@ -83,6 +83,52 @@ def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> No
         once = _ONCE + needs.places[0].hidden_row_bytes
     _check_kept(needs, counted, word, once)
     assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
+
+
+def family_plan(home: Layout, cp: int, rows: int = ROWS, **options: Any) -> Plan:
+    """A prefix of half the rows, and 8 documents that continue it."""
+    branch = rows // 16
+    lengths = [*[branch] * 8, rows - 8 * branch]
+    return plan_fixed(lengths, home, cp, parents=[8] * 8 + [-1], targets=8 * (branch - 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "word"), [("qwen3", "none"), ("gemma3", "selective"), ("gpt-oss", "full"), ("qwen3-next", "none")]
+)
+def test_documents_that_share_a_prefix_keep_what_is_planned(world: World, family: str, word: str) -> None:
+    """Also under a window, whose rows of the prefix are gathered for every document."""
+    rows = 4 * ROWS if family in HYBRIDS else ROWS  # torch's scans pad runs to chunks of 64 rows
+    config, plan = config_of(family), family_plan(world.home, 1, rows)
+    counted = count_step(config, plan, world, activation_checkpointing=word)
+    needs = MemoryNeeds.of(config.to_dict(), world.home, plan, SETTINGS)
+    once = _ONCE * (family in EXPERTS) + (_ONCE + needs.places[0].hidden_row_bytes) * (word == "none")
+    _check_kept(needs, counted, word, once)
+    assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
+    lengths = [plan.lengths[-1] + plan.lengths[0]] * 8  # each with the prefix to itself
+    apart = MemoryNeeds.of(config.to_dict(), world.home, plan_fixed(lengths, world.home, 1), SETTINGS)
+    assert _peak(needs, word) < 0.5 * _peak(apart, word)
+
+
+def _families_over_ranks(rank: int) -> dict[str, tuple[float, float, float, float]]:
+    """Bytes that layers keep and the peak, as planned and as counted, by communication type and partition."""
+    found = dict[str, tuple[float, float, float, float]]()
+    with World(Layout(2), backend=backend()) as world:
+        config = config_of("qwen3")
+        model = prepared_model(config, family_plan(world.home, 2), world, None, 0, {"activation_checkpointing": "none"})
+        for kind, partition in (("p2p", "zigzag"), ("a2a", "zigzag"), ("all_gather", "contiguous")):
+            plan = family_plan(world.home, 2, cp_comm_type=kind, partition=partition)
+            counted = count_prepared(*model, plan, world)
+            needs = MemoryNeeds.of(config.to_dict(), world.home, plan, SETTINGS)
+            planned = _kept(needs, "none", 2), _peak(needs, "none")
+            found[f"{kind} {partition}"] = planned[0], sum(counted.kept), planned[1], counted.most
+    return found
+
+
+@pytest.mark.whole
+def test_families_over_ranks_keep_what_is_planned() -> None:
+    for found in run_ranks(_families_over_ranks, 2):
+        for name, (kept, counted, peak, most) in found.items():
+            assert abs(kept / counted - 1) < 0.05 and abs(peak / most - 1) <= PEAK, (name, kept, counted, peak, most)
 
 
 @pytest.mark.parametrize(("family", "word"), [("qwen3", "full"), ("qwen3-moe", "selective")])

@@ -51,9 +51,7 @@ def turns(folder: Path) -> tuple[Path, Path]:
     rows = list[dict[str, Any]]()
     for _ in range(3):
         words = lambda n: " ".join(draw.choice(WORDS, size=n).tolist())  # noqa: E731
-        messages = [
-            {"role": role, "content": words(n)} for n in (150, 20, 15) for role in ("user", "assistant")
-        ]
+        messages = [{"role": role, "content": words(n)} for n in (150, 20, 15) for role in ("user", "assistant")]
         rows.append({"messages": messages})
     file = folder / "chats.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -30,7 +30,8 @@ from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss, SharedDocuments, share_prefixes
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
-from tests.model.stock import REFERENCE, error, gradients_of, prepare_untried, tiny
+from tests.model.seams.test_mixers import small_config
+from tests.model.stock import REFERENCE, error, gradients_of, prepare_untried, random_model, tiny
 from tests.mutation import mutated
 from tests.train.own_loss.dense import (
     Answer,
@@ -75,6 +76,20 @@ def documents_of(vocabulary: int = 61) -> list[Document]:
     pairs = [(prompt, draw.integers(0, vocabulary, n)) for prompt, n in parts]
     pairs.insert(1, (np.append(text, first), again))
     pairs += [(np.append(text, first), again), (alone, whole), (whole[:0], whole)]
+    return _answers(draw, pairs)
+
+
+def chain_of(vocabulary: int = 61) -> list[Document]:
+    """Prompts that continue each other, so that prefixes are four generations, the first of one row; two equal answers,
+    one of a token, and a prompt without one, of which one row is left."""
+    draw = np.random.default_rng(1)
+    text = draw.integers(0, vocabulary, 12)
+    answers = [draw.integers(0, vocabulary, n) for n in (5, 3, 1, 4, 0)]
+    prompts = [text[:n] for n in (2, 4, 7, 12, 12)]
+    return _answers(draw, [*zip(prompts, answers, strict=True), (text, answers[3])])
+
+
+def _answers(draw: np.random.Generator, pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[Document]:
     return [
         Document(
             np.append(prompt, ids),
@@ -87,6 +102,7 @@ def documents_of(vocabulary: int = 61) -> list[Document]:
     ]
 
 
+DOCUMENTS = {"tree": documents_of, "chain": chain_of}
 TARGETS = targets_of(documents_of())
 SETS = ((0, 1), (2, 5, 6), (3, 4), (0, 7))
 LOSSES: dict[str, Any] = {
@@ -103,6 +119,8 @@ def test_what_is_shared_here() -> None:
     shared = share_prefixes(documents_of(), least_rows=3)
     assert shared.parents == (9, 9, 9, 10, 10, 9, -1, -1, -1, 8, 8) and shared.targets == TARGETS
     assert shared.lengths[8:] == (13, 4, 7) and shared.prefix_lengths == (17, 17, 17, 20, 20, 17, 0, 0)
+    chain = share_prefixes(chain_of(), least_rows=1)
+    assert chain.lengths == (6, 4, 2, 5, 1, 5, 1, 2, 3, 5) and chain.parents == (6, 7, 8, 9, 9, 9, -1, 6, 7, 8)
 
 
 def _plan(make: Any, degree: tuple[int, ...], rows: int, options: Any, home: Layout, shared: SharedDocuments) -> Plan:
@@ -126,11 +144,14 @@ class Case:
     least: int = 3
     losses: tuple[str, ...] = ("weights",)
     options: tuple[tuple[str, Any], ...] = ()
+    documents: str = "tree"
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.home}, {self.losses}, {self.options}"
+        return f"{self.family}, {self.home}, {self.losses}, {self.options}, {self.documents}"
 
 
+# Divisors of the others are numbers of the tree's.
+OF_CHAIN: dict[str, Any] = {"documents": "chain", "least": 1, "losses": ("tokens", "micro-batches")}
 NOT_FREE = ("weights", "tokens", "groups")
 ONE = fixed(1, 200)
 CASES = [
@@ -146,8 +167,27 @@ CASES = [
     Case(Layout(4), fixed(4, 60, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=2), "deep gpt-oss"),
     Case(Layout(4), dynamic(32), "deep qwen3-moe", losses=("groups",)),
     Case(Layout(4, ep=2), fixed(2, 60), "deep qwen3-moe"),
+    Case(Layout(1), ONE, **OF_CHAIN),
 ]
+FULL = (("activation_checkpointing", "full"),)
+SELECTIVE = (("activation_checkpointing", "selective"),)
 MORE = [
+    *(Case(Layout(1), ONE, f"small {family}") for family in ("lfm2", "kimi_linear", "zamba2")),
+    Case(Layout(2), fixed(2, 70, cp_comm_type="a2a"), options=SELECTIVE),
+    Case(Layout(2), fixed(2, 70), "bamba-tiny", options=FULL),
+    Case(Layout(2), dynamic(55), "deep gpt-oss", options=SELECTIVE),
+    Case(Layout(2, tp=2), fixed(1, 200, row_multiple=2), options=(("sequence_parallel", True),)),
+    Case(Layout(2, tp=2), ONE, "qwen3-next-tiny"),
+    Case(Layout(2, pp=2), fixed(1, 100), "bamba-tiny", options=FULL),
+    Case(Layout(2), fixed(2, 70, partition="contiguous"), "small lfm2"),
+    Case(Layout(2), dynamic(40), **OF_CHAIN),
+    Case(Layout(3), fixed(3, 40), **OF_CHAIN),
+    Case(Layout(3), fixed(3, 60, cp_comm_type="all_gather"), "small lfm2"),
+    Case(Layout(3), dynamic(32), "bamba-tiny"),
+    Case(Layout(4), fixed(4, 40, partition="contiguous"), "qwen3-next-tiny", **OF_CHAIN),
+    Case(Layout(4), fixed(4, 60, cp_comm_type="all_gather"), "deepseek-v3"),
+    Case(Layout(4, pp=2), dynamic(60), "llama", losses=("weights", "tokens")),
+    Case(Layout(4, tp=2), fixed(2, 60), "adapter", options=FULL),
     *(Case(Layout(1), ONE, family) for family in ("mistral", "deep qwen3-moe", "llama", "gpt-j", "apertus")),
     *(Case(Layout(1), ONE, family) for family in ("qwen3-next-tiny", "granite-hybrid-tiny")),
     Case(Layout(1), ONE, options=(("activation_checkpointing", True),)),
@@ -167,6 +207,10 @@ def model_of(family: str) -> Any:
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
         return model
+    if family.startswith("small "):
+        model = random_model(small_config(family.removeprefix("small ")), torch.float64)
+        model.set_experts_implementation("eager")  # grouped products of torch take no float64 on CPUs
+        return model
     name = family.removeprefix("deep ")
     if family != name:
         return deep(name, torch.float64, 2)
@@ -177,10 +221,10 @@ Dense = tuple[dict[str, Answer], list[np.ndarray]]
 
 
 @cache
-def dense(family: str, losses: tuple[str, ...]) -> Dense:
+def dense(family: str, losses: tuple[str, ...], named: str = "tree") -> Dense:
     model = model_of(family).to(REFERENCE)
     whole = unwrap_peft_model(model)
-    documents = documents_of()
+    documents = DOCUMENTS[named]()
     with casts_in_float64():
         rows = rows_of(model, documents)
         answers = {name: answer(whole, rows, LOSSES[name][0], LOSSES[name][2]) for name in losses}
@@ -202,7 +246,8 @@ def _errors_of(
     case: Case, model: Any, world: World, answers: dict[str, Answer], tokens: list[np.ndarray]
 ) -> dict[str, float]:
     names = {name for name, p in model.named_parameters() if p.requires_grad}
-    shared = share_prefixes(documents_of(), least_rows=case.least)
+    whole = DOCUMENTS[case.documents]()
+    shared = share_prefixes(whole, least_rows=case.least)
     plan = case.plan(case.home, shared)
     errors = dict[str, float]()
     for name, wanted in answers.items():
@@ -217,7 +262,7 @@ def _errors_of(
     apart = [np.abs(log_probs.of(d) - values[0]).max() / 4 for d, values in enumerate(tokens)]
     for row, name in enumerate(ALSO, start=1):
         apart += [np.abs(log_probs.value(name, d) - values[row]).max() / 4 for d, values in enumerate(tokens)]
-    for document, total, values in zip(documents_of(), log_probs.sums, tokens, strict=False):
+    for document, total, values in zip(whole, log_probs.sums, tokens, strict=False):
         weights = document.token_values(np.arange(len(document)))["weights"]
         apart.append(abs(total - (values[0] * weights).sum()) / 50)
     return errors | {"log-probabilities": max(apart)}
@@ -233,7 +278,7 @@ def compare(rank: int, cases: list[Case], wanted: list[Dense]) -> list[dict[str,
 
 def wrong_cases(ranks: int, cases: list[Case]) -> dict[str, dict[str, float]]:
     cases = [case for case in cases if len(case.home.ranks) == ranks]
-    wanted = [dense(case.family, case.losses) for case in cases]
+    wanted = [dense(case.family, case.losses, case.documents) for case in cases]
     found = run_ranks(compare, ranks, cases, wanted, timeout=240)[0]
     return {str(case): e for case, e in zip(cases, found, strict=True) if not max(e.values()) < 1e-12}
 
@@ -244,7 +289,7 @@ def test_steps_equal_the_separate_documents(ranks: int) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_more_steps_equal_the_separate_documents(ranks: int) -> None:
     assert wrong_cases(ranks, MORE) == {}
 

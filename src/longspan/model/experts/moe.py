@@ -105,7 +105,8 @@ def _record_routing(
         return None
     experts_first = not output[0].is_floating_point()  # Granite's in transformers 5.17 name the experts first
     logits, weights, chosen_experts = reversed(output) if experts_first else output
-    weights = layer.router.record_routing(router, logits, weights, chosen_experts, layer.shard.find_real_rows())
+    rows, counts = layer.shard.find_real_rows(), layer.shard.row_counts
+    weights = layer.router.record_routing(router, logits, weights, chosen_experts, rows, counts)
     return (chosen_experts, weights, logits) if experts_first else (logits, weights, chosen_experts)
 
 

@@ -54,18 +54,27 @@ class RouterSums:
         self.by_router: dict[int, Tensor] = {}  # (2 E + 1,): loads, sums of probabilities, sum of z
 
     def record_routing(
-        self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor
+        self,
+        router: nn.Module,
+        logits: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        rows: Tensor,
+        counts: Tensor | None,
     ) -> Tensor:
-        """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
+        """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient.
+
+        `counts` (R,) are how often each row counts, in so many documents; None for once.
+        """
         with torch.no_grad():
-            self.by_router[id(router)] = _routing_sums(logits[rows], chosen.shape[1])
+            self.by_router[id(router)] = _routing_sums(logits[rows], chosen.shape[1], counts)
         if not torch.is_grad_enabled() or not self.statistics.coefficients.any:
             return weights
-        return _WithRouterLosses.apply(weights, logits, rows, self.statistics)  # pyright: ignore[reportReturnType]
+        return _WithRouterLosses.apply(weights, logits, rows, counts, self.statistics)  # pyright: ignore[reportReturnType]
 
 
 class RouterStatistics:
-    """The routers of all micro-batches of one step: `tokens` of the plan, through `layers` with `experts` each."""
+    """The routers of all micro-batches of one step: `tokens` of all documents, through `layers` with `experts` each."""
 
     def __init__(
         self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
@@ -110,16 +119,21 @@ def _sum_over_micro_batches(micro_batches: Sequence[RouterSums], experts: int) -
     return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 
 
-def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
+def _routing_sums(logits: Tensor, top_k: int, counts: Tensor | None) -> Tensor:
     """Sum logits (R, E) over rows, to (2 E + 1,) in float64: visits of each expert, its probability, squares of lse."""
     wide = _widen_logits(logits)
     softmax = wide.softmax(-1)
+    squares = wide.logsumexp(-1).square()
     chosen_experts = softmax.topk(top_k, dim=-1).indices
+    visits = torch.ones_like(chosen_experts, dtype=torch.float64)
+    if counts is not None:
+        visits *= counts[:, None]
+        softmax = softmax * counts[:, None]
+        squares = squares * counts
     loads = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
-    loads.scatter_add_(0, chosen_experts.flatten(), torch.ones_like(chosen_experts.flatten(), dtype=torch.float64))
+    loads.scatter_add_(0, chosen_experts.flatten(), visits.flatten())
     probabilities = softmax.sum(0, dtype=torch.float64)
-    z = wide.logsumexp(-1).square().sum(dtype=torch.float64)
-    return torch.cat([loads, probabilities, z[None]])
+    return torch.cat([loads, probabilities, squares.sum(dtype=torch.float64)[None]])
 
 
 def _widen_logits(logits: Tensor) -> Tensor:
@@ -130,16 +144,26 @@ class _WithRouterLosses(torch.autograd.Function):
     """A router's weights as they are; backward adds the gradient of its losses to its logits."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, logits: Tensor, rows: Tensor, statistics: RouterStatistics) -> Tensor:
-        ctx.save_for_backward(logits, rows)
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        logits: Tensor,
+        rows: Tensor,
+        counts: Tensor | None,
+        statistics: RouterStatistics,
+    ) -> Tensor:
+        ctx.save_for_backward(logits, rows, counts)
         ctx.statistics = statistics
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        logits, rows = ctx.saved_tensors
-        row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics).to(logits.dtype)
-        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, row_gradients), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        logits, rows, counts = ctx.saved_tensors
+        row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics)
+        if counts is not None:
+            row_gradients *= counts[:, None]
+        row_gradients = row_gradients.to(logits.dtype)
+        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, row_gradients), None, None, None
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:

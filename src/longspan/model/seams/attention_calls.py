@@ -331,7 +331,7 @@ def check_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()
     rules.check_rows(shard)
     rules.check_spans(shard)
     if any(group.parents is not None for group in shard.micro_batch.groups):
-        rules.check_families(training=model.training)
+        rules.check_families((shard.micro_batch,), training=model.training)
     if rules.position_table is not None:
         refuse_documents_beyond_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
     return (), rules.add_kernel_argument(inputs) | {"use_cache": False}

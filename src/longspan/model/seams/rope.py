@@ -21,6 +21,7 @@ from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers, expand_runs
 from longspan.model.seams.attention_calls import Probe, running_layer
+from longspan.model.seams.call_rules import LengthLimit
 from longspan.plan.shape.positions import has_no_positions, position_limit
 
 SCALINGS = ("yarn", "linear")
@@ -96,11 +97,11 @@ def choose_frequencies_by_document(model: nn.Module) -> None:
             module.forward = MethodType(_rotary_forward, module)
 
 
-def length_dependent_types(rotary: nn.Module) -> set[str]:
-    """Return the rope types of a rotary module, one or by type of layer, that choose frequencies by a length."""
+def length_dependent_types(rotary: nn.Module) -> dict[str | None, str]:
+    """Return the rope types of a rotary module that choose frequencies by a length, by type of layer or for None."""
     kind = getattr(rotary, "rope_type", None)
-    kinds = kind.values() if isinstance(kind, dict) else [kind]
-    return {name for name in kinds if isinstance(name, str) and depends_on_length(name)}
+    kinds = kind.items() if isinstance(kind, dict) else [(None, kind)]
+    return {layer_type: name for layer_type, name in kinds if isinstance(name, str) and depends_on_length(name)}
 
 
 def depends_on_length(kind: str) -> bool:
@@ -140,10 +141,12 @@ def _rows_by_length(
 ) -> dict[int, Integers]:
     """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
+    limit = _length_limit(rotary, kind, layer_type)
     for shard_part in shard.parts:
         segments = shard_part.segments()
-        lengths = np.asarray(shard_part.group.lengths, dtype=np.int64)[segments.document]
-        lengths = _representative_lengths(rotary, kind, layer_type, lengths)
+        # of a prefix those that continue it, which are of one class (`CallRules.check_families`)
+        lengths = np.asarray(shard_part.group.longest_paths, dtype=np.int64)[segments.document]
+        lengths = limit.representative_lengths(lengths)
         first = shard_part.start + segments.offset
         for length in np.unique(lengths).tolist():
             is_length = lengths == length
@@ -153,14 +156,19 @@ def _rows_by_length(
     return {length: np.concatenate(of_length) for length, of_length in rows.items()}
 
 
-def _representative_lengths(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
+def length_limits(module: nn.Module) -> set[LengthLimit]:
+    """Return by which lengths of documents a rotary module chooses frequencies; of other modules nothing."""
+    return {_length_limit(module, kind, layer_type) for layer_type, kind in length_dependent_types(module).items()}
+
+
+def _length_limit(rotary: nn.Module, kind: str, layer_type: str | None) -> LengthLimit:
     """longrope has two sets of frequencies, by a limit; dynamic one for each length beyond the trained."""
     owner: Any = rotary
     if kind == "longrope":
         parameters = owner.config.rope_parameters
-        limit = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
-        return np.where(lengths > limit, limit + 1, limit)
-    return np.maximum(lengths, owner.original_max_seq_len)
+        parameters = parameters if layer_type is None else parameters[layer_type]
+        return LengthLimit(parameters["original_max_position_embeddings"], of_each_length=False)
+    return LengthLimit(owner.original_max_seq_len, of_each_length=True)
 
 
 def _document_frequencies(

@@ -100,11 +100,15 @@ class DepthsTerm(Term):
         return {"mtp_losses": tuple(total / max(n, 1) for total, n in zip(sums, self._targets, strict=True))}
 
 
+def count_depths_of_model(model: nn.Module) -> int:
+    return model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
+
+
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
     name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
-    depths = model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
+    depths = count_depths_of_model(model)
     if not depths:
         raise ModelError(
             f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, depths=1) "

@@ -15,9 +15,10 @@ from longspan.train.step_inputs import StepInputs
 def router_terms(inputs: StepInputs, coefficients: RouterCoefficients | None) -> list[Term]:
     """Return the term of a model's routers; none for a model whose routers have no loss that is known.
 
-    Raises ModelError for coefficients of a model without such a loss.
+    A shared row counts in each document that has it. Raises ModelError for coefficients of a model without such a loss.
     """
-    statistics = make_router_statistics(inputs.language_model, inputs.world, inputs.plan.tokens, coefficients)
+    tokens = inputs.plan.separate_tokens
+    statistics = make_router_statistics(inputs.language_model, inputs.world, tokens, coefficients)
     return [] if statistics is None else [RoutersTerm(statistics)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -122,17 +123,24 @@ def reward_loss(
 class TokenScores:
     """Scores of documents of these lengths, the same on every rank; `values` (rows of all documents, L) end to end.
 
-    `sums` (D, L) are those of each document times the weights of its rows, as a DocumentLoss gets them.
+    `sums` (D, L) are those of each document times the weights of its rows, as a DocumentLoss gets them. Where documents
+    share prefixes, `bases` (D,) are the rows before each document's own: none of these counts.
     """
 
     lengths: tuple[int, ...]
     values: Floats
     sums: Floats
+    bases: tuple[int, ...] = ()
 
     def of(self, document: int) -> Floats:
-        """Return the scores of a document's rows (length, L), 0 at rows that do not count."""
+        """Return the scores of a document's rows (length, L), those of its shared prefix among them; 0 at rows that do
+        not count.
+        """
         start = sum(self.lengths[:document])
-        return self.values[start : start + self.lengths[document]]
+        own_values = self.values[start : start + self.lengths[document]]
+        if not self.bases:
+            return own_values
+        return np.concatenate([np.zeros((self.bases[document], self.values.shape[1])), own_values])
 
 
 def token_scores(
@@ -155,7 +163,7 @@ def token_scores(
     collected = CollectedLogProbs(plan.lengths, loss_chunk_rows, scores=columns)
     run_passes(Passes.with_terms(inputs, (), collected), batches)
     values, sums = collected.gather_tables(world)
-    return TokenScores(plan.lengths, values.T, sums.T)
+    return TokenScores(plan.lengths, values.T, sums.T, plan.bases)
 
 
 def scores(model: nn.Module, plan: Plan, documents: Any, world: World, loss_chunk_rows: int = 0) -> Floats:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import LossError
+from longspan.errors import LossError, plural
 from longspan.model.kinds import is_multimodal
 from longspan.model.layers import score_columns
 from longspan.train.passes import Term
@@ -34,9 +34,8 @@ def step_terms(
     terms = list[Term]()
     has_routers = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
     has_routers = has_routers or (router is not None and router.any)
-    if inputs.plan.parents is not None:
-        _refuse_in_families(inputs, router, mtp, has_routers=has_routers)
-        has_routers = False  # their statistics would count a shared row once
+    if inputs.plan.parents is not None and mtp is not None:
+        _refuse_cut_depths(inputs)
     if inputs.backward and getattr(model, "adapter", None) is not None:
         from longspan.model.lora import refuse_adapter_left_out
 
@@ -68,24 +67,18 @@ def step_terms(
     return (*encoder_terms(inputs, 0 if depths is None else depths.depths), *terms)
 
 
-def _refuse_in_families(
-    inputs: StepInputs, router: "RouterCoefficients | None", mtp: "MtpLoss | None", *, has_routers: bool
-) -> None:
-    """Raise LossError for what is exact for separate documents alone, where documents share prefixes."""
-    reasons = list[str]()
-    if mtp is not None:
-        reasons.append("multi-token prediction (mtp=), which reads tokens behind a prefix's end")
-    if has_routers:
-        from longspan.model.experts.moe import make_router_statistics
+def _refuse_cut_depths(inputs: StepInputs) -> None:
+    """Raise LossError for prefixes whose rows do not know the tokens that depths of multi-token prediction read."""
+    from longspan.train.terms.mtp import count_depths_of_model
 
-        statistics = make_router_statistics(inputs.language_model, inputs.world, inputs.plan.tokens, router)
-        if statistics is not None and statistics.coefficients.any:
-            reasons.append("losses of routers (router=, router_aux_loss_coef), which would count a shared row once")
-    if reasons:
-        raise LossError(
-            f"documents of the plan share prefixes, and the step has {' and '.join(reasons)}; leave that out, or plan "
-            "the documents before share_prefixes"
-        )
+    depths = count_depths_of_model(inputs.language_model)
+    for prefix in set(inputs.plan.parents or ()) - {-1}:
+        if getattr(inputs.documents[prefix], "ahead", 0) < depths:
+            raise LossError(
+                f"the step has {plural(depths, 'depth')} of multi-token prediction (mtp=), which read tokens behind "
+                f"document {prefix}, a prefix that others share; call share_prefixes(documents, depths={depths}), or "
+                "plan the documents before it"
+            )
 
 
 def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
