@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longspan.checkpoint.files import require_local_root
-from longspan.config.defaults import encoder_is_given
+from longspan.config.defaults import encoder_is_given, loss_arguments
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
@@ -59,6 +59,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_keys_needed_by_keys(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
+    loss_arguments(config.train)
     check_lora(config)
     check_mtp_section(config)
     check_parallel(config, home)
