@@ -250,6 +250,15 @@ def loss_arguments(train: TrainConfig) -> dict[str, float]:
     return {**defaults, **given}
 
 
+def loss_text(train: TrainConfig) -> str:
+    """Describe a loss of preferences.
+
+    >>> loss_text(TrainConfig(loss="dpo", loss_arguments=("beta=0.2",)))
+    'dpo, beta 0.2, label_smoothing 0'
+    """
+    return ", ".join([train.loss, *(f"{name} {value:g}" for name, value in loss_arguments(train).items())])
+
+
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 

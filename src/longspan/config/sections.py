@@ -385,19 +385,6 @@ class TrainConfig(Section):
         Needs("mtp.num_layers", (0,)),
         Needs("data.split_turns", (False,)),
     ] = ""
-    """dpo (sigmoid is the same), ipo, apo_zero, simpo or orpo over rows with chosen and rejected, or kto over rows with
-    prompt, completion and label, as TRL has them (docs/preferences.md); empty: the cross entropy of tokens, or what a
-    model of scores has."""
-    loss_arguments: Annotated[
-        tuple[str, ...], Needs("train.loss", ("dpo", "sigmoid", "ipo", "apo_zero", "simpo", "orpo", "kto"))
-    ] = ()
-    """Arguments of the loss by TRL's names, such as "beta=0.05" or "desirable_weight=1.33"."""
-    loss: Annotated[
-        Literal["", "dpo", "sigmoid", "ipo", "apo_zero", "simpo", "orpo", "kto"],
-        Needs("model.num_labels", (0,)),
-        Needs("mtp.num_layers", (0,)),
-        Needs("data.split_turns", (False,)),
-    ] = ""
     """dpo (TRL's sigmoid, which is a name of it too), ipo, apo_zero, simpo or orpo over rows with chosen and rejected,
     or kto over rows with prompt, completion and label (docs/preferences.md); empty: the cross entropy of tokens, or
     what a model has that scores."""

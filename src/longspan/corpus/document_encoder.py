@@ -230,8 +230,8 @@ def _refusal_of_lengths(lengths: Sequence[int], most_tokens: int) -> str:
     """Return why a row is left out whose documents are scored; "" for none."""
     if most_tokens and max(lengths) > most_tokens:
         return (
-            f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored is "
-            "not cut; raise it, or set it to 0"
+            f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored, or "
+            "compared with another, is not cut; raise it, or set it to 0"
         )
     return f"a document has {plural(min(lengths), 'token')}; give {SHORTEST} or more" * (min(lengths) < SHORTEST)
 

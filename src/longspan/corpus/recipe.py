@@ -184,8 +184,8 @@ def make_recipe(
     if form and kinds - fitting:
         wanted = "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
         raise DataError(
-            f"rows of {paths} hold {' and '.join(KIND_TEXTS[kind] for kind in sorted(kinds - fitting))}, and train.loss "
-            f"needs {wanted}; give such rows, or leave train.loss out"
+            f"rows of {paths} hold {' and '.join(KIND_TEXTS[kind] for kind in sorted(kinds - fitting))}, and "
+            f"train.loss needs {wanted}; give such rows, or leave train.loss out"
         )
     if PAIRS in kinds and labels != 1 and not form:
         raise DataError(

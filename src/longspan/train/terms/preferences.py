@@ -85,18 +85,17 @@ class Preferences:
     def figures(self, sums: Floats) -> dict[str, float]:
         """Return the means of all documents' figures, by sums (D, …) of their log-probabilities."""
         table = torch.from_numpy(sums[: len(self.counts)])  # without prefixes that documents share
-        logits = {}
         if self.name == "kto":
             assert self.labels is not None
             _, rewards, kl = self._answers(table[:, 0])
             log_probs = table[::2, 0]
             others = {"kl": kl}
             chosen, rejected = (torch.nonzero(self.labels == wanted)[:, 0] for wanted in (True, False))
-            of_answers = 2 * chosen, 2 * rejected
+            documents_of = {"chosen": 2 * chosen, "rejected": 2 * rejected}
         else:
             _, log_probs, rewards, others = self._pairs(table, [*range(len(table))])
-            chosen, rejected = torch.arange(0, len(table), 2), torch.arange(1, len(table), 2)
-            of_answers = chosen, rejected
+            chosen, rejected = (torch.arange(first, len(table), 2) for first in (0, 1))
+            documents_of = {"chosen": chosen, "rejected": rejected}
             right = rewards[chosen] > rewards[rejected]
             others = {"rewards/accuracies": right.double(), **others}
         sides = {name: side for name, side in (("chosen", chosen), ("rejected", rejected)) if len(side)}
@@ -106,12 +105,10 @@ class Preferences:
         if len(sides) == 2:
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         if self.name not in ("simpo", "orpo"):
-            logits = {
-                f"logits/{name}": (table[side, 1].sum() / self.counts[side].sum()).item()
-                for name, side in zip(("chosen", "rejected"), of_answers, strict=True)
-                if len(side)
-            }
-        return means | logits
+            for name in sides:
+                tokens = documents_of[name]
+                means[f"logits/{name}"] = (table[tokens, 1].sum() / self.counts[tokens].sum()).item()
+        return means
 
     def _answers(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the losses of KTO's answers, their rewards, and the divergence."""
@@ -119,11 +116,9 @@ class Preferences:
         ratios = sums - self.reference
         beta = self.arguments["beta"]
         kl = ratios[1::2].detach().mean().clamp(min=0)
-        signs = torch.where(self.labels, 1.0, -1.0).double()
-        weights = torch.where(
-            self.labels, self.arguments["desirable_weight"], self.arguments["undesirable_weight"]
-        ).double()
-        losses = weights * (1 - torch.sigmoid(beta * signs * (ratios[::2] - kl)))
+        wanted = self.labels.double()
+        weights = self.arguments["desirable_weight"] * wanted + self.arguments["undesirable_weight"] * (1 - wanted)
+        losses = weights * (1 - torch.sigmoid(beta * (2 * wanted - 1) * (ratios[::2] - kl)))
         return losses, beta * ratios[::2].detach(), kl
 
     def _pairs(self, sums: Tensor, documents: list[int]) -> _Pairs:
@@ -145,7 +140,8 @@ class Preferences:
         elif self.name == "simpo":
             margins = beta * (chosen - rejected) - self.arguments["simpo_gamma"]
             losses = -F.logsigmoid(margins) * (1 - smoothing) - F.logsigmoid(-margins) * smoothing
-            losses = losses + self.arguments["cpo_alpha"] * self._cross_entropy(sums[::2, 0], others)
+            if alpha := self.arguments["cpo_alpha"]:
+                losses = losses + alpha * self._cross_entropy(sums[::2, 0], others)
         elif self.name == "orpo":
             odds = chosen - rejected - _log_of_rest(chosen) + _log_of_rest(rejected)
             losses = self._cross_entropy(sums[::2, 1], others) - beta * F.logsigmoid(odds)
