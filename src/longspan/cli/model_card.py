@@ -12,6 +12,7 @@ from longspan import __version__
 from longspan.checkpoint.export import Exported
 from longspan.checkpoint.files import read_state
 from longspan.comm.all_ranks import LogLine
+from longspan.config.defaults import loss_text
 from longspan.config.file import load_config
 from longspan.errors import plural
 from longspan.files import read_json
@@ -49,6 +50,7 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data)])))]
     # also of epochs, as the run counted them
     steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]
+    rows += [("trained by", loss_text(config.train))] if config.train.loss else []
     rows += _card_figures(run_dir, exported.step, steps)
     table = "\n".join(f"| {name} | {value} |" for name, value in dict(rows).items())
     text = f"""---

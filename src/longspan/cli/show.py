@@ -32,7 +32,7 @@ def show_rows(config: RunConfig, count: int) -> None:
     Raises DataError as the run does, also for a bad row unless data.on_bad_row is "skip", which is shown with its
     reason.
     """
-    settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
+    settings = CorpusSettings.for_run(config)
     data = config.data
     files = settings.find_source_files(Path(config.run.dir))
     texts = texts_for_tokenizer(files, data.max_text_bytes)
@@ -57,7 +57,8 @@ def show_rows(config: RunConfig, count: int) -> None:
 
 def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:
     targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
-    targets[: len(targets) if sample.stops else 1] = False  # nothing predicts the first token, or what is scored
+    # nothing predicts the first token, or what is scored
+    targets[: len(targets) if sample.labels is None and sample.stops else 1] = False
     what = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
     runs = [f"{plural(len(sample.ids), 'token')}, {what or plural(int(targets.sum()), 'target')}\n"]
     for is_target, tokens in groupby(

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
+from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, key_value, read_arguments, with_key_values
 from longspan.config.plan_section import EvalConfig, inherit_keys
-from longspan.config.sections import RANDOM, EncoderSection, ModelConfig, RunConfig, held_out_set
-from longspan.errors import LongspanError, plural
+from longspan.config.sections import RANDOM, EncoderSection, ModelConfig, RunConfig, TrainConfig, held_out_set
+from longspan.errors import ConfigError, LongspanError, plural
 from longspan.hub import find_local_path
 from longspan.model.presets import PRESETS
 from longspan.plan.shape.model_shape import has_mixers
@@ -220,6 +220,43 @@ def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> N
             'learns less (docs/precision.md); use model.dtype = "float32" with model.compute_dtype = "bfloat16", or '
             "optimizer.stochastic_rounding = true"
         )
+
+
+# The arguments of each train.loss, with TRL's names and defaults; simpo's cpo_alpha is that of SimPO itself.
+LOSS_ARGUMENTS: Mapping[str, Mapping[str, float]] = {
+    "": {},
+    "dpo": {"beta": 0.1, "label_smoothing": 0.0},
+    "sigmoid": {"beta": 0.1, "label_smoothing": 0.0},
+    "ipo": {"beta": 0.1},
+    "apo_zero": {"beta": 0.1},
+    "simpo": {"beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 0.0, "label_smoothing": 0.0},
+    "orpo": {"beta": 0.1},
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+}
+
+
+def loss_arguments(train: TrainConfig) -> dict[str, float]:
+    """Return the arguments of train.loss. Raises ConfigError for names and values that it does not take."""
+    defaults = LOSS_ARGUMENTS[train.loss]
+    given = read_arguments("train.loss_arguments", train.loss_arguments)
+    for name, value in given.items():
+        if name not in defaults:
+            raise ConfigError(
+                f"train.loss_arguments has {name}, and train.loss {train.loss!r} takes {', '.join(defaults) or 'none'}"
+            )
+        bound = Above(0) if name == "beta" else AtLeast(0, below=0.5 if name == "label_smoothing" else math.inf)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not bound.allows(value):
+            raise ConfigError(f"train.loss_arguments has {name}={value}; it must be a number {bound}")
+    return {**defaults, **given}
+
+
+def loss_text(train: TrainConfig) -> str:
+    """Describe a loss of preferences.
+
+    >>> loss_text(TrainConfig(loss="dpo", loss_arguments=("beta=0.2",)))
+    'dpo, beta 0.2, label_smoothing 0'
+    """
+    return ", ".join([train.loss, *(f"{name} {value:g}" for name, value in loss_arguments(train).items())])
 
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}

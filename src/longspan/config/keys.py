@@ -5,8 +5,9 @@ No key stands here, nothing is decided, and torch is not imported.
 
 import ast
 import inspect
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from keyword import iskeyword
@@ -114,6 +115,24 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
         name = field.name.removesuffix("_")  # optimizer.class is a word of Python: class_
         keys.append(Key(name, kinds[field.name], bound, field.default, needs))
     return tuple(sorted(keys, key=lambda key: FIRST.index(key.name) if key.name in FIRST else len(FIRST)))
+
+
+def read_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Read arguments written as "momentum=0.9", with values as in JSON; a value that is not JSON is a string.
+
+    >>> read_arguments("optimizer.arguments", ("momentum=0.9", "nesterov=true"))
+    {'momentum': 0.9, 'nesterov': True}
+    """
+    arguments = dict[str, Any]()
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f'{name} has {text!r}; write name=value, as in "beta=0.9"')
+        try:
+            arguments[key] = json.loads(value)
+        except ValueError:
+            arguments[key] = value
+    return arguments
 
 
 def _attribute(key: str) -> str:

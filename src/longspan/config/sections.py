@@ -28,6 +28,7 @@ from longspan.errors import ConfigError
 from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint
 
 RANDOM = "random"  # as mtp.weights
+RowForm = Literal["", "pairs", "orpo", "kto"]
 
 
 @dataclass(frozen=True)
@@ -381,6 +382,17 @@ class TrainConfig(Section):
     """rowwise: multiply in float8 in the linears and experts of decoder layers, with one scale a row; gradients of
     weights, head, norms, routers and adapters in bfloat16. For GPUs of compute capability 8.9 or more
     (docs/precision.md)."""
+    loss: Annotated[
+        Literal["", "dpo", "sigmoid", "ipo", "apo_zero", "simpo", "orpo", "kto"],
+        Needs("model.num_labels", (0,)),
+        Needs("mtp.num_layers", (0,)),
+        Needs("data.split_turns", (False,)),
+    ] = ""
+    """dpo (TRL's sigmoid, which is a name of it too), ipo, apo_zero, simpo or orpo over rows with chosen and rejected,
+    or kto over rows with prompt, completion and label (docs/preferences.md); empty: the cross entropy of tokens, or
+    what a model has that scores."""
+    loss_arguments: tuple[str, ...] = ()
+    """Arguments of the loss by TRL's names, such as "beta=0.05" or "desirable_weight=1.33"."""
     center_rewards_coefficient: Annotated[NonNegativeFloat, Needs("model.num_labels", (1,))] = 0.0
     """Weight of (chosen + rejected)² in the loss of a pair, which keeps scores around 0."""
     router_aux_loss_coef: Annotated[float, AtLeast(-1)] = -1.0
@@ -391,6 +403,17 @@ class TrainConfig(Section):
     profile_steps: Annotated[tuple[int, ...], AtLeast(1)] = ()
     """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
     took the time (docs/gpu.md). Such a step is slower."""
+
+    @property
+    def row_form(self) -> RowForm:
+        """What rows become for the loss: pairs, for orpo pairs whose chosen document is learnt whole, or for kto
+        answers with labels; "" for no preferences."""
+        return self.loss if self.loss in ("", "orpo", "kto") else "pairs"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares log-probabilities with those of a reference model."""
+        return self.loss not in ("", "simpo", "orpo")
 
 
 @dataclass(frozen=True)

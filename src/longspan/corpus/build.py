@@ -112,7 +112,7 @@ class _CorpusOfRun:
             new_value = values.get(key)
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "split", "max_document_tokens") else "data."
-                prefix = "model." if key == "num_labels" else prefix
+                prefix = {"num_labels": "model.", "preference": "train.loss: "}.get(key, prefix)
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
         if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:
             changes.append("the tokenizer is another one")
@@ -244,7 +244,7 @@ def build_shared_corpus(
         if not (resumed and (directory / "config.json").is_file()):
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
         with name_file_in_errors(directory / "corpus"):
-            settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
+            settings = CorpusSettings.for_run(config)
             corpus = open_or_build_run_corpus(settings, directory, tokenizer=tokenizer, resumed=resumed, log=log)
         log(f"corpus: {corpus_line(corpus, [path for _, path in settings.source_paths()])}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longspan.corpus.document_encoder import Encoded, FileChunk, Notes, encode_batches
+from longspan.corpus.document_encoder import Encoded, FileChunk, MismatchedAnswers, Notes, encode_batches
 from longspan.corpus.files import LogLine
 from longspan.corpus.recipe import Recipe
 from longspan.data.images import ImageWriter
@@ -58,7 +58,11 @@ class _Writer:
             columns["source_of"] = "<i2"
         if recipe.records_texts:
             columns["texts"] = "<i4"
-        if any(encoding.settings.num_labels for encoding in recipe.encodings):
+        preference = recipe.settings.preference
+        self._mismatched = (
+            MismatchedAnswers(recipe.settings.data.max_document_tokens) if preference == "kto" else None
+        )
+        if recipe.settings.num_labels or preference in ("orpo", "kto"):
             columns["labels"] = "<f8"
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
@@ -77,6 +81,8 @@ class _Writer:
                 file.close()
 
     def write_rows(self, encoded: Encoded) -> None:
+        if self._mismatched is not None:
+            encoded = self._mismatched.add_documents(encoded)
         # A text is a row: a file and a position there.
         begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
         values = {  # of all columns that a corpus can have; this one may lack some
@@ -132,6 +138,7 @@ class _Writer:
             images=0 if self._images is None else self._images.count,
             targets=self._targets,
             labels=next(iter(notes.sizes), 0),
+            preference=self._recipe.settings.preference,
             pad_id=next((i for i in (encoding.tokenizer.pad, encoding.tokenizer.end) if i is not None), -1),
             largest_id=notes.largest[0],
             largest_at=notes.largest[1],

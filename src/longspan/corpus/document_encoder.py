@@ -230,8 +230,8 @@ def _refusal_of_lengths(lengths: Sequence[int], most_tokens: int) -> str:
     """Return why a row is left out whose documents are scored; "" for none."""
     if most_tokens and max(lengths) > most_tokens:
         return (
-            f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored is "
-            "not cut; raise it, or set it to 0"
+            f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored, or "
+            "compared with another, is not cut; raise it, or set it to 0"
         )
     return f"a document has {plural(min(lengths), 'token')}; give {SHORTEST} or more" * (min(lengths) < SHORTEST)
 
@@ -270,6 +270,45 @@ def cut_into_documents(
         counts.update(short_texts=1)
     counts.update(lost_tokens=lost_tokens)
     return pieces
+
+
+class MismatchedAnswers:
+    """Puts behind each document of a batch its prompt with the answer of the one before (the first of all: of the last
+    of its batch), by which KTO estimates a divergence; of at most `longest` tokens, 0 for any. TRL rotates them so.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest or None
+        self._answer: npt.NDArray[Any] | None = None  # of the last document of the batch before
+
+    def add_documents(self, encoded: Encoded) -> Encoded:
+        if not len(encoded.lengths):
+            return encoded
+        of_tokens = np.zeros(len(encoded.ids), np.uint8) if encoded.codes is None else encoded.codes
+        bounds = [*pairwise((0, *np.cumsum(encoded.lengths).tolist()))]
+        firsts = [a + 1 + int(np.argmax(of_tokens[a + 1 : b] != NOTHING)) for a, b in bounds]
+        answers = [encoded.ids[first:b] for first, (_, b) in zip(firsts, bounds, strict=True)]
+        others = [answers[-1] if self._answer is None else self._answer, *answers[:-1]]
+        self._answer = answers[-1]
+        ids, codes, counts = list[npt.NDArray[Any]](), list[npt.NDArray[Any]](), list[tuple[int, int]]()
+        for (a, b), first, other in zip(bounds, firsts, others, strict=True):
+            mixed = np.concatenate([encoded.ids[a:first], other])[: self._longest]
+            ids += [encoded.ids[a:b], mixed]
+            codes += [of_tokens[a:b], np.append(of_tokens[a:first], np.zeros_like(mixed[first - a :]))]
+            counts += [(b - a, b - first), (len(mixed), len(mixed) - (first - a))]
+        lengths, targets = np.array(counts).T
+        images = [i._replace(document=2 * i.document + own) for i in encoded.images for own in (0, 1)]
+        columns = {
+            name: np.repeat(getattr(encoded, name), 2) for name in ("files", "positions", "hashes", "numbers")
+        }
+        return encoded._replace(
+            ids=np.concatenate(ids),
+            codes=np.concatenate(codes),
+            lengths=lengths,
+            targets=targets,
+            images=sorted(images, key=lambda image: image.document),
+            **columns,
+        )
 
 
 IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more only where one batch is larger

@@ -91,6 +91,8 @@ def rows_line(encoding: RowEncoding) -> str:
         "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }
+    if encoding.settings.preference:
+        return f"{title}: {surrounding_tokens}; targets are all tokens behind each prompt"
     if encoding.settings.num_labels:
         scored = "both documents of each pair" if encoding.kind == PAIRS else "each document, which has a label,"
         return f"{title}: {surrounding_tokens}; the model scores {scored} at the last token"

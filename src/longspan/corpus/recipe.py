@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RunConfig
+from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RowForm, RunConfig
 from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
 from longspan.corpus.files import STDLIB, CorpusFile, find_rows, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import DATE, RowSettings
+from longspan.corpus.rows.sample import DATE, KIND_TEXTS, RowSettings
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import PAIRS, SourceFile
 from longspan.errors import DataError
@@ -102,19 +102,24 @@ class CorpusSettings:
     """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
     `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages;
-    `num_labels` is the model's.
+    `num_labels` is the model's, `preference` what rows become for train.loss.
     """
 
     data: DataConfig
     folder: str = "corpus"
     prefix: str = "data."
     num_labels: int = 0
+    preference: RowForm = ""
+
+    @classmethod
+    def for_run(cls, config: RunConfig) -> "CorpusSettings":
+        return cls(config.data, num_labels=config.model.num_labels, preference=config.train.row_form)
 
     @classmethod
     def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":
         """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut."""
         data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
-        return cls(data, num_labels=config.model.num_labels, **names)
+        return replace(cls.for_run(replace(config, data=data)), **names)
 
     @property
     def skips_bad(self) -> bool:
@@ -145,7 +150,8 @@ class CorpusSettings:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
         data = self.data
         values = {"date_string": DATE} | {key: getattr(data, key) for key in _DECIDING}
-        optional = {key: getattr(data, key) for key in _WHERE_SET} | {"num_labels": self.num_labels}
+        optional = {key: getattr(data, key) for key in _WHERE_SET}
+        optional |= {"num_labels": self.num_labels, "preference": self.preference}
         values |= {key: [*value] if isinstance(value, tuple) else value for key, value in optional.items() if value}
         if not data.sources:
             return {"path": data.path, "split": data.split} | values
@@ -164,6 +170,7 @@ def make_recipe(
         end_of_chat=data.end_of_chat_token,
         columns=data.rename_columns,
         num_labels=labels,
+        preference=settings.preference,
     )
     encodings = list[RowEncoding]()
     for number, _ in enumerate(settings.source_paths()):
@@ -172,11 +179,19 @@ def make_recipe(
         encodings.append(RowEncoding(kind, tokenizer, row_settings))
     kinds = {encoding.kind for encoding in encodings}
     paths = " and ".join(path for _, path in settings.source_paths())
-    if PAIRS in kinds and labels != 1:
+    form = settings.preference
+    fitting = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
+    if form and kinds - fitting:
+        wanted = "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
+        raise DataError(
+            f"rows of {paths} hold {' and '.join(KIND_TEXTS[kind] for kind in sorted(kinds - fitting))}, and "
+            f"train.loss needs {wanted}; give such rows, or leave train.loss out"
+        )
+    if PAIRS in kinds and labels != 1 and not form:
         raise DataError(
             f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {labels}; set it to 1 to train "
-            "a model that scores, or give a loss of your own in a loop (docs/losses.md)"
+            'a model that scores, or train.loss = "dpo" to train a language model on preferences (docs/preferences.md)'
         )
-    if PAIRS in kinds and len(kinds) > 1:
+    if PAIRS in kinds and len(kinds) > 1 and not form:
         raise DataError(f"rows of {paths} are pairs and also {' and '.join(kinds - {PAIRS})}; train on one of them")
     return Recipe(settings, files, sources, tuple(encodings))

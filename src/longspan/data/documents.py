@@ -40,7 +40,9 @@ class Corpus:
     it is a part of (`texts`; None: each is one), a hash of that row's tokens (`hashes`; None: an earlier version made
     the folder) and the number of its table [[data.sources]] (`source_of`). Of
     documents that a model scores there are `labels` (D, L), or margins of pairs (D, 1), and the token `pad`: the last
-    other one has the score. `unit` is how many documents stay in one step: 2 of pairs. `rows_read` counts the rows that
+    other one has the score. Of preferences `numbers` (D,) are labels (kto) or where the answer of a pair's first
+    document begins (orpo), and `reference` (D,) the log-probabilities of answers by the reference model, NaN where they
+    are not known. `unit` is how many documents stay in one step: 2 of preferences. `rows_read` counts the rows that
     were read in this process. Raises DataError if the folder is missing or damaged.
     """
 
@@ -53,6 +55,7 @@ class Corpus:
                 "which makes them anew, with data.cache_dir as a folder on storage that all its machines share"
             )
         try:
+            self.folder = documents_folder
             self._open_arrays(documents_folder)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
@@ -63,6 +66,7 @@ class Corpus:
         self.folder: Path = folder
         self.rows_read = 0
         self.pad = -1  # no token: the last has the score
+        self.reference: npt.NDArray[np.float64] | None = None
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
@@ -77,8 +81,11 @@ class Corpus:
         source_of, self.targets, self.texts, self.hashes = arrays
         labels = folder / "labels.npy"
         columns = self.manifest.labels
-        self.labels: npt.NDArray[Any] | None = map_array(labels).reshape(-1, columns) if columns else None
-        self.unit = 2 if PAIRS in self.manifest.kinds else 1
+        table = map_array(labels).reshape(-1, columns) if columns else None
+        preference = self.manifest.preference
+        self.labels: npt.NDArray[Any] | None = None if preference else table
+        self.numbers: npt.NDArray[Any] | None = table[:, 0] if table is not None and preference else None
+        self.unit = 2 if preference or PAIRS in self.manifest.kinds else 1
         self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
         self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
@@ -106,6 +113,7 @@ class Corpus:
             raise IndexError(f"document {document} of a corpus of {len(self)}")
         kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
         kind = kind if self.labels is None else ScoredCorpusDocument
+        kind = WholeCorpusDocument if self.manifest.preference == "orpo" else kind
         return kind(self, int(document), int(self.lengths[document]))
 
     @property
@@ -269,6 +277,16 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
             if len(others := np.flatnonzero(ids[first:stop] != self.corpus.pad)):
                 return first + int(others[-1])
         return 0
+
+
+@dataclass(frozen=True)
+class WholeCorpusDocument(LabelledCorpusDocument):
+    """A document of a pair of which the prompt may be predicted too; `answer` is 1 at the tokens of its answer."""
+
+    def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
+        assert self.corpus.numbers is not None
+        start = 0 if self.number % 2 else self.corpus.numbers[self.number]
+        return {"answer": (positions >= start).astype(np.float64)}
 
 
 @dataclass(frozen=True)

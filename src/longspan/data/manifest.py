@@ -168,8 +168,9 @@ class LeftOut:
 class Manifest:
     """What a folder of documents contains: kinds of rows of each source, counts, and what was left out.
 
-    `labels` is how many numbers each document has that a model scores: its label, or the margin of its pair (0: of a
-    language model), `pad_id` the tokenizer's token for padding, else for the end of a text (-1: none).
+    `labels` is how many numbers each document has that a model scores: its label, or the margin of its pair, or what
+    a loss of preferences (`preference`) reads of it (0: of a language model); `pad_id` the tokenizer's token for
+    padding, else for the end of a text (-1: none).
 
     `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
     with `closing`. `largest_at` is the row with the token `largest_id`. `ends` are special tokens that end answers, and
@@ -192,6 +193,7 @@ class Manifest:
     targets: int = 0
     images: int = 0
     labels: int = 0
+    preference: str = ""
     pad_id: int = -1
     largest_id: int = -1
     largest_at: str = ""

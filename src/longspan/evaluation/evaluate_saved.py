@@ -38,6 +38,7 @@ from longspan.data.stream import ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
+from longspan.evaluation.reference import open_references
 from longspan.evaluation.request import (
     Change,
     EvalRequest,
@@ -62,7 +63,7 @@ from longspan.train.starts import Starts
 from longspan.train.training import (
     AnyModel,
     load_run_model,
-    loss_of_pairs,
+    loss_of_documents,
     make_model_without_weights,
     prepare_run_model,
     read_model_configuration,
@@ -343,6 +344,14 @@ class _Evaluator:
                 choice, reason = run_on_first_rank(self.world, choose, ConfigError)  # hosts may round differently
                 if reason:
                     self.log(reason)
+            loss = None
+            if fit.config.train.needs_reference and not open_references([documents], fit.config, self.world):
+                self.log(
+                    "no log-probabilities of these documents by the reference model are kept: their loss is the cross "
+                    "entropy of their answers"
+                )
+            else:
+                loss = loss_of_documents(documents, fit.config.train)
             for at_degree in _list_choices(choice, self.degrees, max(documents.lengths)):
                 title = ", ".join(filter(None, (weights, name, at_degree.text)))  # held-out documents have no name
                 options = EvaluationOptions(
@@ -352,7 +361,7 @@ class _Evaluator:
                     token_bytes=bytes_of_ids,
                     stopped=stop.stop_reason,
                     progress=partial(self.progress, f"of {title}"),
-                    loss=loss_of_pairs(documents, fit.config.train.center_rewards_coefficient),
+                    loss=loss,
                 )
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
 

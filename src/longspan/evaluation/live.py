@@ -22,7 +22,14 @@ from longspan.comm import World, raise_first_error
 from longspan.comm.device_memory import measure_added_peak, unused_bytes
 from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
-from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
+from longspan.evaluation.metrics import (
+    EvaluationOptions,
+    Mean,
+    RowSums,
+    Totals,
+    check_metric_names,
+    with_sums_of_sets,
+)
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
 from longspan.model.kinds import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
@@ -127,8 +134,12 @@ def evaluate(
     started = time.perf_counter()
     options = options or EvaluationOptions()
     inputs = bring_gathered_rows(_checked_step_inputs(model, documents, choice, world))
-    if options.loss is not None and score_columns(inputs.language_model) != 1:
-        raise EvaluationError("a loss of sets of documents is evaluated of a model with one score; leave loss= out")
+    if options.loss is not None and score_columns(inputs.language_model) > 1:
+        raise EvaluationError(
+            "a loss of sets of documents is evaluated of a language model, or one of one score; leave loss= out"
+        )
+    if options.loss is not None and not score_columns(inputs.language_model):
+        options = with_sums_of_sets(options)
     plan = inputs.plan
     naming = world.watch.name_collectives("evaluation", world.home.ranks, step=options.step)
     with naming, measure_added_peak(world.device) as added_bytes:
@@ -187,8 +198,10 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
         loss = Mean(math.fsum(totals.documents.tolist()), plan.targets)
         # the last row may count too
         by_position = totals.bucket_by_position([n + (columns > 0) for n in plan.lengths])
-    else:
+    elif columns:
         totals, loss = _totals_of_sets(totals, options.loss, plan)
+    else:
+        return _result_of_sets(inputs, totals, options, options.loss)
     # Of scores it is the share of right classes, where each row has one of several.
     chooses = (
         not columns
@@ -220,6 +233,31 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
             name: tuple(Mean(*pair) for pair in sums.T.tolist())
             for name, sums in zip(options.document_metrics, totals.document_metrics, strict=True)
         },
+    )
+
+
+def _result_of_sets(
+    inputs: StepInputs, totals: Totals, options: EvaluationOptions, loss: "DocumentLoss"
+) -> Evaluation:
+    """Make the result of a loss of sets of a language model's documents, from the sums of `with_sums_of_sets`."""
+    count = len(loss.columns) + len(loss.also)
+    sums = totals.document_metrics[:count, 0].T
+    sets = loss.check_sets(inputs.plan)
+    given = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
+    from longspan.train.terms.document_loss import sum_set_losses
+
+    total, _ = sum_set_losses(loss.function, sets, given)
+    tokens = _make_result(inputs, totals, replace(options, loss=None))  # cross entropies, which are not told
+    figures = {} if loss.figures is None else loss.figures(sums)
+    own_metrics = {name: mean for name, mean in tokens.metrics.items() if name in options.metrics}
+    return replace(
+        tokens,
+        loss=total / max(len(sets), 1),
+        scored=True,
+        metrics={name: Mean(value, 1) for name, value in figures.items()} | own_metrics,
+        by_position=(),
+        by_length=(),
+        document_metrics=dict([*tokens.document_metrics.items()][count:]),
     )
 
 

@@ -6,7 +6,7 @@ documents are dealt out; sums and counts do not.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -34,6 +34,7 @@ class TargetTokens(NamedTuple):
 
     `documents` (n,) are numbered as in the plan; a row at `positions` (n,) predicts the token after it, whose id is in
     `targets` (n,). `losses` (n,) are in float64, of the natural logarithm; `logits` (n, V) as the model made them.
+    `values` (n,) are what came with the documents, by name, of the tokens that are predicted.
     """
 
     documents: Tensor
@@ -41,6 +42,7 @@ class TargetTokens(NamedTuple):
     targets: Tensor
     losses: Tensor
     logits: Tensor
+    values: Mapping[str, Tensor] = {}
 
 
 BUILT_IN = ("loss", "perplexity", "token_accuracy", "accuracy", "bits_per_byte", "name")
@@ -126,8 +128,8 @@ class EvaluationOptions:
     """Metrics of each document, by name: functions of TargetTokens to the values and the counts of rows, two tensors
     (n,), which are added up for every document; a row that does not count has the count 0."""
     loss: "DocumentLoss | None" = None
-    """A loss of sets of documents, of a model with one score, in place of its class's; a set's first document is right
-    where its score is the highest."""
+    """A loss of sets of documents in place of the cross entropy of tokens, or of what a model of one score has: a set's
+    first document is right then where its score is the highest. `figures` of the loss are metrics."""
     token_bytes: npt.NDArray[np.int64] | None = None
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
     attention_kernel: str | None = None
@@ -159,6 +161,28 @@ def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
             )
         metrics[name] = cast(Metric, function)
     return metrics
+
+
+_SUM_OF_SETS = "sums of sets/"  # and a number: what a loss of sets reads of a language model's documents
+
+
+def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:
+    """Return options that also sum, for each document, what their loss of sets reads of a language model."""
+    loss = options.loss
+    assert loss is not None
+
+    from longspan.train.terms.token_loss import distribution_values
+
+    def sum_column(name: str, rows: TargetTokens) -> tuple[Tensor, Tensor]:
+        ones = torch.ones_like(rows.losses)
+        if name in loss.also:
+            numbers = distribution_values(rows.logits, rows.targets, (name,))[0]
+            return numbers * rows.values.get(loss.columns[0], ones), ones
+        return -rows.losses * (ones if name == WEIGHTS else rows.values[name]), ones
+
+    names = (*loss.columns, *loss.also)
+    sums = {f"{_SUM_OF_SETS}{i}": partial(sum_column, name) for i, name in enumerate(names)}
+    return replace(options, document_metrics={**sums, **options.document_metrics})
 
 
 FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
@@ -213,9 +237,9 @@ class RowSums:
         documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         targets = batch.labels[rows]
         measured = _MeasuredRows(documents, positions, [], [], [])
-        weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
+        values = {name: to_device(numbers[rows], hidden.device) for name, numbers in batch.values.items()}
         for chunk in self._compute_target_rows(
-            hidden, head, (rows, documents, positions, targets), weights, read_scores
+            hidden, head, (rows, documents, positions, targets), values, read_scores
         ):
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
@@ -232,11 +256,10 @@ class RowSums:
         hidden: Tensor,
         head: Any,
         columns: tuple[Integers, Integers, Integers, Integers],
-        row_weights: Floats | None,
+        values: Mapping[str, Tensor],
         read_scores: Callable[[slice, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Iterator[TargetTokens]:
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in columns)
-        weights = None if row_weights is None else to_device(row_weights, hidden.device)
         size = self._options.loss_chunk_rows or rows_per_chunk(
             getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
         )
@@ -248,9 +271,10 @@ class RowSums:
                 yield TargetTokens(documents[part], positions[part], ids, losses, logits)
                 continue
             losses = -target_log_probs(logits, ids).double()
-            if weights is not None:
-                losses = losses * weights[part]
-            yield TargetTokens(documents[part], positions[part], ids, losses, logits)
+            own_values = {name: numbers[part] for name, numbers in values.items()}
+            if WEIGHTS in values:
+                losses = losses * own_values[WEIGHTS]
+            yield TargetTokens(documents[part], positions[part], ids, losses, logits, own_values)
 
     def _score_losses(self, targets: "BatchTargets", part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels of rows, as classes (t,), and their losses (t,), both 0 after an error of labels."""

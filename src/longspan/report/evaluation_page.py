@@ -40,7 +40,9 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def loss_unit(run: RunFolder) -> str:
-    """What losses of a run are means of: the tokens of a language model, or what another model scores."""
+    """What losses of a run are means of: the tokens of a language model, preferences, or what another model scores."""
+    if run.configured_value("train", "loss"):
+        return "mean of pairs or answers"
     return "mean of what is scored" if run.configured_value("model", "num_labels") else NATS
 
 

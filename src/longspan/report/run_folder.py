@@ -26,6 +26,8 @@ MAX_PLANS = 8  # in the report; the first and last saved and some between
 MTP_LOSS = "mtp_loss_"  # and the number of a depth: columns that a run may have
 TRAIN_COLUMNS = (
     "loss",
+    "rewards/margins",
+    "rewards/accuracies",
     "tokens",
     "targets",
     "grad_norm",

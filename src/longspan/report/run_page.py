@@ -65,6 +65,8 @@ _STEP_CHARTS: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (  # title
     ("Share of the plan's bound", "bound_share", "lower bound / seconds", 2, _PERCENT | _ZERO),
     ("Rows used", "efficiency", "of as many as the fullest slot has", 2, _PERCENT),
     ("Time of a step", "seconds", "seconds", 3, _ZERO),
+    ("Reward margin", "rewards/margins", "chosen - rejected", 2, {}),
+    ("Reward accuracy", "rewards/accuracies", "of pairs", 2, _PERCENT),
     ("Gradient norm", "grad_norm", "before clipping", 1, {}),
     ("Learning rate", "lr", "factor of an update", 4, _ZERO),
     ("Peak memory", "memory_bytes", "bytes of a process", 5, _ZERO | {"format": "bytes"}),

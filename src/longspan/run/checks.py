@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longspan.checkpoint.files import require_local_root
-from longspan.config.defaults import encoder_is_given
+from longspan.config.defaults import encoder_is_given, loss_arguments
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
@@ -61,6 +61,8 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_keys_needed_by_keys(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
+    if config.train.loss or config.train.loss_arguments:
+        loss_arguments(config.train)
     if home.ep > 1:
         check_parallel(home)
     if config.encoder.tp > 1:

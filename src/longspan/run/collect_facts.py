@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from longspan.comm import World
+from longspan.config.defaults import loss_text
 from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
 from longspan.files import read_json
@@ -95,6 +96,7 @@ def _fact_lines(
         "mtp": depths if mtp.num_layers else "",
         "encoder": _encoder_text(run, run.model) if isinstance(run.model, MultimodalModel) else "",
         "scores": "" if run.corpus.labels is None else _scores_text(run, run.corpus.labels.shape[1]),
+        "loss": _preferences_text(run) if config.train.loss else "",
         "rows": run.reasons.partition,
     }
     yield from ((name, text) for name, text in optional.items() if text)
@@ -169,6 +171,13 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
     return (
         f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
     )
+
+
+def _preferences_text(run: TrainingRun) -> str:
+    reference = "the base model, without the adapter" if run.config.lora.rank else "the weights before step 1"
+    count = plural(len(run.corpus) // 2, "answer" if run.config.train.loss == "kto" else "pair")
+    compared = f"; reference: {reference}" if run.config.train.needs_reference else ""
+    return f"{loss_text(run.config.train)}; {count}{compared}"
 
 
 def _scores_text(run: TrainingRun, columns: int) -> str:

@@ -16,7 +16,7 @@ from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
-from longspan.train.training import loss_of_pairs
+from longspan.train.training import loss_of_documents
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Evaluations:
             token_bytes=entry.token_bytes,
             stopped=self.stop.stop_reason,
             progress=partial(self.display.show_eval_progress, subject),
-            loss=loss_of_pairs(entry.documents, self.run.config.train.center_rewards_coefficient),
+            loss=loss_of_documents(entry.documents, self.run.config.train),
         )
         self.run.finish_update()
         try:

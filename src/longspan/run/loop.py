@@ -94,6 +94,7 @@ class Steps:
             "memory_bytes": peak_memory_bytes(run.world.device),
         }
         row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
+        row |= result.figures
         row["groups"] = group_counts(plan)
         if len(run.order.stream.sources) > 1:
             row["source_tokens"] = run.order.source_tokens(step)
@@ -154,7 +155,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     with StopSignal(config.checkpoint.save_signals) as stop, run_lock(Path(config.run.dir), world, display.log):
         names = config.run.loggers if is_first_rank(world) else ()
         classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
-        run = set_up(config, world, display.log, starts)
+        run = set_up(config, world, display.log, starts, stop.stop_reason)
         with open_records(run, classes, display.log) as records:
             evaluations = Evaluations(run, display, records, stop)
             display.set_length(run.config.train.steps, evaluations.list_work())

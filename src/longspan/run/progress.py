@@ -116,6 +116,8 @@ class ProgressDisplay:
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
     figures = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.3g}", f"norm {row['grad_norm']:.3g}"]
+    if "rewards/margins" in row:
+        figures.append(f"margin {row['rewards/margins']:.3g}")
     figures.append(f"{row['tokens_per_second']:.0f} tok/s")
     shares = {"mfu": "MFU", "bound_share": "bound", "encoder_share": "encoder"}
     figures += [f"{name} {100 * row[key]:.0f}%" for key, name in shares.items() if key in row]
@@ -130,8 +132,11 @@ def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
         "token_accuracy": "accuracy {:.1%}",
         "accuracy": "accuracy {:.1%}",
         "bits_per_byte": "{:.3f} bits/byte",
+        "rewards/margins": "margin {:.4g}",
+        "rewards/accuracies": "accuracy {:.1%}",
     }
     values = {
         key.removeprefix("eval_"): v for key, v in row.items() if key.startswith("eval_") and isinstance(v, float)
     }
-    return [texts.get(name, f"{name} {{:.4g}}").format(value) for name, value in values.items() if name != "loss"]
+    shown = {name: value for name, value in values.items() if name != "loss" and ("/" not in name or name in texts)}
+    return [texts.get(name, f"{name} {{:.4g}}").format(value) for name, value in shown.items()]

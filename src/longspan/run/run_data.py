@@ -182,6 +182,12 @@ class RunData:
         set_images = [len(getattr(s.documents, "items", ())) for s in self.sets]  # texts alone have no items
         return len(self.corpus.images or ()) + sum(set_images)
 
+    def list_compared(self, config: RunConfig, done: int) -> tuple[CorpusDocuments, ...]:
+        """The documents of the steps after `done`, and of the evaluation sets, which a reference model reads too."""
+        steps = (self.order.documents_of_step(step) for step in range(done, config.train.steps))
+        trained = sorted({document for documents in steps for document in documents})
+        return (self.corpus.select(trained), *(s.documents for s in self.sets))
+
     def check_longest_documents(self, config: RunConfig, world: World) -> None:
         (longest, origin), heads = self.longest, query_heads(self.model)
         check_longest_training_document(config, world.home, longest, origin, heads)

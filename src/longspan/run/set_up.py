@@ -1,7 +1,7 @@
 """`set_up`: open the data and the model of a configuration, resume from a checkpoint, resolve "auto" values."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -26,12 +26,14 @@ from longspan.data.documents import CorpusDocuments
 from longspan.data.run_order import most_step_tokens, set_epoch_steps, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
+from longspan.evaluation.reference import compute_references, open_references
 from longspan.files import read_json, write_atomically
 from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, copy_generation_settings, read_stop_token_ids
+from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import keep_rows, read_kept_rows, set_rows
 from longspan.resolve.memory import KEY, read_run_machine, set_node_size
@@ -182,7 +184,7 @@ _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
 _FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir", "data.share_prefixes")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
-_FIXED_KEYS += ("optimizer.class", "optimizer.arguments", "evaluation.documents")
+_FIXED_KEYS += ("train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
@@ -376,11 +378,13 @@ def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
     return resolved
 
 
-def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> TrainingRun:
+def set_up(
+    config: RunConfig, world: World, log: LogLine, starts: Starts, stopped: Callable[[], str] | None = None
+) -> TrainingRun:
     """Open or begin the run that `check_config` has passed; all ranks call it together, before step 1.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
-    `starts` notes how long the parts of the set-up take.
+    `starts` notes how long the parts of the set-up take; `stopped` as of EvaluationOptions.
     """
     checkpoint, state = checkpoint_to_resume(config, world, log)
     config, as_written, data = open_run_documents(config, checkpoint, state, world, log)
@@ -393,11 +397,18 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     memory = resolved.memory
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
-    model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
+    compared = data.list_compared(config, done) if config.train.needs_reference else ()
+    has_references = open_references(compared, config, world) if compared else True
+    reads_checkpoint = checkpoint is not None and has_references
+    model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
     share_by_model(data.order, model, log)
     starts.end_part("model")
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model, memory=memory)
+    if not has_references:
+        choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration))
+        compute_references(model, compared, config, choice, world, log, stopped)
+        starts.end_part("reference")
     if checkpoint is not None:
         load_checkpoint(checkpoint, model, optimizer, world)
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")

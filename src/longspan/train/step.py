@@ -10,8 +10,8 @@ add to it are its terms (`terms/`): a step enters no module of a feature that is
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -48,6 +48,7 @@ class StepResult:
     `mtp_losses`: the mean cross entropy of each depth of multi-token prediction, without its weight; not in `loss`.
     `encoders`: what encoders took of a step with a backward pass; None without images and the like. `slot_ratio`: this
     slot's seconds for its rows' loss over those of the other slots for as many; None if they were not timed.
+    `figures` are those of a DocumentLoss, by name.
     """
 
     loss: float
@@ -64,6 +65,7 @@ class StepResult:
     mtp_losses: tuple[float, ...] = ()
     encoders: "EncoderTimes | None" = None
     slot_ratio: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_step(

@@ -23,7 +23,7 @@ from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings
 from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import ON_HOST, ModelConfig, RunConfig, given_checkpointing, held_out_set
+from longspan.config.sections import ON_HOST, ModelConfig, RunConfig, TrainConfig, given_checkpointing, held_out_set
 from longspan.errors import ConfigError, LongspanError, ModelError, plural
 from longspan.host import free_host_bytes
 from longspan.hub import hub_name
@@ -508,7 +508,7 @@ class Training:
             step=step + 1,  # for errors, which count from 1
             router=self.router,
             mtp=mtp_loss(self.config),
-            loss=loss_of_pairs(getattr(documents, "whole", documents), config.center_rewards_coefficient),
+            loss=loss_of_documents(getattr(documents, "whole", documents), config),
             time_slots=self.time_slots,
             host_work=host_work,
         )
@@ -519,15 +519,20 @@ class Training:
             self.optimizer.finish_step()
 
 
-def loss_of_pairs(documents: Any, center_rewards_coefficient: float) -> "DocumentLoss | None":
-    """Return the loss of a corpus' documents that are pairs; None for others, whose loss is that of their model."""
+def loss_of_documents(documents: Any, train: TrainConfig) -> "DocumentLoss | None":
+    """Return the loss of a corpus' documents that are pairs, or preferences; None for others, whose loss is that of
+    their model."""
+    if train.loss:
+        from longspan.train.terms.preferences import preference_loss
+
+        return preference_loss(documents, train)
     margins = getattr(documents, "margins", None)
     if margins is None:
         return None
     from longspan.train.terms.scores import reward_loss
 
     pairs = [(2 * i, 2 * i + 1) for i in range(len(margins))]
-    return reward_loss(pairs, margins=margins, center_rewards_coefficient=center_rewards_coefficient)
+    return reward_loss(pairs, margins=margins, center_rewards_coefficient=train.center_rewards_coefficient)
 
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:

@@ -84,7 +84,7 @@ def open_run_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[Run
 
     engine = load_configured_tokenizer(config)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:
-        settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
+        settings = CorpusSettings.for_run(config)
         corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
         rows = corpus.image_share

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from longspan.corpus.long_texts import PIECE, LongTextError
 from longspan.corpus.rows.messages import check_messages, convert_to_messages
+from longspan.corpus.rows.preferences import check_says_something, join_samples, read_preference, with_prompt
 from longspan.corpus.rows.sample import (
     CHATS,
     KEYS,
@@ -225,7 +226,7 @@ class RowEncoding:
 
     def list_unread(self, values: Mapping[str, Any]) -> list[str]:
         """List the keys of a row that have a value and that nothing reads."""
-        scored = self.settings.num_labels > 0
+        scored = self._reads_label
         chat = is_chat(values, self.kind)
         read = read_keys(self.kind, scored, chat, self.images is not None)
         return [key for key, value in values.items() if key not in read and has_value(value)]
@@ -260,9 +261,14 @@ class RowEncoding:
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:
         """Prompt and completion as messages are one conversation; as strings they have no place for images."""
-        check_keys(row.values, self.kind, scored=self.settings.num_labels > 0)
-        values, media = self._extract_media(row._replace(values=convert_to_messages(row.values, self.kind)))
+        check_keys(row.values, self.kind, scored=self._reads_label)
+        values = convert_to_messages(row.values, self.kind)
+        if self.settings.preference and self.kind == PAIRS:
+            values = with_prompt(values)
+        values, media = self._extract_media(row._replace(values=values))
         check_objects(values)
+        if self.settings.preference:
+            return self._encode_preferences(values, media)
         if self.settings.num_labels:
             if media:
                 raise RowError("it has images, and a head scores documents of text alone; leave the row out")
@@ -276,6 +282,9 @@ class RowEncoding:
             return [Sample(tokenizer.encode([require_string(require_key(values, "text"), "text")])[0])]
         if self.kind == "input_ids":
             return [take_token_ids(values, self.tokenizer.size)]
+        return self._encode_completion(values, media)
+
+    def _encode_completion(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
         prompt = require_key(values, "prompt")
         completion = require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
@@ -286,6 +295,43 @@ class RowEncoding:
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [encode_completion(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
+
+    @property
+    def _reads_label(self) -> bool:
+        return self.settings.num_labels > 0 or self.settings.preference == "kto"
+
+    def _encode_preferences(self, values: Mapping[str, Any], media: "RowMedia | None") -> list[Sample]:
+        """Encode the two documents of a pair, end to end; for kto each answer by itself, with its label."""
+        form = self.settings.preference
+        if self.kind != PAIRS:
+            answer = self._encode_answer(values, "completion", media)
+            return [answer._replace(numbers=(read_preference(values),), stops=(len(answer.ids),))]
+        chosen, rejected = (self._encode_answer(values, key, media) for key in KEYS[PAIRS])
+        if np.array_equal(chosen.ids, rejected.ids):
+            raise RowError("chosen and rejected are the same tokens, which prefer nothing; leave the row out")
+        if form == "kto":
+            return [
+                answer._replace(numbers=(label,), stops=(len(answer.ids),))
+                for answer, label in ((chosen, 1.0), (rejected, 0.0))
+            ]
+        numbers = ()
+        assert chosen.labels is not None
+        if form == "orpo":  # which learns the prompt too, and needs to know where the answer begins
+            numbers = (float(np.flatnonzero(chosen.labels != NO_TARGET)[0]),)
+            chosen = chosen._replace(labels=chosen.ids)
+        return [join_samples(chosen, rejected)._replace(numbers=numbers)]
+
+    def _encode_answer(self, values: Mapping[str, Any], key: str, media: "RowMedia | None") -> Sample:
+        """Encode a prompt and one answer; every token from the answer's first on is a target, as TRL has it."""
+        for name in ("prompt", key):
+            check_says_something(values.get(name), name)
+        (sample,) = self._encode_completion({**values, "completion": values[key]}, media)
+        assert sample.labels is not None
+        targets = np.flatnonzero(sample.labels[1:] != NO_TARGET)
+        if not len(targets):
+            raise RowError(f"none of the tokens of {key} is a target", masked=True)
+        is_answer = np.arange(len(sample.ids)) > targets[0]
+        return sample._replace(labels=np.where(is_answer, sample.ids, NO_TARGET))
 
     def _encode_scored(self, values: Mapping[str, Any]) -> Sample:
         """Encode the document of a row with its label, or both of a pair, end to end, with its margin."""

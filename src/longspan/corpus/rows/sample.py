@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longspan.config.sections import RowForm
 from longspan.data.images import SampleImage
 from longspan.data.manifest import PAIRS
 from longspan.errors import DataError
@@ -166,6 +167,7 @@ class RowSettings:
     name of a token behind the answer that ends a conversation, where the template writes none. `columns`: entries
     OURS=THEIRS, by which columns are renamed before rows are encoded (`formats.rename_columns`). `num_labels`: how many
     scores a model makes of a row's document, which needs a label or stands in a pair; 0: of a language model.
+    `preference`: what rows become for a loss of preferences (`TrainConfig.row_form`).
     """
 
     parse_special_tokens: bool = False
@@ -173,11 +175,12 @@ class RowSettings:
     end_of_chat: str = ""
     columns: tuple[str, ...] = ()
     num_labels: int = 0
+    preference: RowForm = ""
 
     @property
     def deciding_values(self) -> list[Any]:
         """Those that came with version 0.4 only where they are set, so that old corpora fit."""
-        optional = (self.end_of_chat, [*self.columns], self.num_labels)
+        optional = (self.end_of_chat, [*self.columns], self.num_labels, self.preference)
         return [self.parse_special_tokens, self.turns, DATE, *filter(None, optional)]
 
 

@@ -5,7 +5,6 @@ A class that is not longspan's own is tried on small sharded parameters before s
 
 import importlib
 import inspect
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
+from longspan.config.keys import read_arguments
 from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_block, local_tensor
@@ -233,20 +233,8 @@ def _class_fault_text(kind: type[Optimizer]) -> str:
 
 
 def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments written as "momentum=0.9", with values as in JSON; a value that is not JSON is a string.
-
-    >>> parse_optimizer_arguments("sgd", ("momentum=0.9", "nesterov=true"))
-    {'momentum': 0.9, 'nesterov': True}
-    """
-    arguments = dict[str, Any]()
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f'optimizer.arguments has {text!r}; write name=value, as in "momentum=0.9"')
-        try:
-            arguments[key] = json.loads(value)
-        except ValueError:
-            arguments[key] = value
+    """Read the arguments of an optimizer's class, as `read_arguments` does, and check them."""
+    arguments = read_arguments("optimizer.arguments", texts)
     for key in _BY_KEY.keys() & arguments.keys():
         raise ConfigError(f"optimizer.arguments has {key}, which is {_BY_KEY[key]}")
     check_optimizer_arguments(name, arguments)

@@ -3,8 +3,9 @@
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -22,7 +23,7 @@ from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head, chunked_values, row_numbers
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
-from longspan.train.read_rows import LocalBatch
+from longspan.train.read_rows import WEIGHTS, LocalBatch
 from longspan.train.step_inputs import StepInputs
 from longspan.train.terms.micro_batch_loss import (
     MicroBatchLoss,
@@ -31,7 +32,14 @@ from longspan.train.terms.micro_batch_loss import (
     loss_with_slopes,
 )
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import BatchTargets, CollectedLogProbs, LossFunction, TokenLoss
+from longspan.train.terms.token_loss import (
+    BatchTargets,
+    CollectedLogProbs,
+    LossFunction,
+    TokenLoss,
+    check_value_names,
+    tabulate_values,
+)
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -49,10 +57,17 @@ class DocumentLoss:
     log-probabilities of each one's targets, times their weights: float64 on the host. It returns a scalar, and must be
     the same on every rank. The step's loss is the sum over `sets` (None: one set of all documents) divided by
     `divisor=`, by default the number of sets.
+
+    `columns` names several numbers of tokens in place of their weights: the function gets (k, columns) sums then.
+    `also` as of `token_log_probs`; its sums, by the first weights, are no arguments of the function. `figures` makes
+    what the step's result and evaluations tell beside the loss of all documents' sums (D, columns and also).
     """
 
     function: SetFunction
     sets: Sequence[Sequence[int]] | None = None
+    columns: Sequence[str] = (WEIGHTS,)
+    also: Sequence[str] = ()
+    figures: Callable[[Floats], Mapping[str, float]] | None = None
 
     def check_sets(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
         """Return the sets, checked against a plan.
@@ -129,7 +144,7 @@ class DocumentPasses:
 
     def __init__(
         self,
-        function: SetFunction,
+        loss: DocumentLoss,
         sets: Sequence[tuple[int, ...]],
         plan: Plan,
         world: World,
@@ -140,13 +155,16 @@ class DocumentPasses:
         self.error: Exception | None = None
         self.forward_twice = 0  # micro-batches that `compute_coefficients_ahead` runs
         self.check = SameOnRanks()
-        self._function = function
+        self.loss: DocumentLoss = loss
         self._plan = plan
         self._world = world
         self._chunk_rows = chunk_rows
         self._scores = scores  # of a row; 0: log-probabilities
-        shape = (len(plan.lengths), scores) if scores > 1 else len(plan.lengths)
-        self._coefficients: Floats = np.zeros(shape)  # of sets that are not in one micro-batch
+        self._also = check_value_names(loss.also)
+        self._width = scores or len(loss.columns)  # numbers of a document that the function gets
+        self._coefficients: Floats = np.zeros((len(plan.lengths), self._width))  # of sets not in one micro-batch
+        # this rank's part of the sums of documents
+        self.sums: Floats = np.zeros((len(plan.lengths), self._width + len(self._also)))
         self._loss_ahead = 0.0
         self._index = {
             document: index
@@ -182,15 +200,25 @@ class DocumentPasses:
             return
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
-        collected = CollectedLogProbs(passes.plan.lengths, self._chunk_rows, scores=self._scores)
+        collected = CollectedLogProbs(
+            passes.plan.lengths, self._chunk_rows, self._also, scores=self._scores, columns=self.loss.columns
+        )
         run_passes(replace(passes, backward=False, routing=None, loss_fn=collected, depths=0, terms=()), ahead)
-        sums = collected.sum_over_ranks(passes.world).sums
+        sums = collected.gather_tables(passes.world)[1].T
         self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
         self.forward_twice: int = len(indices)
+        if self._counts_ahead:
+            inside = {d for sets in self._sets_inside.values() for documents in sets for d in documents}
+            ahead_alone = sorted({d for documents in self._sets_across for d in documents} - inside)
+            self.sums[ahead_alone] += sums[ahead_alone]
 
     def loss_ahead(self) -> float:
         """Return this rank's part of the loss of the sets of `compute_coefficients_ahead`, which one rank counts."""
-        return self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0
+        return self._loss_ahead if self._counts_ahead else 0.0
+
+    @property
+    def _counts_ahead(self) -> bool:
+        return self._world.rank == self._world.home.ranks[0]
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
@@ -199,28 +227,34 @@ class DocumentPasses:
         loss = 0.0
         groups = batch.shard.micro_batch.groups
         if groups and (sets := self._sets_inside.get(self._index[groups[0].documents[0]])):
-            numbers = chunked_values(hidden, targets.targets, row_numbers(head), head, self._chunk_rows)
-            local = np.zeros_like(coefficients)
-            sums = np.zeros_like(coefficients)
-            np.add.at(local, targets.documents, (numbers.double().cpu().numpy() * targets.weights).T)
+            values = partial(tabulate_values, row_numbers(head), self._also)
+            numbers = chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
+            local = np.zeros_like(self.sums)
+            sums = np.zeros_like(self.sums)
+            rows = targets.weighted_rows(numbers, self.loss.columns, self._scores)
+            np.add.at(local, targets.documents, rows.T)
             ids = sorted({document for documents in sets for document in documents})
             over_slots = self._world.control.sum_over_slots(local[ids].ravel().tolist(), "numbers of documents")
             sums[ids] = np.reshape(over_slots, local[ids].shape)
+            self.sums[ids] += local[ids]
             loss, coefficients_inside = self._compute_set_losses(sets, sums)
             coefficients = coefficients + coefficients_inside
-        slopes = (coefficients[targets.documents].T * targets.weights).T
+        slopes = targets.weighted_rows(coefficients[targets.documents].T, self.loss.columns, self._width).T
+        slopes = slopes if self._scores > 1 else slopes.sum(-1)
         return loss_with_slopes(loss, [slopes], self._world, hidden, targets, head, self._chunk_rows)
 
     def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-        """Compute the loss of sets by the caller's function, and its coefficients (D,); an error is kept in `error`."""
+        """Compute the loss of sets by the caller's function, and its coefficients; an error is kept in `error`."""
+        numbers = sums[:, : self._width]
         if self.error is None:
             try:
-                loss, coefficients = sum_set_losses(self._function, sets, sums)
+                given = numbers[:, 0] if self._width == 1 else numbers
+                loss, coefficients = sum_set_losses(self.loss.function, sets, given)
                 self.check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
-                return loss, coefficients
+                return loss, coefficients.reshape(numbers.shape)
             except Exception as error:  # of the caller's function
                 self.error = error
-        return 0.0, np.zeros_like(sums)
+        return 0.0, np.zeros_like(numbers)
 
 
 def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
@@ -311,8 +345,16 @@ class LossTerm(Term):
             )
         )
 
+    def sums(self) -> list[float]:
+        has_figures = isinstance(self.loss_fn, DocumentPasses) and self.loss_fn.loss.figures is not None
+        return self.loss_fn.sums.ravel().tolist() if has_figures else []
+
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        return {"forward_twice": self.loss_fn.forward_twice if isinstance(self.loss_fn, DocumentPasses) else 0}
+        if not isinstance(self.loss_fn, DocumentPasses):
+            return {}
+        figures = self.loss_fn.loss.figures
+        made = {} if figures is None else figures(np.reshape(sums, self.loss_fn.sums.shape))
+        return {"forward_twice": self.loss_fn.forward_twice, "figures": made}
 
 
 _COMPARISON = "losses, sets or divisors"
@@ -331,7 +373,7 @@ def _read_loss(
         raise LossError(f"loss is {short_text(loss)}; give {kinds}")
     if isinstance(loss, DocumentLoss):
         sets = loss.check_sets(plan)
-        loss_fn = DocumentPasses(loss.function, sets, plan, world, chunk_rows, scores)
+        loss_fn = DocumentPasses(loss, sets, plan, world, chunk_rows, scores)
         default = float(max(len(sets), 1))
     elif isinstance(loss, MicroBatchLoss):
         loss_fn = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
@@ -341,6 +383,8 @@ def _read_loss(
         sets = ()
         default = default_divisor(plan)
         loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
+    if isinstance(loss, DocumentLoss):
+        sets = (*sets, *loss.columns, *loss.also)  # which ranks compare
     used_divisor = default if divisor is None else check_divisor(divisor)
     return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {sets}"
 

@@ -203,6 +203,20 @@ class BatchTargets:
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
 
+    def weighted_rows(self, numbers: Floats, columns: Sequence[str], scores: int) -> Floats:
+        """Multiply numbers of targets (k, n), of `scores` (0: a log-probability) and others, by weights of these names.
+
+        A log-probability is there once for each name; others, and scores, have the first one's weights.
+        """
+        if len(self.documents) and (missing := [name for name in columns if name not in self._values]):
+            raise DataError(
+                f"the loss weights tokens by {missing[0]!r}, documents have {', '.join(sorted(self._values))}; give it "
+                f"with each: longspan.Document(ids, {missing[0]}=…)"
+            )
+        weights = np.stack([self._values.get(name, self.weights) for name in columns])
+        own = scores or 1
+        return np.concatenate([numbers[:own] * weights, numbers[own:] * weights[:1]])
+
     def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossTokens:
         """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
@@ -341,7 +355,9 @@ class CollectedLogProbs:
         *,
         scores: int = 0,
         bases: tuple[int, ...] = (),
+        columns: Sequence[str] = (WEIGHTS,),
     ) -> None:
+        self._columns = columns
         self._lengths = tuple(lengths)
         self._bases = bases
         self._chunk_rows = chunk_rows
@@ -359,24 +375,24 @@ class CollectedLogProbs:
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
         """Put the numbers of all ranks' rows together, on every rank: a sum, as a rank has 0 for tokens of others."""
         values, sums = self.gather_tables(world)
-        sums = sums if self._scores > 1 else sums[0]
         also = dict(zip(self._also, values[self._scores or 1 :], strict=True))
-        return TokenLogProbs(self._lengths, values[0], sums.T, also, self._bases)
+        return TokenLogProbs(self._lengths, values[0], sums[0], also, self._bases)
 
     def gather_tables(self, world: World) -> tuple[Floats, Floats]:
-        """Return the numbers of rows (k, rows of all documents), 0 at others, and log-probabilities or scores of
-        documents (1 or L, D), times weights.
+        """Return the numbers of rows (k, rows of all documents), 0 at others, and their sums of documents (…, D), times
+        weights, in the order of `BatchTargets.weighted_rows`.
         """
-        columns = self._scores or 1
-        values = np.zeros((columns + len(self._also), self._starts[-1]))
-        sums = np.zeros((columns, len(self._lengths)))
+        values = np.zeros(((self._scores or 1) + len(self._also), self._starts[-1]))
+        sums = np.zeros(((self._scores or len(self._columns)) + len(self._also), len(self._lengths)))
         ahead = 0 if self._scores else 1  # a log-probability is of the token after a row
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             for targets, on_device in self._parts:
                 numbers = on_device.double().cpu().numpy()
                 values[:, self._starts[targets.documents] + targets.positions + ahead] = numbers
-                for total, column in zip(sums, numbers, strict=False):
-                    np.add.at(total, targets.documents, column * targets.weights)
+                for total, column in zip(
+                    sums, targets.weighted_rows(numbers, self._columns, self._scores), strict=True
+                ):
+                    np.add.at(total, targets.documents, column)
         flat = np.concatenate([values.ravel(), sums.ravel()])
         flat = world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")
         return flat[: values.size].reshape(values.shape), flat[values.size :].reshape(sums.shape)

@@ -1,0 +1,61 @@
+"""Rows of preferences: the prompt that both answers begin with, what is no answer, labels, and pairs as one sample."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from longspan.corpus.rows.sample import RowError, Sample, Unseen, has_value, short_repr
+
+
+def with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a pair with its prompt: without one what both answers begin with, as TRL's `extract_prompt` has it.
+
+    >>> with_prompt({"chosen": "Why? It is.", "rejected": "Why? No."})
+    {'chosen': ' It is.', 'rejected': ' No.', 'prompt': 'Why?'}
+    """
+    chosen = values["chosen"]
+    rejected = values["rejected"]
+    if values.get("prompt") is not None or not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
+        return values
+    same = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+    end = next(same, min(len(chosen), len(rejected)))
+    if chosen[end - 1 : end] == " ":
+        end -= 1
+    return {**values, "chosen": chosen[end:], "rejected": rejected[end:], "prompt": chosen[:end]}
+
+
+def check_says_something(value: Any, name: str) -> None:
+    """Raise RowError for a prompt or an answer without text, calls or images."""
+    messages = value if isinstance(value, list) else []
+    said = (
+        [m.get("content") or m.get("tool_calls") for m in messages if isinstance(m, dict)] if messages else [value]
+    )
+    if any(has_value(text.strip() if isinstance(text, str) else text) for text in said):
+        return
+    if name == "prompt":
+        raise RowError("it has no prompt, and its answers do not begin with the same text; give one")
+    raise RowError(f"{name} is empty: {short_repr(value)}; give an answer, or leave the row out")
+
+
+def read_preference(values: Mapping[str, Any]) -> float:
+    label = values.get("label")
+    if isinstance(label, bool | int | float | np.bool_) and label in (0, 1):
+        return float(label)
+    raise RowError(
+        f"label is {short_repr(label)}; give true for an answer that is wanted, and false for one that is not"
+    )
+
+
+def join_samples(first: Sample, second: Sample) -> Sample:
+    """Put two documents of a row end to end."""
+    assert first.labels is not None and second.labels is not None
+    length = len(first.ids)
+    moved = (image._replace(start=image.start + length, stop=image.stop + length) for image in second.images)
+    return first._replace(
+        ids=np.concatenate([first.ids, second.ids]),
+        labels=np.concatenate([first.labels, second.labels]),
+        unseen=Unseen(*(a + b for a, b in zip(first.unseen, second.unseen, strict=True))),
+        images=(*first.images, *moved),
+        stops=(length, length + len(second.ids)),
+    )

@@ -1,0 +1,164 @@
+"""Losses of preferences as TRL has them (DPO, IPO, APO-zero, SimPO, ORPO, KTO), of documents' sums, with TRL's figures.
+
+Pairs are documents 2 i, the chosen one, and 2 i + 1; for KTO 2 i is an answer, and 2 i + 1 its prompt with the answer
+to another, by which the divergence from the reference is estimated: over all documents of a step, or of an evaluation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan.config.defaults import loss_arguments
+from longspan.config.sections import TrainConfig
+from longspan.data.documents import CorpusDocuments
+from longspan.layout import Floats
+from longspan.train.read_rows import WEIGHTS
+from longspan.train.terms.document_loss import DocumentLoss
+
+
+def preference_loss(documents: CorpusDocuments, train: TrainConfig) -> DocumentLoss:
+    """Return the loss of these documents of a corpus by the keys of [train]; its figures have TRL's names."""
+    corpus = documents.corpus
+    ids = [*documents.ids]
+    assert corpus.targets is not None
+    counts = corpus.targets[ids].astype(np.float64)
+    learnt = counts[::2].sum()
+    if train.loss == "orpo":  # whose chosen documents are learnt whole
+        assert corpus.numbers is not None
+        counts[::2] = corpus.lengths[ids[::2]] - corpus.numbers[ids[::2]]
+    labels = None
+    if train.loss == "kto":
+        assert corpus.numbers is not None
+        labels = torch.from_numpy(corpus.numbers[ids][::2] > 0)
+    preferences = Preferences(
+        train.loss,
+        loss_arguments(train),
+        counts=torch.from_numpy(counts),
+        reference=torch.from_numpy(np.zeros_like(counts) if corpus.reference is None else corpus.reference[ids]),
+        labels=labels,
+        learnt=float(learnt),
+    )
+    pairs = [(i, i + 1) for i in range(0, len(ids), 2)]
+    return DocumentLoss(
+        preferences.loss_of_set,
+        [tuple(range(len(ids)))] if train.loss == "kto" else pairs,
+        columns=("answer", WEIGHTS) if train.loss == "orpo" else (WEIGHTS,),
+        also=("mean_logits",) if train.needs_reference else (),
+        figures=preferences.figures,
+    )
+
+
+class _Pairs(NamedTuple):
+    """Of n pairs: losses (n,), what stands for the log-probability of an answer, rewards (2 n,) and other figures."""
+
+    losses: Tensor
+    log_probs: Tensor
+    rewards: Tensor
+    others: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """A loss and its arguments over documents with so many tokens of answers and such reference log-probabilities (D,).
+
+    `labels` (D / 2,) are KTO's; `learnt` counts the tokens of chosen documents whose cross entropy is in the loss.
+    """
+
+    name: str
+    arguments: Mapping[str, float]
+    counts: Tensor
+    reference: Tensor
+    labels: Tensor | None
+    learnt: float
+
+    def loss_of_set(self, sums: Tensor, documents: tuple[int, ...]) -> Tensor:
+        """Return the loss of a pair; for KTO the mean over the answers of all documents."""
+        if self.name == "kto":
+            return self._answers(sums)[0].mean()
+        return self._pairs(sums.reshape(2, -1), [*documents]).losses.sum()
+
+    def figures(self, sums: Floats) -> dict[str, float]:
+        """Return the means of all documents' figures, by sums (D, …) of their log-probabilities."""
+        table = torch.from_numpy(sums[: len(self.counts)])  # without prefixes that documents share
+        if self.name == "kto":
+            assert self.labels is not None
+            _, rewards, kl = self._answers(table[:, 0])
+            log_probs = table[::2, 0]
+            others = {"kl": kl}
+            chosen, rejected = (torch.nonzero(self.labels == wanted)[:, 0] for wanted in (True, False))
+            documents_of = {"chosen": 2 * chosen, "rejected": 2 * rejected}
+        else:
+            _, log_probs, rewards, others = self._pairs(table, [*range(len(table))])
+            chosen, rejected = (torch.arange(first, len(table), 2) for first in (0, 1))
+            documents_of = {"chosen": chosen, "rejected": rejected}
+            right = rewards[chosen] > rewards[rejected]
+            others = {"rewards/accuracies": right.double(), **others}
+        sides = {name: side for name, side in (("chosen", chosen), ("rejected", rejected)) if len(side)}
+        values = {f"rewards/{name}": rewards[side] for name, side in sides.items()}
+        values |= {f"logps/{name}": log_probs[side] for name, side in sides.items()}
+        means = {name: value.mean().item() for name, value in (values | dict(others)).items()}
+        if len(sides) == 2:
+            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        if self.name not in ("simpo", "orpo"):
+            for name in sides:
+                tokens = documents_of[name]
+                means[f"logits/{name}"] = (table[tokens, 1].sum() / self.counts[tokens].sum()).item()
+        return means
+
+    def _answers(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the losses of KTO's answers, their rewards, and the divergence."""
+        assert self.labels is not None
+        ratios = sums - self.reference
+        beta = self.arguments["beta"]
+        kl = ratios[1::2].detach().mean().clamp(min=0)
+        wanted = self.labels.double()
+        weights = self.arguments["desirable_weight"] * wanted + self.arguments["undesirable_weight"] * (1 - wanted)
+        losses = weights * (1 - torch.sigmoid(beta * (2 * wanted - 1) * (ratios[::2] - kl)))
+        return losses, beta * ratios[::2].detach(), kl
+
+    def _pairs(self, sums: Tensor, documents: list[int]) -> _Pairs:
+        """Return what the sums (2 n, …) of pairs give."""
+        counts = self.counts[documents]
+        beta = self.arguments["beta"]
+        log_probs = sums[:, 0]
+        if self.name in ("simpo", "orpo"):
+            log_probs = log_probs / counts
+        ratios = log_probs - self.reference[documents]
+        chosen, rejected = ratios[::2], ratios[1::2]
+        others = dict[str, Tensor]()
+        smoothing = self.arguments.get("label_smoothing", 0.0)
+        if self.name == "ipo":
+            means = ratios / counts
+            losses = (means[::2] - means[1::2] - 1 / (2 * beta)) ** 2
+        elif self.name == "apo_zero":
+            losses = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+        elif self.name == "simpo":
+            margins = beta * (chosen - rejected) - self.arguments["simpo_gamma"]
+            losses = -F.logsigmoid(margins) * (1 - smoothing) - F.logsigmoid(-margins) * smoothing
+            if alpha := self.arguments["cpo_alpha"]:
+                losses = losses + alpha * self._cross_entropy(sums[::2, 0], others)
+        elif self.name == "orpo":
+            odds = chosen - rejected - _log_of_rest(chosen) + _log_of_rest(rejected)
+            losses = self._cross_entropy(sums[::2, 1], others) - beta * F.logsigmoid(odds)
+            others |= {"log_odds_ratio": F.logsigmoid(odds), "log_odds_chosen": odds}
+        else:  # with smoothing TRL's "robust"
+            margins = beta * (chosen - rejected)
+            losses = -(1 - smoothing) * F.logsigmoid(margins) + smoothing * F.logsigmoid(-margins)
+            losses = losses / (1 - 2 * smoothing)
+        return _Pairs(losses, log_probs.detach(), beta * ratios.detach(), others)
+
+    def _cross_entropy(self, sums: Tensor, others: dict[str, Any]) -> Tensor:
+        """Return the part (n,) of pairs in the mean over the tokens of all chosen documents, times all pairs."""
+        losses = -sums * (len(self.counts) / 2 / self.learnt)
+        others["nll_loss"] = losses
+        return losses
+
+
+def _log_of_rest(log_probs: Tensor) -> Tensor:
+    """log(1 − p) of log p, for p near 0 and near 1."""
+    return torch.where(log_probs > -0.6931471805599453, (-log_probs.expm1()).log(), (-log_probs.exp()).log1p())
