@@ -17,6 +17,7 @@ from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import (
     RANDOM,
     BestFigure,
+    NamedGroup,
     OptimizerSection,
     RunConfig,
     check_memory_keys,
@@ -269,7 +270,8 @@ def check_optimizer(config: RunConfig) -> None:
                 f"optimizer.moments is {optimizer.moments!r}, {EIGHT_BIT_NEEDS}; optimizer.arguments are "
                 f"{list(optimizer.arguments)}: leave one of both out"
             )
-        groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay)
+        named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
+        groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay, None, named_groups)
         choice.build(groups)  # does it accept its arguments?
     keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
     if config.train.offload_weights and not config.lora.rank:  # adapters, and their moments, stay on the device

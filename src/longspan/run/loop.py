@@ -42,6 +42,7 @@ from longspan.run.saves import Saves, check_free_disk, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
+from longspan.train.optim.schedule import Schedule
 from longspan.train.starts import Starts
 
 
@@ -84,7 +85,7 @@ class Steps:
         row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
         row |= {
             "grad_norm": result.grad_norm,
-            "lr": run.optimizer.param_groups[0]["lr"],
+            "lr": Schedule.of(run.config.optimizer, run.config.train.steps).lr_at(step),
             "seconds": round(seconds, 6),
         }
         row |= {

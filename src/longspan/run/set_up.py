@@ -180,7 +180,14 @@ def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLi
 _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
 _FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir")
-_FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
+_FIXED_KEYS = (
+    "mtp.num_layers",
+    "mtp.train_whole",
+    "mtp.weights",
+    "train.seed",
+    "train.tokens_per_step",
+    "train.freeze",
+)
 _FIXED_KEYS += ("optimizer.class", "optimizer.arguments", "evaluation.documents")
 
 
