@@ -449,7 +449,8 @@ class CheckpointSection(Section):
     """Newest good checkpoints that are kept; 0: all."""
     keep_best: str = ""
     """Keep the checkpoint with the best figure of an evaluation too, such as eval_loss, or code/eval_loss of a set; the
-    lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept."""
+    lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept. Default:
+    empty; with evaluation.patience: eval_loss."""
     dir: str = ""
     """The folder in which checkpoints are written and read; empty: the folder checkpoints of run.dir."""
     allow_little_disk: bool = False

@@ -54,7 +54,14 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     if training:
         check_loggers(config.run.loggers)
         if checkpoint.keep_best:
-            BestFigure.from_text(checkpoint.keep_best).check_sets({entry.name for entry in config.evaluations})
+            figure = BestFigure.from_text(checkpoint.keep_best)
+            every = {entry.name: entry.every for entry in config.evaluations}
+            figure.check_sets(every)
+            if config.evaluation.patience and not every[figure.set]:
+                raise ConfigError(
+                    f"evaluation.patience is {config.evaluation.patience}, and {figure.set or 'held-out documents'} "
+                    "are evaluated after the last step alone (every = 0); set every, or leave patience out"
+                )
         if checkpoint.dir:
             require_local_root(checkpoint.dir)
     check_keys_needed_by_keys(config)

@@ -176,8 +176,9 @@ class _Loop:
         done = saves.done
         final = Final()
         if not stopped:
+            evaluated_step = saves.load_best() if saves.end_reason else done
             save_final_model(run)
-            final = self.evaluations.evaluate_at_end()
+            final = self.evaluations.evaluate_at_end(evaluated_step)
             saves.keep_if_best(self.evaluations.take_new_rows())
             saves.remove_old_saves()
         return TrainResult(
@@ -185,6 +186,7 @@ class _Loop:
             done=done,
             steps=run.config.train.steps,
             stopped=stopped or final.stopped,
+            end_reason=saves.end_reason,
             final=final.at_degrees,
             named=final.named,
             last_loss=self.records.last_loss(done),
@@ -200,13 +202,16 @@ class _Loop:
         """
         run = self.run
         settings = self.run.config.train
+        evaluated = self.records.metrics.evaluated
         stopped = ""
+        is_over = False
         with saves.save_before_errors():
             if run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
                 if run.done:
                     saves.keep_if_best(self.evaluations.take_new_rows())
-            while saves.done < settings.steps and not stopped:
+                    is_over = saves.loses_patience(evaluated)
+            while saves.done < settings.steps and not stopped and not is_over:
                 self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
                 row, plan = steps.take_step(saves.done)
                 saves.done += 1
@@ -230,8 +235,10 @@ class _Loop:
                     )
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
-                    saves.keep_if_best(self.evaluations.take_new_rows())
-                    if stopped:
+                    rows = self.evaluations.take_new_rows()
+                    saves.keep_if_best(rows)
+                    is_over = bool(rows) and saves.loses_patience(evaluated)
+                    if stopped or is_over:
                         saves.save_if_unsaved()
             saves.wait()
             saves.take_save_columns()  # logs the checkpoint that no step's row follows
