@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from longspan.checkpoint.export import export_checkpoint
+from longspan.cli.model_card import write_card
 from longspan.comm import on_all_ranks
 from longspan.config.file import load_config
 from longspan.errors import (
@@ -20,9 +23,12 @@ from longspan.errors import (
     RankLostError,
     RunFolderError,
 )
+from longspan.report import write_report
 from longspan.run import saves as module
+from longspan.run.checks import check_config
+from longspan.run.metrics import read_metrics
 from longspan.run.saves import BestCheckpoint, Saves, check_free_disk
-from tests.run.runs.homes import ALONE, train_rows
+from tests.run.runs.homes import ALONE, lines_of, train_rows
 from tests.train.small import small_config
 
 
@@ -254,3 +260,35 @@ def test_a_run_keeps_its_best_checkpoint(tmp_path: Path) -> None:
         folder = tmp_path / "run"
         assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000002", f"step-00000{steps}"}
         assert [entry["step"] for entry in json.loads((folder / "best.json").read_text())["bests"]] == [2]
+
+
+def test_a_run_ends_without_patience_with_its_best_weights_and_a_resume_counts_on(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {
+        "optimizer__arguments": ("maximize=true",),  # every step is worse than the one before
+        "evaluation__every": 1,
+        "checkpoint__save_total_limit": 1,
+        "train__steps": 9,
+        **ALONE,
+    }
+    for patience, last in ((2, 3), (3, 4), (3, 4)):  # the third start ends at once
+        config = small_config(tmp_path, evaluation__patience=patience, **keys)
+        assert config.checkpoint.keep_best == "eval_loss"
+        lines = lines_of(0, config, 1)
+        folder = Path(config.run.dir)
+        summary = json.loads((folder / "summary.json").read_text())
+        evaluated = [row["eval_loss"] for row in read_metrics(folder / "metrics.jsonl") if "eval_loss" in row]
+        reason = f"no eval_loss better than {evaluated[0]:.6g} of step 1 in {patience} evaluations"
+        assert f"the run ends after step {last}: {reason} (evaluation.patience)" in lines
+        assert (summary["step"], summary["steps"], summary["end_reason"]) == (last, 9, reason)
+        assert evaluated == sorted(evaluated) and len(evaluated) == last
+        assert summary["eval_at_degrees"][0]["step"] == 1
+        assert summary["eval_at_degrees"][0]["eval_loss"] == evaluated[0]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000001", "step-000004"}
+    exported = export_checkpoint(folder, folder / "checkpoints/step-000001", tmp_path / "best", lines.__contains__)
+    best, model = (load_file(Path(path, "model.safetensors")) for path in (tmp_path / "best", folder / "model"))
+    assert best.keys() == model.keys() and all(torch.equal(best[name], model[name]) for name in best)
+    write_card(exported, folder, "best", lines.__contains__)
+    assert f"| ended | after step 4 of 9: {reason} |" in (tmp_path / "best/README.md").read_text()
+    assert f"ended after step 4 of 9: {reason}" in write_report(folder).read_text()
+    with pytest.raises(ConfigError, match=r"evaluation.patience is 2, and held-out documents are evaluated after"):
+        check_config(small_config(tmp_path, evaluation__patience=2, **keys | {"evaluation__every": 0}), 1)

@@ -88,5 +88,9 @@ def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, s
                 where = f"{row.get('eval_name', 'held-out documents')}, degree {row['cp']}"
                 perplexity = f", perplexity {row['eval_perplexity']:.4g}" if "eval_perplexity" in row else ""
                 yield f"loss of {where}", f"{row['eval_loss']:.4f}{perplexity}"
+        with suppress(OSError):  # of a run that is still at work
+            summary = read_json(run_dir / "summary.json")
+            if reason := summary.get("end_reason"):
+                yield "ended", f"after step {summary['step']:,} of {summary['steps']:,}: {reason}"
         facts: dict[str, Any] = read_json(run_dir / "run.json")
         yield "documents", dict(facts["lines"])["data"]

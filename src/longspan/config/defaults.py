@@ -72,6 +72,8 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     """
     if config.evaluation.context_parallel_size == AUTO:
         config = _set_defaults(config, {"evaluation.cp_comm_type": AUTO})
+    if config.evaluation.patience:
+        config = _set_defaults(config, {"checkpoint.keep_best": "eval_loss"})
     if config.lora.rank:
         config = _set_defaults(config, {"optimizer.lr": LORA_LR})
     config = _set_defaults(config, {"encoder.trainable": encoder_default(config)})

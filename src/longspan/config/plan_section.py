@@ -174,6 +174,9 @@ class EvaluationSection(EvaluationPlan):
 
     every: NonNegativeInt = 100
     """Steps between evaluations; 0: only after the last step."""
+    patience: NonNegativeInt = 0
+    """End the run after so many evaluations in a row without a better figure of checkpoint.keep_best, which is then
+    eval_loss by default; model/ has the best weights. 0: never."""
     documents: NumberOrAuto = AUTO
     """Texts (rows, conversations) of the training data held out for evaluation, chosen by the seed, with all documents
     that they are cut or split into; 0: none; auto: one text in ten, at most 32, of tiny presets 8."""

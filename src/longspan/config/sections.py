@@ -6,7 +6,9 @@ exists. The text under each key is also its `--help`. Keys of plans, in [context
 `plan_section`.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
@@ -292,6 +294,38 @@ class BestFigure:
 
 
 @dataclass(frozen=True)
+class NamedGroup:
+    """Parameters by a pattern of their names, and the learning rate and weight decay of their own that they have.
+
+    >>> NamedGroup.from_text("embed* lr=1e-5")
+    NamedGroup(pattern='embed*', lr=1e-05, weight_decay=None)
+    """
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    @classmethod
+    def from_text(cls, text: str) -> "NamedGroup":
+        """Read an entry of `optimizer.groups`. Raises ConfigError for a text that is none."""
+        pattern, *settings = text.split() or [""]
+        pairs = [setting.partition("=")[::2] for setting in settings]
+        values = dict[str, float]()
+        with suppress(ValueError):  # of a value that is no number
+            values = {name: float(value) for name, value in pairs}
+        names = values.keys()
+        numbers = all(map(math.isfinite, values.values())) and values.get("lr", 1) > 0
+        if not names or len(names) < len(pairs) or names - {"lr", "weight_decay"} or not numbers:
+            raise ConfigError(
+                f"optimizer.groups has {text!r}; give a pattern of names with lr= above 0, weight_decay= or both, as "
+                "in 'embed* lr=1e-5 weight_decay=0'; train.freeze leaves parameters as they are"
+            )
+        if values.get("weight_decay", 0) < 0:
+            raise ConfigError(f"optimizer.groups has {text!r}; weight_decay must be at least 0")
+        return cls(pattern, **values)
+
+
+@dataclass(frozen=True)
 class OptimizerSection(Section):
     """The optimizer, its learning rate, and how gradients and updates are kept in bounds."""
 
@@ -315,6 +349,9 @@ class OptimizerSection(Section):
     """Learning rate of the last step, as a share of lr."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices (adamw: decoupled)."""
+    groups: tuple[str, ...] = ()
+    """Parameters by name with an lr or weight_decay of their own, as "embed* lr=1e-5" or "layers.0-7.* lr=2e-5
+    weight_decay=0"; of several patterns that meet one the last counts (docs/fine-tuning.md)."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0: never."""
     moments: Annotated[
@@ -328,6 +365,11 @@ class OptimizerSection(Section):
     stochastic_rounding: Annotated[bool, Needs("model.dtype", ("bfloat16",)), Needs("lora.rank", (0,))] = False
     """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
     mean."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for text in self.groups:
+            NamedGroup.from_text(text)
 
 
 @dataclass(frozen=True)
@@ -349,6 +391,9 @@ class TrainConfig(Section):
     documents was trained on so often; the weights say how often those of the others are."""
     seed: NonNegativeInt = 0
     """Of weights, document order and held-out texts."""
+    freeze: Annotated[tuple[str, ...], Needs("lora.rank", (0,))] = ()
+    """Parameters that stay as they are, by patterns of their names, as "embed*" or "layers.0-7.*"; of towers of images
+    encoder.trainable decides (docs/fine-tuning.md)."""
     plan_memory: bool = True
     """true: choose what each layer keeps, recomputes or moves to the host, how often parameters are gathered and where
     the optimizer's states are, the fastest that fits; on GPUs, and on CPUs where device_memory_limit is given. Keys
@@ -430,7 +475,8 @@ class CheckpointSection(Section):
     """Newest good checkpoints that are kept; 0: all."""
     keep_best: str = ""
     """Keep the checkpoint with the best figure of an evaluation too, such as eval_loss, or code/eval_loss of a set; the
-    lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept."""
+    lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept. Default:
+    empty; with evaluation.patience: eval_loss."""
     dir: str = ""
     """The folder in which checkpoints are written and read; empty: the folder checkpoints of run.dir."""
     allow_little_disk: bool = False

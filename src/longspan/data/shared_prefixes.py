@@ -222,17 +222,15 @@ def _divide(
     for index, number in enumerate(numbers):
         added = len(documents[number]) - (common[index] if index > start else 0)
         if max_rows is not None and index > start and total + added > max_rows:
-            yield _make_family(documents, rows, numbers[start:index], common[start:index], least)
+            yield _make_family(documents, numbers[start:index], common[start:index], least)
             start = index
             total = 0
             added = len(documents[number])
         total += added
-    yield _make_family(documents, rows, numbers[start:], common[start:], least)
+    yield _make_family(documents, numbers[start:], common[start:], least)
 
 
-def _make_family(
-    documents: Sequence[Any], rows: list[int], numbers: list[int], common: list[int], least: int
-) -> _Family:
+def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _Family:
     """Prefixes are the intervals of sorted documents with so many rows in common, where they add `least` to another."""
     prefixes = list[tuple[int, int]]()
     prefix = [-1] * len(numbers)

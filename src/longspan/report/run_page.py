@@ -131,6 +131,8 @@ def run_head(run: RunFolder) -> Part:
         steps += ", has not finished or was interrupted"
     elif stopped := run.summary.get("stopped"):
         steps += f", stopped by {stopped} after step {run.summary.get('step')} of {run.summary.get('steps')}"
+    elif reason := run.summary.get("end_reason"):
+        steps += f", ended after step {run.summary.get('step')} of {run.summary.get('steps')}: {reason}"
     versions = run.summary.get("versions")
     version_texts = (
         [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []

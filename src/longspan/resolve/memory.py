@@ -143,6 +143,7 @@ def memory_settings_of_run(
         compute_bytes=DTYPE_BYTES[computed],
         state_numbers=state_numbers,
         muon=optimizer.class_ == "muon",
+        frozen_names=config.train.freeze,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.target_modules,
         adapter_bytes=adapter_bytes,

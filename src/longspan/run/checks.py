@@ -17,6 +17,7 @@ from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import (
     RANDOM,
     BestFigure,
+    NamedGroup,
     RunConfig,
     check_memory_keys,
     held_out_set,
@@ -55,7 +56,14 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
         for name in config.run.loggers:
             check_logger(name)
         if checkpoint.keep_best:
-            BestFigure.from_text(checkpoint.keep_best).check_sets({entry.name for entry in config.evaluations})
+            figure = BestFigure.from_text(checkpoint.keep_best)
+            every = {entry.name: entry.every for entry in config.evaluations}
+            figure.check_sets(every)
+            if config.evaluation.patience and not every[figure.set]:
+                raise ConfigError(
+                    f"evaluation.patience is {config.evaluation.patience}, and {figure.set or 'held-out documents'} "
+                    "are evaluated after the last step alone (every = 0); set every, or leave patience out"
+                )
         if checkpoint.dir:
             require_local_root(checkpoint.dir)
     check_keys_needed_by_keys(config)
@@ -270,7 +278,8 @@ def check_optimizer(config: RunConfig) -> None:
                 f"optimizer.moments is {optimizer.moments!r}, {EIGHT_BIT_NEEDS}; optimizer.arguments are "
                 f"{list(optimizer.arguments)}: leave one of both out"
             )
-        groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay)
+        named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
+        groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay, None, named_groups)
         choice.build(groups)  # does it accept its arguments?
     keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
     if config.train.offload_weights and not config.lora.rank:  # adapters, and their moments, stay on the device

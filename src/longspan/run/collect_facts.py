@@ -1,6 +1,7 @@
 """The facts of a run at the start of a session, read from its model, world, plans and corpus."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from longspan.comm import World
 from longspan.config.defaults import loss_text
+from longspan.config.sections import NamedGroup
 from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
 from longspan.files import read_json
@@ -17,9 +19,11 @@ from longspan.model.kinds import packed_weights
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts
+from longspan.plan.shape.name_patterns import meets_any
 from longspan.run.facts import RunFacts, time_and_command
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
+from longspan.train.optim.optimizer import find_named_group, names_of_parameters
 from longspan.train.step_end import counted_parameters
 from longspan.train.step_figures import world_device_name
 
@@ -37,7 +41,7 @@ def collect_facts(run: TrainingRun) -> RunFacts:
     sizes = _count_parameters(run)
     date, command = time_and_command()
     return RunFacts(
-        lines=tuple(_fact_lines(run, *sizes, sessions)),
+        lines=tuple(_fact_lines(run, *sizes, sessions, _count_by_pattern(run))),
         parameters=sizes[0],
         parameters_of_rank=sizes[1],
         trained=sizes[2],
@@ -60,7 +64,12 @@ def _count_hosts(world: World) -> int:
 
 
 def _fact_lines(
-    run: TrainingRun, parameters: int, of_rank: int, trained: int, sessions: Sequence[tuple[int, int]]
+    run: TrainingRun,
+    parameters: int,
+    of_rank: int,
+    trained: int,
+    sessions: Sequence[tuple[int, int]],
+    by_pattern: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
     config = run.config
     home = run.world.home
@@ -69,7 +78,7 @@ def _fact_lines(
     experts = read_experts(run.model.config)
     mtp = config.mtp
     sizes = f"{_count_text(parameters)} parameters, {_count_text(of_rank)} on a rank"
-    sizes += f", {_count_text(trained)} trained" if config.lora.rank else ""
+    sizes += f", {_count_text(trained)} trained" if config.lora.rank or config.train.freeze else ""
     sizes += f", {experts.of_token} of {experts.of_layer} experts a token" if experts.of_layer else ""
     yield "model", f"{config.model.source or config.model.preset}: {sizes}"
     dtypes = execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype
@@ -118,6 +127,8 @@ def _fact_lines(
     if resumed := [f"at step {step:,} on {plural(ranks, 'rank')}" for step, ranks in sessions if step]:
         yield "resumed", ", ".join(resumed)
     yield "optimizer", f"{config.optimizer.class_}, lr {config.optimizer.lr:g} at most"
+    for key, texts in (("groups", config.optimizer.groups), ("freeze", config.train.freeze)):
+        yield from ((key, f"{text}: {_count_text(by_pattern[text])} parameters") for text in texts)
     yield "report", f"{run.dir}/report.html when the run ends; to watch it: longspan report {run.dir} --follow"
     if run.figures.uncounted:
         yield "no MFU", f"model FLOPs are not counted: {run.figures.uncounted}"
@@ -160,6 +171,24 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     total = sum(count for count, _ in stage_counts.values())
     trained_total = sum(trained for _, trained in stage_counts.values())
     return total, max(stored for *_, stored in rank_counts), trained_total
+
+
+def _count_by_pattern(run: TrainingRun) -> dict[str, int]:
+    """The parameters of each entry of optimizer.groups and train.freeze, of the whole model; entered by all ranks."""
+    groups = {text: NamedGroup.from_text(text) for text in run.config.optimizer.groups}
+    frozen = run.config.train.freeze
+    if not groups and not frozen:
+        return {}
+    names = names_of_parameters(run.model)
+    counts = Counter[str]()
+    for parameter in counted_parameters(run.model):
+        group = find_named_group([*groups.values()], names[parameter]) if parameter.requires_grad else None
+        met = [text for text, one in groups.items() if one is group]
+        if not parameter.requires_grad:
+            met = [pattern for pattern in frozen if any(meets_any([pattern], name) for name in names[parameter])]
+        counts.update(dict.fromkeys(met, parameter.numel()))
+    by_stage = dict(run.world.control.gather_objects((run.world.coordinates.pp, counts)))
+    return sum(by_stage.values(), Counter[str]())
 
 
 def mixers_text(execution: Execution, device: torch.device, partition: str) -> str:

@@ -59,9 +59,10 @@ class Evaluations:
                 return signal
         return ""
 
-    def evaluate_at_end(self) -> Final:
-        """Evaluate all sets, the held-out documents at every degree; after a signal that is all that is returned."""
-        done = self.run.config.train.steps
+    def evaluate_at_end(self, done: int) -> Final:
+        """Evaluate all sets, the held-out documents at every degree, with the weights after `done` steps; after a
+        signal that is all that is returned.
+        """
         at_degrees = list[Evaluation]()
         set_evaluations = list[Evaluation]()
         for entry in self.run.sets:

@@ -69,8 +69,8 @@ LAST_STEPS = 10  # whose mean loss sums up a run
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses; without a vocabulary (0)
-    of a model that scores."""
+    """The result of a run on `world` ranks: its steps, the signal that stopped it, or the reason for which it ended
+    before its last step, its last losses; without a vocabulary (0) of a model that scores."""
 
     dir: Path
     done: int
@@ -81,12 +81,14 @@ class TrainResult:
     final: tuple[Evaluation, ...]
     named: tuple[Evaluation, ...] = ()
     world: int = 1
+    end_reason: str = ""
 
     def summary(self) -> dict[str, Any]:
         values = {
             "step": self.done,
             "steps": self.steps,
             "stopped": self.stopped,
+            "end_reason": self.end_reason,
             "vocab_size": self.vocab_size,
             "loss_of_last_steps": self.last_loss,
             "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size) if self.vocab_size else None,
@@ -120,5 +122,8 @@ class TrainResult:
             lines.append(
                 f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command {rest}"
             )
+        elif self.end_reason:
+            reason = f"ended after step {self.done} of {self.steps}: {self.end_reason}"
+            lines.append(f"{reason}; model/ has the weights of the best step")
         evaluations = (*self.final, *self.named)
         return "\n".join([*lines, *([evaluation_table(evaluations)] if evaluations else [])])

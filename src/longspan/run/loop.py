@@ -43,6 +43,7 @@ from longspan.run.set_up import set_up
 from longspan.run.shared_prefixes import shared_line, spared_rows
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
+from longspan.train.optim.schedule import Schedule
 from longspan.train.starts import Starts
 
 
@@ -86,7 +87,7 @@ class Steps:
         row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
         row |= {
             "grad_norm": result.grad_norm,
-            "lr": run.optimizer.param_groups[0]["lr"],
+            "lr": Schedule.of(run.config.optimizer, run.config.train.steps).lr_at(step),
             "seconds": round(seconds, 6),
         }
         row |= {
@@ -186,8 +187,9 @@ class _Loop:
         done = saves.done
         final = Final()
         if not stopped:
+            evaluated_step = saves.load_best() if saves.end_reason else done
             save_final_model(run)
-            final = self.evaluations.evaluate_at_end()
+            final = self.evaluations.evaluate_at_end(evaluated_step)
             saves.keep_if_best(self.evaluations.take_new_rows())
             saves.remove_old_saves()
         return TrainResult(
@@ -195,6 +197,7 @@ class _Loop:
             done=done,
             steps=run.config.train.steps,
             stopped=stopped or final.stopped,
+            end_reason=saves.end_reason,
             final=final.at_degrees,
             named=final.named,
             last_loss=self.records.last_loss(done),
@@ -210,13 +213,16 @@ class _Loop:
         """
         run = self.run
         settings = self.run.config.train
+        evaluated = self.records.metrics.evaluated
         stopped = ""
+        is_over = False
         with saves.save_before_errors():
             if run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
                 if run.done:
                     saves.keep_if_best(self.evaluations.take_new_rows())
-            while saves.done < settings.steps and not stopped:
+                    is_over = saves.loses_patience(evaluated)
+            while saves.done < settings.steps and not stopped and not is_over:
                 self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
                 row, plan = steps.take_step(saves.done)
                 saves.done += 1
@@ -240,8 +246,10 @@ class _Loop:
                     )
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
-                    saves.keep_if_best(self.evaluations.take_new_rows())
-                    if stopped:
+                    rows = self.evaluations.take_new_rows()
+                    saves.keep_if_best(rows)
+                    is_over = bool(rows) and saves.loses_patience(evaluated)
+                    if stopped or is_over:
                         saves.save_if_unsaved()
             saves.wait()
             saves.take_save_columns()  # logs the checkpoint that no step's row follows

@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longspan.checkpoint.files import complete_checkpoints, remove_old_checkpoints, step_of
+from longspan.checkpoint.checkpoint import load_checkpoint
+from longspan.checkpoint.files import checkpoint_path, complete_checkpoints, remove_old_checkpoints, step_of
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_every_rank, run_on_first_rank
@@ -53,6 +54,7 @@ class Saves:
 
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
         self.done: int = run.done
+        self.end_reason: str = ""  # of a run that ends before its last step
         self._run = run
         self._log = log
         self._saved = run.done
@@ -115,6 +117,29 @@ class Saves:
             return
         self.save_if_unsaved()
         self.saver.best = self.done
+
+    def loses_patience(self, evaluated: Collection[tuple[int, str]]) -> bool:
+        """Return whether `evaluation.patience` is over, and note why; all ranks call it, the first with the steps and
+        sets of all evaluations that are recorded. It counts those after the best step.
+        """
+        patience = self._run.config.evaluation.patience
+        if self._best is None or not patience:
+            return False
+        best = self._best
+        later = {step for step, name in evaluated if name == best.figure.set and step > best.step}
+        if not self._run.world.control.broadcast_object(len(later) >= patience):
+            return False
+        self.end_reason = f"no {best.figure.column} better than {best} in {plural(patience, 'evaluation')}"
+        self._log(f"the run ends after step {self.done}: {self.end_reason} (evaluation.patience)")
+        return True
+
+    def load_best(self) -> int:
+        """Load the weights of the best checkpoint, whose step is returned; all ranks call it together."""
+        assert self._best is not None
+        run = self._run
+        run.finish_update()
+        load_checkpoint(checkpoint_path(run.checkpoints, self._best.step), run.model, None, run.world)
+        return self._best.step
 
     def remove_old_saves(self) -> None:
         """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together."""
@@ -186,6 +211,9 @@ class BestCheckpoint:
         self._world = world
         self._log = log
         self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
+
+    def __str__(self) -> str:
+        return f"{self._bests[-1][1]:.6g} of step {self.step}" if self._bests else "none"
 
     @property
     def step(self) -> int:

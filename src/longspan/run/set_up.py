@@ -184,7 +184,7 @@ _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
 _FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir", "data.share_prefixes")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
-_FIXED_KEYS += ("train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
+_FIXED_KEYS += ("train.freeze", "train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:

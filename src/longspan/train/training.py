@@ -23,7 +23,15 @@ from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings
 from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import ON_HOST, ModelConfig, RunConfig, TrainConfig, given_checkpointing, held_out_set
+from longspan.config.sections import (
+    ON_HOST,
+    ModelConfig,
+    NamedGroup,
+    RunConfig,
+    TrainConfig,
+    given_checkpointing,
+    held_out_set,
+)
 from longspan.errors import ConfigError, LongspanError, ModelError, plural
 from longspan.host import free_host_bytes
 from longspan.hub import hub_name
@@ -45,6 +53,7 @@ from longspan.plan import Cost, Plan
 from longspan.plan.memory.settings import known_state_numbers
 from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.resolve.choice import PlannerConfig, query_heads
+from longspan.train.optim.names import check_named_groups, freeze_by_name
 from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups
@@ -281,7 +290,7 @@ def prepare_run_model(
     """
     _check_comm_types_fit_layers(config, model)
     with silence_warnings_of_other_ranks(world):  # about the adapter
-        adapted_model = _choose_trained_parts(config, model, images=images)
+        adapted_model = _choose_trained_parts(config, model, images=images, training=training)
     frozen, saved = _choose_frozen_weights(config, model) if config.lora.rank else ("whole", 0)
     options = replace(_prepare_options(config, world, model, memory, training=training), frozen=frozen)
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
@@ -335,12 +344,15 @@ def check_model_fits(
     run_on_every_rank(world, check_rank_has_room, ConfigError)
 
 
-def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: bool) -> Any:
+def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: bool, training: bool = True) -> Any:
     adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     if images:
         from longspan.model.take_apart import freeze_image_modules
 
         freeze_image_modules(model, config.encoder.trainable or encoder_default(config))
+    if training:
+        freeze_by_name(model, config.train.freeze)
+        check_named_groups(model, config.optimizer.groups, stages=config.parallel.pp)
     return adapted_model
 
 
@@ -431,10 +443,11 @@ def make_optimizer(
     choice = OptimizerChoice.from_section(config.optimizer)
     if choice.name not in OPTIMIZERS:
         check_sharded_update(choice, model, world)
-    rates = None
+    named_groups = [*map(NamedGroup.from_text, config.optimizer.groups)]
+    rates = {"": config.optimizer.lr} if named_groups else None
     if isinstance(model, MultimodalModel) and config.encoder.lr:
         rates = {"encoders": config.encoder.lr, "language_model": config.optimizer.lr}
-    groups = parameter_groups(model, choice.name, choice.weight_decay, rates)
+    groups = parameter_groups(model, choice.name, choice.weight_decay, rates, named_groups)
     rounding = RoundingBits(model, world) if config.optimizer.stochastic_rounding else None
     optimizer = choice.build(groups, rounding=rounding)
     for group in optimizer.param_groups:

@@ -1,7 +1,6 @@
-"""Runs whose documents begin alike: losses are those of separate documents, in float64, and ordinary runs are as before."""
+"""Runs whose documents begin alike: losses are those of separate documents, in float64; others are as before."""
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from longspan.plan import read_plans
 from longspan.run.facts import TrainResult
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from tests.mutation import Change, mutated
-from tests.run.runs.homes import lines_of
-from tests.run.runs.test_rows_run import TEMPLATE
 from tests.run.runs.test_lora_run import write_base
+from tests.run.runs.test_rows_run import TEMPLATE
 from tests.train.own_loss.test_families import casts_in_float64
 from tests.train.small import WORDS, small_config, train_rank
 
@@ -25,7 +22,7 @@ TEXTS = 3
 
 
 def questions(folder: Path, texts: int = TEXTS, each: int = 4) -> Path:
-    """Rows of tokens: several questions on each text, of which only the answer is trained on, and one text on its own."""
+    """Rows of tokens: several questions on each text, whose answers alone are trained on, and one text on its own."""
     draw = np.random.default_rng(0)
     rows = list[dict[str, Any]]()
     for _ in range(texts):

@@ -52,10 +52,11 @@ def join_samples(first: Sample, second: Sample) -> Sample:
     assert first.labels is not None and second.labels is not None
     length = len(first.ids)
     moved = (image._replace(start=image.start + length, stop=image.stop + length) for image in second.images)
+    unseen: Any = zip(first.unseen, second.unseen, strict=True)
     return first._replace(
         ids=np.concatenate([first.ids, second.ids]),
         labels=np.concatenate([first.labels, second.labels]),
-        unseen=Unseen(*(a + b for a, b in zip(first.unseen, second.unseen, strict=True))),
+        unseen=Unseen(*(a + b for a, b in unseen)),
         images=(*first.images, *moved),
         stops=(length, length + len(second.ids)),
     )

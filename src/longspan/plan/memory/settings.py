@@ -89,7 +89,8 @@ class MemorySettings:
     False
 
     A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer (embedding
-    and head one more with `muon`); numbers of activations and gathered weights have `compute_bytes`. Adapters of
+    and head one more with `muon`), but where patterns of `frozen_names` meet all of a layer, or embedding and head
+    (train.freeze). Numbers of activations and gathered weights have `compute_bytes`. Adapters of
     `lora_rank` (0: none) on the linears `lora_targets` (none named: every linear of decoder layers) have
     `adapter_bytes` a number; the weights that these leave lie as `frozen_weights` says (model.frozen). There are
     `depths` of multi-token prediction. `gathered_once` keeps weights whole through a step, and `summed_once`, which
@@ -104,6 +105,7 @@ class MemorySettings:
     compute_bytes: int = 2
     state_numbers: float = 2.0
     muon: bool = False
+    frozen_names: tuple[str, ...] = ()
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     adapter_bytes: int = 4

@@ -35,6 +35,7 @@ from longspan.plan.shape.layers import (
     read_mixer_shape,
 )
 from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.name_patterns import meets_any
 from longspan.plan.shape.packed import PackedRows, find_packed_rows, packed_weights_of_layer
 
 if TYPE_CHECKING:  # of models with images
@@ -60,6 +61,15 @@ class Numbers:
 
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def freeze(self, patterns: Sequence[str], *names: str, least: int = 1) -> "Numbers":
+        """Return these numbers with none trained where patterns meet `least` of the names or more."""
+        met = sum(meets_any(patterns, name) for name in names) if patterns else 0
+        return self if met < least else replace(self, trained=0.0, trained_share=0.0)
+
+
+_ENDS = "model.embed_tokens.weight", "lm_head.weight"
+_ANY_NAME = "\0"  # of a parameter in a layer, which no pattern names
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,12 @@ class ModelNumbers:
         numbers_of_kinds = {
             kind: _count_layer_parameters(read, kind, mixer, home, settings, rows) for kind in dict.fromkeys(kinds)
         }
+        layers = [
+            numbers_of_kinds[kind].freeze(settings.frozen_names, f"model.layers.{number}.{_ANY_NAME}")
+            for number, kind in enumerate(kinds)
+        ]
+        head = matrix_numbers(hidden * read.count("vocab_size") / home.tp)
+        tied = bool(read.value("tie_word_embeddings"))
         first, *others = (_count_layer_parameters(read, kind, mixer, home, settings, None) for kind in of_depth)
         depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
         tower = Numbers()
@@ -127,11 +143,11 @@ class ModelNumbers:
             tower = Numbers(weights, trained, weights, trained)
         return cls(
             kinds=kinds + of_depth * settings.depths,
-            layers=(*(numbers_of_kinds[kind] for kind in kinds), *depths),
+            layers=(*layers, *depths),
             decoder_layers=len(kinds),
             depth_layers=len(of_depth),
-            head=matrix_numbers(hidden * read.count("vocab_size") / home.tp),
-            tied=bool(read.value("tie_word_embeddings")),
+            head=head.freeze(settings.frozen_names, *_ENDS, least=1 if tied else 2),
+            tied=tied,
             tower=tower,
             tower_shape=shape,
         )

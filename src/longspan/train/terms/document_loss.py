@@ -346,8 +346,9 @@ class LossTerm(Term):
         )
 
     def sums(self) -> list[float]:
-        has_figures = isinstance(self.loss_fn, DocumentPasses) and self.loss_fn.loss.figures is not None
-        return self.loss_fn.sums.ravel().tolist() if has_figures else []
+        if not isinstance(self.loss_fn, DocumentPasses) or self.loss_fn.loss.figures is None:
+            return []
+        return self.loss_fn.sums.ravel().tolist()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         if not isinstance(self.loss_fn, DocumentPasses):
