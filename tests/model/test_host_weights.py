@@ -103,7 +103,7 @@ HOMES: Mapping[int, Mapping[str, Home]] = {
     },
 }
 DAILY = {
-    1: ("three micro-batches", "by chance, recomputed", "an adapter"),
+    1: ("by chance, recomputed", "an adapter"),
     2: ("dynamic, by chance", "experts, ep 2"),
 }
 COMPILED = {"compiled": Home(Layout(ranks=1), options={"compiled": "layers"})}

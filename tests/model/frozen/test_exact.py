@@ -52,9 +52,11 @@ ONCE = {"reshard_after_forward": False, "sync_each_batch": False}
 FULL = {"activation_checkpointing": "full"}
 COMPILED = {"compiled": "layers"}
 ONE: Mapping[str, Home] = {
-    "one micro-batch": Home(Layout(ranks=1), rows=80),
     "three micro-batches, recomputed": Home(Layout(ranks=1), options=FULL, rows=32),
     "float32": Home(Layout(ranks=1), dtype=torch.float32),
+}
+MORE_OF_ONE: Mapping[str, Home] = {
+    "one micro-batch": Home(Layout(ranks=1), rows=80),
     "experts": Home(Layout(ranks=1), "moe"),
     "adapted experts": Home(Layout(ranks=1), "adapted experts"),
     "kept gathered": Home(Layout(ranks=1), options=ONCE, rows=32),
@@ -63,11 +65,11 @@ TWO: Mapping[str, Home] = {
     "dynamic": Home(Layout(ranks=2), options=FULL, plans="dynamic"),
     "kept gathered": Home(Layout(ranks=2), options=ONCE, rows=20),
     "tp 2, rows split": Home(Layout(ranks=2, tp=2), options={"sequence_parallel": True, **FULL}),
-    "ep 2": Home(Layout(ranks=2, ep=2), "moe"),
     "ep 2, adapted experts": Home(Layout(ranks=2, ep=2), "adapted experts"),
-    "pp 2, zero bubble": Home(Layout(ranks=2, pp=2), options={"pipeline_schedule": "zero_bubble"}),
 }
 MORE_OF_TWO: Mapping[str, Home] = {
+    "ep 2": Home(Layout(ranks=2, ep=2), "moe"),
+    "pp 2, zero bubble": Home(Layout(ranks=2, pp=2), options={"pipeline_schedule": "zero_bubble"}),
     "cp 2": Home(Layout(ranks=2)),
     "free": Home(Layout(ranks=2), plans="free"),
     "tp 2": Home(Layout(ranks=2, tp=2)),
@@ -118,6 +120,7 @@ def _compare(rank: int, homes: Mapping[str, Home]) -> dict[str, str]:
     [
         pytest.param(1, ONE, id="1"),
         pytest.param(2, TWO, id="2"),
+        pytest.param(1, MORE_OF_ONE, marks=pytest.mark.whole, id="more of 1"),
         pytest.param(2, MORE_OF_TWO, marks=pytest.mark.whole, id="more of 2"),
         pytest.param(2, COMPILES, marks=pytest.mark.whole, id="compiled"),
         pytest.param(4, FOUR, marks=pytest.mark.whole, id="4"),

@@ -116,9 +116,12 @@ def _compare(rank: int, homes: Mapping[str, tuple[str, Layout]], change: Change 
     return equal
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_and_gradients_are_those_over_dequantised_weights(ranks: int) -> None:
-    homes = {name: home for name, home in HOMES.items() if len(home[1].ranks) == ranks}
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(1, ("one rank",)), (2, ("tp 2", "experts, ep 2")), pytest.param(2, ("cp 2", "pp 2"), marks=pytest.mark.whole)],
+)
+def test_losses_and_gradients_are_those_over_dequantised_weights(ranks: int, names: tuple[str, ...]) -> None:
+    homes = {name: HOMES[name] for name in names}
     for equal in run_ranks(_compare, ranks, homes, timeout=200):
         assert equal == dict.fromkeys(homes, True)
 

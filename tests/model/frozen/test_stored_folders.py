@@ -43,40 +43,37 @@ def _run(folder: str, layout: Layout, frozen: str) -> tuple[list[float], dict[st
         return losses, gradients_of(model), model_execution(model).frozen
 
 
-def _compare(rank: int, folders: Mapping[str, str], layouts: Mapping[str, Layout]) -> dict[str, Any]:
+def _compare(rank: int, folders: Mapping[str, str], layout: Layout) -> dict[str, Any]:
     found = dict[str, Any]()
-    for name, layout in layouts.items():
-        for case, folder in folders.items():
-            (losses, gradients, text), (wanted_losses, wanted, _) = (
-                _run(folder, layout, frozen) for frozen in ("stored", "whole")
-            )
-            assert gradients.keys() == wanted.keys()
-            others = [key for key, x in gradients.items() if not torch.equal(x, wanted[key])]
-            found[f"{name}, {case}"] = (losses == wanted_losses and not others, text.partition(":")[0])
+    for case, folder in folders.items():
+        (losses, gradients, text), (wanted_losses, wanted, _) = (
+            _run(folder, layout, frozen) for frozen in ("stored", "whole")
+        )
+        assert gradients.keys() == wanted.keys()
+        others = [key for key, x in gradients.items() if not torch.equal(x, wanted[key])]
+        found[case] = (losses == wanted_losses and not others, text.partition(":")[0])
     return found
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("cases", "ranks"),
+    ("cases", "layout"),
     [
-        pytest.param(FEW, 2, id="few"),
-        pytest.param(("float8, one scale",), 2, id="rows that tp cuts"),
-        pytest.param((*FEW, *EVERY), 1, marks=pytest.mark.whole, id="every"),
+        pytest.param(FEW, Layout(ranks=2), id="few"),
+        pytest.param(("float8, one scale",), Layout(ranks=2, tp=2), id="rows that tp cuts"),
+        pytest.param(FEW, Layout(ranks=2, pp=2), marks=pytest.mark.whole, id="pp 2"),
+        pytest.param((*FEW, *EVERY), Layout(ranks=1), marks=pytest.mark.whole, id="every"),
     ],
 )
 def test_losses_and_gradients_are_those_over_dequantised_weights(
-    tmp_path: Path, cases: tuple[str, ...], ranks: int
+    tmp_path: Path, cases: tuple[str, ...], layout: Layout
 ) -> None:
     folders = dict[str, str]()
     for number, case in enumerate(cases):
         CASES[case][0](tmp_path / str(number))
         folders[case] = str(tmp_path / str(number))
-    layouts = {"1": Layout(ranks=1)} if ranks == 1 else {"cp 2": Layout(ranks=2), "pp 2": Layout(ranks=2, pp=2)}
-    if cases == ("float8, one scale",):
-        layouts = {"tp 2": Layout(ranks=2, tp=2)}
-    for found in run_ranks(_compare, ranks, folders, layouts, timeout=250):
-        assert len(found) == len(layouts) * len(folders)
+    for found in run_ranks(_compare, len(layout.ranks), folders, layout, timeout=250):
+        assert len(found) == len(folders)
         names = ("bitsandbytes", "float8", "int8", "mxfp4")
         assert all(equal and text.startswith(names) for equal, text in found.values()), found
 

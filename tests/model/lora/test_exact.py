@@ -99,16 +99,17 @@ def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
 FEW: Table = {
     "cp 2": (Home(Layout(ranks=2)), _llama("dora", "modules_to_save")),
     "tp 2": (Home(TP), (TIED,)),
-    "tp 2, sequence parallel": (Home(TP, {**SEQUENCE_PARALLEL, **FULL}), (("biased", "every linear"),)),
-    "pp 2": (Home(PP), _llama("embedding and head")),
     "pp 2, zero bubble": (
         Home(PP, {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"}),
         _llama("the first layer"),
     ),
-    "ep 2": (Home(Layout(ranks=2, ep=2)), (("qwen3-moe", "attention"), ("qwen3-moe", "experts"))),
+    "ep 2": (Home(Layout(ranks=2, ep=2)), (("qwen3-moe", "experts"),)),
     "tp 2, adapted experts": (Home(TP), (("gpt-oss", "experts"),)),
 }
 OF_TWO: Table = {
+    "tp 2, sequence parallel": (Home(TP, {**SEQUENCE_PARALLEL, **FULL}), (("biased", "every linear"),)),
+    "pp 2": (Home(PP), _llama("embedding and head")),
+    "ep 2": (Home(Layout(ranks=2, ep=2)), (("qwen3-moe", "attention"),)),
     "dynamic, copies": (Home(Layout(ranks=2), {"shard_parameters": False}, dynamic=True), _llama("every linear")),
     "pp 2, interleaved": (Home(PP, {"virtual_stages": 2}), (("deep", "the last layer"),)),
     "pp 2, interleaved zero bubble": (Home(PP, SPLIT), (("deep", "every linear"),)),

@@ -53,13 +53,13 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
             *((family, TP, "p2p", {}) for family in here(["gemma4"])),
             *((family, PP, "p2p", FULL) for family in here(["glm-5"])),
             *_over_slots(here(["deepseek-v3.2"]), "a2a", FULL),
-            *_over_slots(here([f"deepseek-v3.2{MANY_HEADS}"]), "p2p", COPIES),
         ],
     ),
     "more of 2 ranks": (
         2,
         [
             *((family, PP, "p2p", FULL) for family in here(["gemma4 without sharing"])),
+            *_over_slots(here([f"deepseek-v3.2{MANY_HEADS}"]), "p2p", COPIES),
             *_over_slots(here(["glm-5", "hy-v4"]), "all_gather", SELECTIVE),
         ],
     ),

@@ -148,7 +148,7 @@ def _train(config: RunConfig, steps: int, key: str, *, on_host: bool) -> list[di
     return [without_times(row) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("key", ["offload_optimizer_states", "offload_weights"])
+@pytest.mark.parametrize("key", ["offload_optimizer_states", pytest.param("offload_weights", marks=pytest.mark.whole)])
 def test_a_run_goes_on_with_the_key_switched_on_or_off(tmp_path: Path, key: str) -> None:
     keys = {"evaluation__every": 0, "context__context_parallel_size": 1, "evaluation__context_parallel_size": 1}
     keys |= {"optimizer__lr_schedule": "constant"}

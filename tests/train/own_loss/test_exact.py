@@ -69,7 +69,7 @@ CASES = [
     Case("free", Layout(2), dynamic(24, "free"), whole=True),
     Case("free, copies", Layout(2), dynamic(24, "free"), options=(("shard_parameters", False),)),
     Case("tp 2, parts of rows", Layout(2, tp=2), fixed(1, 40, row_multiple=2), options=SPLIT_ROWS, whole=True),
-    Case("pp 2", Layout(2, pp=2), fixed(1, 40), temperature=0.7),
+    Case("pp 2", Layout(2, pp=2), fixed(1, 40), temperature=0.7, whole=True),
     Case("experts", Layout(2), fixed(2, 24), "qwen3-moe", whole=True),
     Case("an adapter, recomputed", Layout(2), dynamic(24), "adapter", options=(("activation_checkpointing", True),)),
     Case("an adapter, tp 2", Layout(2, tp=2), fixed(1, 40), "adapter", whole=True),

@@ -157,15 +157,12 @@ ONE = fixed(1, 200)
 CASES = [
     Case(Layout(1), ONE, losses=tuple(LOSSES)),
     Case(Layout(1), fixed(1, 100), least=14),  # one generation, and several micro-batches
-    *(Case(Layout(1), ONE, family) for family in ("gemma2", "deepseek-v3", "deep gpt-oss", "bamba-tiny")),
-    Case(Layout(2), fixed(2, 60), losses=tuple(LOSSES)),
-    Case(Layout(2), fixed(2, 70, partition="contiguous", cp_comm_type="all_gather"), "gemma2"),
+    *(Case(Layout(1), ONE, family) for family in ("deepseek-v3", "deep gpt-oss")),
+    Case(Layout(2), fixed(2, 60), losses=("micro-batches", "groups")),
     Case(Layout(2, tp=2), ONE, "llama"),
     Case(Layout(2, pp=2), fixed(1, 100), losses=("weights", "tokens")),
     Case(Layout(2), dynamic(55), "qwen3-next-tiny"),
-    Case(Layout(3), fixed(3, 60, cp_comm_type="all_gather"), "mistral"),
     Case(Layout(4), fixed(4, 60, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=2), "deep gpt-oss"),
-    Case(Layout(4), dynamic(32), "deep qwen3-moe", losses=("groups",)),
     Case(Layout(4, ep=2), fixed(2, 60), "deep qwen3-moe"),
     Case(Layout(1), ONE, **OF_CHAIN),
 ]
@@ -188,14 +185,18 @@ MORE = [
     Case(Layout(4), fixed(4, 60, cp_comm_type="all_gather"), "deepseek-v3"),
     Case(Layout(4, pp=2), dynamic(60), "llama", losses=("weights", "tokens")),
     Case(Layout(4, tp=2), fixed(2, 60), "adapter", options=FULL),
-    *(Case(Layout(1), ONE, family) for family in ("mistral", "deep qwen3-moe", "llama", "gpt-j", "apertus")),
-    *(Case(Layout(1), ONE, family) for family in ("qwen3-next-tiny", "granite-hybrid-tiny")),
+    *(Case(Layout(1), ONE, family) for family in ("mistral", "deep qwen3-moe", "llama", "gpt-j", "apertus", "gemma2")),
+    *(Case(Layout(1), ONE, family) for family in ("qwen3-next-tiny", "granite-hybrid-tiny", "bamba-tiny")),
     Case(Layout(1), ONE, options=(("activation_checkpointing", True),)),
+    Case(Layout(2), fixed(2, 60), losses=tuple(LOSSES)),
+    Case(Layout(2), fixed(2, 70, partition="contiguous", cp_comm_type="all_gather"), "gemma2"),
     Case(Layout(2), fixed(2, 70, cp_comm_type="a2a"), "deep gpt-oss"),
     Case(Layout(2), dynamic(55), losses=NOT_FREE),
     Case(Layout(2), dynamic(55, mode="free"), losses=NOT_FREE),
     Case(Layout(2), fixed(2, 60), "adapter"),
     Case(Layout(2), fixed(2, 60), "bamba-tiny"),
+    Case(Layout(3), fixed(3, 60, cp_comm_type="all_gather"), "mistral"),
+    Case(Layout(4), dynamic(32), "deep qwen3-moe", losses=("groups",)),
 ]
 
 
@@ -283,7 +284,7 @@ def wrong_cases(ranks: int, cases: list[Case]) -> dict[str, dict[str, float]]:
     return {str(case): e for case, e in zip(cases, found, strict=True) if not max(e.values()) < 1e-12}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_steps_equal_the_separate_documents(ranks: int) -> None:
     assert wrong_cases(ranks, CASES) == {}
 

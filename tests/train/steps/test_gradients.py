@@ -311,7 +311,7 @@ def _local_gradients(model: nn.Module) -> list[Tensor]:
 def _look(rank: int, ranks: int) -> None:
     if ranks == 4:
         _frozen(ranks, 0, True, torch.float32)
-        for sharding, plans in (("reshard", "free"), ("keep", "fixed"), ("keep", "pipeline")):
+        for sharding, plans in (("reshard", "free"), ("keep", "fixed")):
             _summed(sharding, plans)
         _sum_copies(rank)
         return
@@ -319,17 +319,18 @@ def _look(rank: int, ranks: int) -> None:
     _with_and_without_hooks("pipeline", torch.bfloat16, False)
     _frozen(ranks, 1, False, torch.float64)
     _refused(Layout(ranks), "backward")
-    _refused(Layout(ranks, pp=2), "loss")
     _own_clipping(Layout(ranks, ep=2), "qwen3-moe")
     _what_cannot_clip(rank)
 
 
 def _look_at_more(rank: int, ranks: int) -> None:
     if ranks == 4:
-        _summed("once", "fixed")
+        for sharding, plans in (("once", "fixed"), ("keep", "pipeline")):
+            _summed(sharding, plans)
         return
     _with_and_without_hooks("lockstep", torch.bfloat16, False)
     _refused(Layout(ranks), "weights")
+    _refused(Layout(ranks, pp=2), "loss")
     _own_clipping(Layout(ranks, pp=2), "qwen3")
 
 
