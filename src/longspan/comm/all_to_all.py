@@ -1,7 +1,7 @@
 """Rows to members that only their senders know: counts travel first, then rows, and their gradients back."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,18 @@ def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], ch
 
 def exchange_tensors(
     tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
-) -> list[Tensor]:
-    """Send `tensors[m]` to member m of an axis of a mesh; return what each member sends here, of these shapes."""
+) -> Generator[None, None, list[Tensor]]:
+    """Send `tensors[m]` to member m of an axis of a mesh; return what each member sends here, of these shapes.
+
+    It yields once, when all is on its way.
+    """
     sends = [tensor.numel() for tensor in tensors]
     receives = [math.prod(shape) for shape in shapes]
     leaving = torch.cat([tensor.reshape(-1) for tensor in tensors])
     arriving = leaving.new_empty(sum(receives))
-    group.alltoall_base(arriving, leaving, receives, sends).wait()
+    work = group.alltoall_base(arriving, leaving, receives, sends)
+    yield
+    work.wait()
     return [part.view(*shape) for part, shape in zip(arriving.split(receives), shapes, strict=True)]
 
 

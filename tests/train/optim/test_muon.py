@@ -75,9 +75,12 @@ def test_on_whole_matrices_it_has_the_bits_of_torch(dtype: torch.dtype, adjust: 
     }
 
 
-def test_float64_products_are_not_rounded_and_experts_are_matrices_of_their_own() -> None:
-    x = torch.randn(3, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    y = orthogonalize(x, (3.4445, -4.7750, 2.0315), 5)
+@pytest.mark.parametrize("halved", [5, 6])
+def test_float64_products_are_not_rounded_and_experts_are_matrices_of_their_own(halved: int) -> None:
+    """With products of five rows whole, and in halves of which a quarter is a copy."""
+    x = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with patch.object(muon, "HALVED", halved):
+        y = orthogonalize(x, (3.4445, -4.7750, 2.0315), 5)
     for matrix, result in zip(x, y, strict=True):
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)
         values = s / s.norm()
@@ -168,6 +171,7 @@ def _over_ranks(rank: int, root: Path, name: str, home: Layout) -> tuple[dict[st
     family, _ = HOMES[name]
     one = home == Layout(1)
     muon.BUNDLE_NUMBERS = 1500  # several bundles
+    muon.HALVED = 24
     recorded = patch.object(muon, "orthogonalize", wraps=orthogonalize)
     with World(home, backend=backend(), timeout=60) as world, recorded as done:
         model, optimizer = _open(family, world)

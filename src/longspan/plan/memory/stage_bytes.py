@@ -504,8 +504,8 @@ class StageBytes:
         settings = self.settings
         # An update of states that wait on the host has two buckets of them, with the weights and gradients there.
         states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if self.states_on_host else self.state_bytes
-        # Eight copies of a bundle in bfloat16: what is sent, what arrives, and the products.
-        gathered = 16 * BUNDLE_NUMBERS if settings.muon else 0
+        # Sixteen copies of a bundle in bfloat16: of three bundles under way, and the products of one.
+        gathered = 32 * BUNDLE_NUMBERS if settings.muon else 0
         all_gradients = int(self.gradient_bytes(self.all_numbers)) * (not self.trained_on_host)
         yield Bytes(**base | {"gradients": all_gradients, "states": states, "gathered": gathered})
         for load in loads:

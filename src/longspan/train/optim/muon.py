@@ -1,13 +1,14 @@
 """Muon for the matrices of layers, and AdamW in one pass for the rest, over sharded parameters.
 
 The formula is that of torch.optim.Muon, which takes whole matrices alone. Here updates of equal matrices travel in
-bundles: each rank gathers a share of the matrices, orthogonalizes these, and sends everybody's rows back.
+bundles: each rank gathers a share of the matrices, orthogonalizes these, and sends everybody's rows back, while the
+next bundle's rows arrive.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from longspan.plan.memory.settings import BUNDLE_NUMBERS
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, Update
 
 EPS = 1e-7  # least norm of a matrix, as in torch
+HALVED = 2048  # rows from which symmetric products are computed in halves: a quarter fills a GPU
 _IN_LAYER = re.compile(r"(^|\.)\d+\.")
 _NO_MATRIX = re.compile(r"a_log$|conv\w*\.weight$")  # numbers of a state, and kernels
 
@@ -81,18 +83,27 @@ class Muon(OnePassAdamW):
         scale = self.gradient_scale
         if scale is not None and bool(scale.isnan()):
             return
+        begun = list[Iterator[None]]()
+        for work in self._list_work():
+            begun = _advance([work, *begun])
+        while begun:
+            begun = _advance(begun)
+
+    def _list_work(self) -> Iterator[Iterator[None]]:
         # What is left over goes to other ranks than before. Ranks of one mesh have the same matrices there, but others
         # elsewhere, as stages that share encoders.
         turns = Counter[Any]()
         for group in self.param_groups:
             for bundle in _cut_bundles(group):
                 mesh = getattr(bundle[0], "device_mesh", None)
-                self._update_bundle(bundle, group, turns[mesh])
+                yield self._update_bundle(bundle, group, turns[mesh])
                 turns[mesh] += len(bundle)
 
-    def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> None:
-        updates = list[Tensor]()
-        for parameter in bundle:
+    def _update_bundle(self, bundle: Sequence[Tensor], group: dict[str, Any], turn: int) -> Iterator[None]:
+        first = local_tensor(bundle[0].detach())
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.bfloat16
+        updates = first.new_empty((len(bundle), *first.shape), dtype=dtype)
+        for parameter, update in zip(bundle, updates, strict=True):
             assert parameter.grad is not None
             gradient = local_tensor(parameter.grad)
             if self.gradient_scale is not None:
@@ -102,16 +113,20 @@ class Muon(OnePassAdamW):
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             momentum = local_tensor(state["momentum_buffer"])
             momentum.lerp_(gradient, 1 - group["momentum"])
-            update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-            updates.append(update.to(torch.float64 if update.dtype == torch.float64 else torch.bfloat16))
+            update.copy_(gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
         rows, columns = bundle[0].shape[-2:]
         matched = group["adjust_lr_fn"] == "match_rms_adamw"
         ratio = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1, rows / columns))
-        whole = _orthogonalize_bundle(torch.stack(updates), _list_hops(bundle[0]), group, turn)
-        for parameter, update in zip(bundle, whole, strict=True):
+        updates = yield from _orthogonalize_bundle(updates, _list_hops(bundle[0]), group, turn)
+        for parameter, update in zip(bundle, updates, strict=True):
             local = local_tensor(parameter.detach())
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update, alpha=-group["lr"] * ratio)
+
+
+def _advance(begun: Sequence[Iterator[None]]) -> list[Iterator[None]]:
+    """Advance each to its next exchange, the newest first, so that rows travel while others are multiplied."""
+    return [work for work in begun if next(work, begun) is None]
 
 
 def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
@@ -157,7 +172,9 @@ def _list_hops(parameter: Tensor) -> list[_Hop]:
     return hops
 
 
-def _orthogonalize_bundle(bundle: Tensor, hops: Sequence[_Hop], group: dict[str, Any], turn: int) -> Tensor:
+def _orthogonalize_bundle(
+    bundle: Tensor, hops: Sequence[_Hop], group: dict[str, Any], turn: int
+) -> Generator[None, None, Tensor]:
     """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the result."""
     if not hops:
         numbers = max(1, bundle.shape[-2] * bundle.shape[-1])
@@ -169,15 +186,15 @@ def _orthogonalize_bundle(bundle: Tensor, hops: Sequence[_Hop], group: dict[str,
     shares = [len(bundle) // ranks + ((member - turn) % ranks < len(bundle) % ranks) for member in range(ranks)]
     parts = bundle.split(shares)
     if hop.dim is None:
-        result = _orthogonalize_bundle(parts[hop.rank], others, group, turn // ranks)
+        result = yield from _orthogonalize_bundle(parts[hop.rank], others, group, turn // ranks)
         sends = [result] * ranks
     else:
         dim = hop.dim + 1
         share = [shares[hop.rank], *bundle.shape[1:]]
         shapes = [(*share[:dim], size, *share[dim + 1 :]) for size in hop.sizes]
-        whole = torch.cat(exchange_tensors(parts, shapes, hop.group), dim)
-        sends = _orthogonalize_bundle(whole, others, group, turn // ranks).split(hop.sizes, dim)
-    return torch.cat(exchange_tensors(sends, [(share, *bundle.shape[1:]) for share in shares], hop.group))
+        whole = torch.cat((yield from exchange_tensors(parts, shapes, hop.group)), dim)
+        sends = (yield from _orthogonalize_bundle(whole, others, group, turn // ranks)).split(hop.sizes, dim)
+    return torch.cat((yield from exchange_tensors(sends, [(n, *bundle.shape[1:]) for n in shares], hop.group)))
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
@@ -188,7 +205,24 @@ def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: in
         x = x.mT
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(steps):
-        gram = x @ x.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram = _symmetric_product(x, x.mT)
+        gram = _symmetric_product(gram, gram, onto=gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
     return x.mT if tall else x
+
+
+def _symmetric_product(
+    x: Tensor, y: Tensor, onto: Tensor | None = None, beta: float = 0, alpha: float = 1
+) -> Tensor:
+    """Compute alpha · x y + beta · onto, which is symmetric; of large ones a quarter is copied from its mirror."""
+    result = x.new_empty((*x.shape[:-1], x.shape[-2]))
+    onto = result if onto is None else onto
+    rows = x.shape[-2]
+    half = rows // 2 if rows >= HALVED else rows
+    blocks = [(slice(None), slice(half))] + [(slice(half, None), slice(half, None))] * (half < rows)
+    for here, there in blocks:
+        torch.baddbmm(
+            onto[:, here, there], x[:, here], y[..., there], beta=beta, alpha=alpha, out=result[:, here, there]
+        )
+    result[:, :half, half:] = result[:, half:, :half].mT
+    return result
