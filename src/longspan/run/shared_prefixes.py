@@ -66,7 +66,7 @@ def shared_line(plan: Plan, documents: int, shape: ModelShape | None) -> str:
     roots = {_root(plan, document) for document in range(documents) if plan.bases[document]}
     branches = sum(base > 0 for base in plan.bases[:documents])
     tokens = sum(plan.lengths[:documents]) + sum(plan.bases[:documents])
-    line = f"{plural(branches, 'document')} in {plural(len(roots), 'family', 'families')}: "
+    line = f"{plural(branches, 'document')} in {len(roots)} {'family' if len(roots) == 1 else 'families'}: "
     line += f"{sum(plan.lengths[documents:]):,} of {tokens:,} tokens are computed once for all that begin with them"
     if shape is not None:
         times = plan_flops(shape, plan, whole=True) / plan_flops(shape, plan)
