@@ -86,6 +86,24 @@ class Plan:
         return tuple(by_document[document] for document in range(len(self.lengths)))
 
     @property
+    def path_lengths(self) -> tuple[int, ...]:
+        """The rows of each document with those of all that it continues."""
+        if self.parents is None:
+            return self.lengths
+        return tuple(base + rows for base, rows in zip(self.bases, self.lengths, strict=True))
+
+    @property
+    def whole_documents(self) -> tuple[int, ...]:
+        """The documents that no other continues: their paths are the documents that were to be planned."""
+        prefixes = set(self.parents or ())
+        return tuple(document for document in range(len(self.lengths)) if document not in prefixes)
+
+    @property
+    def spared_rows(self) -> int:
+        """The rows that separate documents would have besides: those of prefixes, for each that continues them."""
+        return sum(self.path_lengths[document] for document in self.whole_documents) - self.tokens
+
+    @property
     def ratio(self) -> float:
         """Predicted time over the lower bound, at least 1; nan if the plan has no bound."""
         return self.predicted_seconds / self.lower_bound_seconds if self.lower_bound_seconds else float("nan")
@@ -347,11 +365,10 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         share = cost.closing_seconds / seconds
         lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
     if plan.parents is not None:
-        prefixes = set(plan.parents) - {-1}
-        bases = [base for d, base in enumerate(plan.bases) if base and d not in prefixes]
-        saved = sum(bases) - sum(plan.lengths[d] for d in prefixes)
-        text = f"rows fewer: {plural(len(prefixes), 'prefix', 'es')} of {plural(len(bases), 'document')}"
-        lines.append(f"  shared      {saved:>14,}   {text}")
+        branches = sum(plan.bases[document] > 0 for document in plan.whole_documents)
+        prefixes = len(plan.lengths) - len(plan.whole_documents)
+        text = f"rows fewer: {plural(prefixes, 'prefix', 'es')} of {plural(branches, 'document')}"
+        lines.append(f"  shared      {plan.spared_rows:>14,}   {text}")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
     return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]
 

@@ -27,6 +27,7 @@ MTP_LOSS = "mtp_loss_"  # and the number of a depth: columns that a run may have
 TRAIN_COLUMNS = (
     "loss",
     "tokens",
+    "spared_tokens",
     "targets",
     "grad_norm",
     "lr",

@@ -19,7 +19,6 @@ from longspan.errors import LongspanError
 from longspan.plan import Plan, read_plans
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.metrics import read_metrics
-from longspan.run.shared_prefixes import spared_rows
 from longspan.testing import run_ranks
 from tests.mutation import Change, mutated
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint, lines_of
@@ -115,8 +114,7 @@ def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[R
     plan = plans_of(shared)[0]
     whole = plans_of(separate)[0].lengths
     assert plan.parents is not None and plan.targets == plans_of(separate)[0].targets
-    documents = len(whole)
-    assert spared_rows(plan, documents) == sum(whole) - plan.tokens > sum(whole) / 2
+    assert plan.spared_rows == sum(whole) - plan.tokens > sum(whole) / 2
     line = re.search(r"step 1: (\d+) documents in (\d) families: ([\d,]+) of ([\d,]+) tokens are computed once", said)
     assert line is not None, said
     assert said.count("computed once") == 1
