@@ -30,8 +30,9 @@ from longspan.bench.step.command import Cases, main, make_training, measure_step
 from longspan.bench.step.settings import StepSettings
 from longspan.comm import World
 from longspan.plain_text import bytes_text
-from longspan.plan.shape.model_shape import ModelShape, model_flops
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.train import SharedDocuments, run_step
+from longspan.train.step_figures import plan_flops
 
 EXPECTED = -12.0  # about the log-probability of a token under random weights
 
@@ -139,10 +140,7 @@ def _measure_way(
     world.prepare(plan)
     row = measure_steps(settings, take_step, world)
     training.finish_update()
-    paths = [n + base for n, base in zip(plan.lengths, plan.bases or (0,) * len(plan.lengths), strict=True)]
-    shape = ModelShape.of(settings.configuration)
-    frozen = settings.config.lora.rank > 0
-    flops = model_flops(shape, paths, frozen=frozen) - model_flops(shape, plan.bases, frozen=frozen)
+    flops = plan_flops(ModelShape.of(settings.configuration), plan, frozen=settings.config.lora.rank > 0)
     row |= {
         "loss": losses[0],
         "rows": plan.tokens,

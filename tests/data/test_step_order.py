@@ -6,7 +6,7 @@ import pickle
 import tracemalloc
 from collections import Counter
 from hashlib import sha256
-from itertools import pairwise, permutations
+from itertools import chain, pairwise, permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,10 +16,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from longspan import Document
 from longspan.data import stream
+from longspan.data.shared_prefixes import group_documents
 from longspan.data.step_order import StepOrder, sample_documents
 from longspan.data.stream import DocumentStream, Epochs, Mixture, shuffled_sample, shuffled_sources
 from longspan.errors import DataError
+from longspan.layout import Integers
 
 LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
 
@@ -313,3 +316,34 @@ def test_the_first_of_a_shuffled_range_need_not_be_sorted_with_the_rest(count: i
     most = min(most, count)
     found = shuffled_sample(count, most, 9, 0, block=block)
     assert found.tolist() == np.argsort(np.random.PCG64([9, 0]).random_raw(count), kind="stable")[:most].tolist()
+
+
+def test_documents_with_a_common_prompt_come_in_one_step() -> None:
+    """Of prompts that begin with the same text; a group of more tokens than a step has is divided."""
+    draw = np.random.default_rng(0)
+    system, documents = draw.integers(0, 9, 300), list[Document]()
+    for _ in range(6):
+        prompt = np.append(system, draw.integers(0, 9, 900))
+        for _ in range(3):
+            ids = np.append(prompt, draw.integers(0, 9, 50))
+            documents.append(Document(ids, loss_mask=np.arange(1250) >= 1200))
+    documents = [Document([1, 2, 3]), *documents]
+    shuffled = draw.permutation(len(documents))
+    prompt_of = {i: (number + 2) // 3 for i, number in enumerate(shuffled.tolist())}
+
+    def order_of(tokens: int) -> StepOrder:
+        def group(numbers: Integers) -> list[Integers]:
+            chosen = [documents[shuffled[i]] for i in numbers]
+            return [numbers[g] for g in group_documents(chosen, np.zeros(len(chosen)), tokens)]
+
+        lengths = [len(documents[i]) for i in shuffled]
+        return StepOrder(lengths, tokens_per_step=tokens, seed=0, eval_documents=2, group=group, epochs=1)
+
+    grouped = order_of(4000)
+    steps = [grouped.documents_of_step(step) for step in range(grouped.count_steps())]
+    assert sorted([*chain(*steps), *grouped.evaluation]) == list(range(19))
+    assert all(len({step for step in steps for i in step if prompt_of[i] == p}) <= 1 for p in range(7))
+    again = pickle.loads(pickle.dumps(grouped))
+    assert [again.documents_of_step(step) for step in range(len(steps))] == steps
+    assert again.lengths_of_step(0) == grouped.lengths_of_step(0)
+    assert max(map(len, order_of(2600).groups or ())) == 2

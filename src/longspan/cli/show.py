@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import load_configured_tokenizer
 from longspan.corpus.files import rows_of_file, texts_for_tokenizer
@@ -18,7 +19,8 @@ from longspan.corpus.lines import row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
 from longspan.corpus.rows.sample import BadRow, Sample, rename_columns
 from longspan.corpus.tokenizer import train_tokenizer
-from longspan.data.document import NO_TARGET
+from longspan.data.document import NO_TARGET, Document
+from longspan.data.shared_prefixes import find_families
 from longspan.errors import DataError, plural
 
 _SHOWN_TOKENS = 2000  # of a row; of a longer one the beginning and the end
@@ -41,6 +43,7 @@ def show_rows(config: RunConfig, count: int) -> None:
     marks = _COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _MARKS
     legend = f"· between tokens, ⏎ a line break, targets {marks[0]}so{marks[1]}"
     print("\n".join([*row_lines(recipe), legend]))
+    shown = list[Document]()
     for source, encoding in enumerate(recipe.encodings):
         of_source = (file for file in files if file.source == source)
         rows = (row for file in of_source for row in rows_of_file(file, data.max_text_bytes))
@@ -48,11 +51,31 @@ def show_rows(config: RunConfig, count: int) -> None:
             is_bad = isinstance(row, BadRow)
             for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.rename_columns)]):
                 if isinstance(sample, Sample):
+                    shown.append(Document(sample.ids, labels=sample.labels))
                     print(f"\n{row.where}: {_text_with_marked_targets(sample, tokenizer.engine, marks)}")
                 elif data.on_bad_row == "error" and not sample.masked:
                     raise DataError(f"{sample.where}: {sample.reason}")
                 else:
                     print(f"\n{sample.where}: left out, {sample.reason}")
+    if data.share_prefixes == AUTO and not config.model.num_labels:
+        for line in _family_lines(shown):
+            print(line)
+
+
+def _family_lines(documents: Sequence[Document]) -> Iterator[str]:
+    """Draw the families of documents, numbered as they are shown: prefixes, and what continues each."""
+    families = find_families(documents)
+    branches: dict[int, list[int]] = {}
+    for number, parent in enumerate(families.parents):
+        branches.setdefault(parent, []).append(number)
+    waiting = [(number, 0) for number in reversed(branches.get(-1, ())) if number in branches]
+    if waiting:
+        yield "\nbegin alike, and are computed once in a step that has them (data.share_prefixes):"
+    while waiting:
+        number, depth = waiting.pop()
+        name = f"shown as {number + 1}" if number < len(documents) else "prefix"
+        yield f"{'   ' * depth}{'└─ ' if depth else ''}{name}, {plural(families.lengths[number], 'token')}"
+        waiting += [(branch, depth + 1) for branch in reversed(branches.get(number, ()))]
 
 
 def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:

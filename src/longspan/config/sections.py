@@ -238,6 +238,9 @@ class DataConfig(Section):
     share_prefixes: Literal["auto", "none"] = AUTO
     """auto: tokens with which several documents of a step begin, none of them a target, are computed once where that is
     faster (docs/shared-prefixes.md); none: each document is computed whole."""
+    group_prefixes: bool = False
+    """Documents with a common prompt come in one step, as far as train.tokens_per_step allows, so that it is computed
+    once (data.share_prefixes): the order of documents is another one. Not for pairs."""
     max_document_tokens: NonNegativeInt = NOT_GIVEN
     """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
     slots is an error that names it. Default: 0; tiny presets: 2048."""

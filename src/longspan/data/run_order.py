@@ -1,6 +1,7 @@
 """The documents that a run's steps take, their order and how often, and the lines of output about them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -8,9 +9,11 @@ import numpy.typing as npt
 from longspan.config.defaults import is_demo, set_steps
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
+from longspan.data.shared_prefixes import group_documents
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture, ShuffledSource
 from longspan.errors import ConfigError, plural
+from longspan.layout import Integers
 from longspan.plain_text import number_text
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
@@ -99,9 +102,28 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
         paths = [source.path for source in data.sources]
         counted = paths.index(config.train.epochs_of) if config.train.epochs_of else 0
         mixture = Mixture(corpus.source_of, tuple(source.weight for source in data.sources), counted)
+    group = None
+    if data.group_prefixes:
+        if corpus.unit > 1 or corpus.targets is None:
+            rows = "pairs" if corpus.unit > 1 else "texts whose every token is a target"
+            raise ConfigError(
+                f"data.group_prefixes puts documents with a common prompt together, and these are {rows}"
+            )
+        group = partial(_group_by_prefix, corpus, config.train.tokens_per_step)
     return order_lengths(
-        config, corpus.lengths, targets=corpus.targets, mixture=mixture, texts=corpus.texts, unit=corpus.unit
+        config,
+        corpus.lengths,
+        targets=corpus.targets,
+        mixture=mixture,
+        texts=corpus.texts,
+        unit=corpus.unit,
+        group=group,
     )
+
+
+def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> list[Integers]:
+    groups = group_documents(corpus.select(documents.tolist()), corpus.source_of[documents], most_tokens)
+    return [documents[group] for group in groups]
 
 
 def order_lengths(
@@ -112,6 +134,7 @@ def order_lengths(
     mixture: Mixture | None = None,
     texts: npt.NDArray[Any] | None = None,
     unit: int = 1,
+    group: Callable[[Integers], Sequence[Integers]] | None = None,
 ) -> StepOrder:
     """Make the order of documents of these lengths."""
     most = DEMO_HELD_OUT if is_demo(config.model) else HELD_OUT
@@ -125,6 +148,7 @@ def order_lengths(
         texts=texts,
         epochs=config.train.epochs,
         unit=unit,
+        group=group,
     )
 
 
@@ -133,6 +157,9 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     stream = order.stream
     held_out = len(order.evaluation)
     line = plural(stream.documents, "document" if order.unit == 1 else "pair")
+    if order.groups is not None:
+        count = plural(sum(map(len, order.groups)), "document")
+        line = f"{count} in {plural(stream.documents, 'group')} that stay in one step (data.group_prefixes)"
     line += f" of {plural(order.training_texts, 'text')}" * (stream.documents != order.training_texts)
     line += f" to train on, of {plural(stream.tokens, 'token')}, which "
     steps = order.count_steps() if train.epochs else train.steps

@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
+
 from longspan.data.document import Document, count_targets
 from longspan.data.documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.scored_document import ScoredDocument
@@ -213,10 +215,7 @@ def _divide(
 ) -> Iterator[_Family]:
     """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
     common = [0]  # of each document, the first rows that the one before has as well
-    for one, other in pairwise(numbers):
-        count = min(rows[one], rows[other]) + depths
-        differs = documents[one].ids[:count] != documents[other].ids[:count]
-        common.append(int(differs.argmax() if differs.any() else count) - depths)
+    common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
     start = 0
     total = 0
     for index, number in enumerate(numbers):
@@ -228,6 +227,37 @@ def _divide(
             added = len(documents[number])
         total += added
     yield _make_family(documents, numbers[start:], common[start:], least)
+
+
+def _common_rows(documents: Sequence[Any], rows: dict[int, int], one: int, other: int, depths: int) -> int:
+    count = min(rows[one], rows[other]) + depths
+    differs = documents[one].ids[:count] != documents[other].ids[:count]
+    return int(differs.argmax() if differs.any() else count) - depths
+
+
+def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_tokens: int) -> list[list[int]]:
+    """List all documents in groups of at most `most_tokens`, each of one source, whose neighbours begin alike.
+
+    These have at least half of the rows in common that one of them could share: more than a prompt of the system.
+    Groups stand in the order of their first documents.
+    """
+    groups = list[list[int]]()
+    rows = dict[int, int]()
+    for numbers in _candidates(documents, rows, LEAST_ROWS, depths=0, length_class=None):
+        tokens = most_tokens
+        for before, number in pairwise([-1, *numbers]):
+            tokens += len(documents[number])
+            goes_on = before >= 0 and tokens <= most_tokens and sources[before] == sources[number]
+            if goes_on and 2 * _common_rows(documents, rows, before, number, depths=0) >= min(
+                rows[before], rows[number]
+            ):
+                groups[-1].append(number)
+            else:
+                groups.append([number])
+                tokens = len(documents[number])
+    grouped = {number for group in groups for number in group}
+    groups += ([number] for number in range(len(documents)) if number not in grouped)
+    return sorted(groups, key=min)
 
 
 def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _Family:

@@ -80,7 +80,8 @@ class StepOrder:
     are `evaluation`. Sources of a `mixture` hold out at least one each, and give tokens by their weights, in epochs of
     their own. A step reaches into the next epoch up to a document that it has already (unless it `may_repeat`
     documents), except in a run of `epochs` of one source, where steps end with the epoch. Each `unit` documents that
-    follow each other, as a pair, are one here, and stay together. Raises DataError if no document is left to train on.
+    follow each other, as a pair, are one here, and stay together; so do those that `group` puts together, of the
+    documents to train on. Raises DataError if no document is left to train on.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class StepOrder:
         texts: npt.NDArray[Any] | None = None,
         epochs: float = 0.0,
         unit: int = 1,
+        group: Callable[[Integers], Sequence[Integers]] | None = None,
     ) -> None:
         self.lengths = np.asarray(lengths)
         self.targets = targets
@@ -120,6 +122,13 @@ class StepOrder:
             firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
             held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
         self.evaluation: tuple[int, ...] = documents_of_units(held_out.tolist(), unit)
+        self.groups: Sequence[Integers] | None = None  # the documents of each unit
+        if group is not None:
+            self.groups = groups = group(np.setdiff1d(np.arange(len(unit_lengths)), held_out))
+            unit_lengths = np.array([unit_lengths[documents].sum() for documents in groups])
+            held_out = held_out[:0]
+            firsts = [documents[0] for documents in groups]
+            mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[firsts])
         self.training_texts = all_texts - text_count
         self.held_out_texts = text_count
         self.stream: DocumentStream = DocumentStream(
@@ -139,16 +148,20 @@ class StepOrder:
     def __getstate__(self) -> dict[str, Any]:
         """Without what is computed again; equal arrays, as the stream has, are files, or pickled once."""
         state = {name: value for name, value in self.__dict__.items() if name != "_steps"}
-        state["lengths"] = pickle_form(self.lengths) if self.unit > 1 else None  # else the stream has them
+        own = self.unit > 1 or self.groups is not None
+        state["lengths"] = pickle_form(self.lengths) if own else None  # else the stream has them
         return state | {"targets": None if self.targets is None else pickle_form(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else restored_array(state["targets"])}
-        self.lengths = self.stream.lengths if self.unit == 1 else restored_array(state["lengths"])
+        self.lengths = self.stream.lengths if state["lengths"] is None else restored_array(state["lengths"])
         self._steps = StepBegins(self._end_of_step)
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
-        return documents_of_units(self._unit_ids(step).tolist(), self.unit)
+        units = self._unit_ids(step)
+        if self.groups is not None:
+            return tuple(np.concatenate([self.groups[unit] for unit in units]).tolist())
+        return documents_of_units(units.tolist(), self.unit)
 
     def lengths_of_step(self, step: int) -> list[int]:
         return self.lengths[[*self.documents_of_step(step)]].tolist()

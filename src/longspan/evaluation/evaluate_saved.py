@@ -359,6 +359,7 @@ class _Evaluator:
                     name=name,
                     metrics=self.metrics,
                     token_bytes=bytes_of_ids,
+                    share_prefixes=fit.config.data.share_prefixes == AUTO,
                     stopped=stop.stop_reason,
                     progress=partial(self.progress, f"of {title}"),
                     loss=loss,

@@ -21,6 +21,7 @@ from torch import nn
 from longspan.comm import World, raise_first_error
 from longspan.comm.device_memory import measure_added_peak, unused_bytes
 from longspan.data.scored_document import LABEL
+from longspan.data.shared_prefixes import cut_documents
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import (
     EvaluationOptions,
@@ -133,7 +134,9 @@ def evaluate(
     """
     started = time.perf_counter()
     options = options or EvaluationOptions()
-    inputs = bring_gathered_rows(_checked_step_inputs(model, documents, choice, world))
+    inputs = bring_gathered_rows(
+        _checked_step_inputs(model, documents, choice, world, share_prefixes=options.share_prefixes)
+    )
     if options.loss is not None and score_columns(inputs.language_model) > 1:
         raise EvaluationError(
             "a loss of sets of documents is evaluated of a language model, or one of one score; leave loss= out"
@@ -167,14 +170,9 @@ def evaluate(
 
 
 def _checked_step_inputs(
-    model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World
+    model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World, *, share_prefixes: bool
 ) -> StepInputs:
     if isinstance(choice, Plan):
-        if choice.parents is not None:
-            raise PlanError(
-                "documents of the plan share prefixes, and an evaluation has lengths and positions of whole documents; "
-                "plan the documents before share_prefixes, or use run_step(…, backward=False) or token_log_probs"
-            )
         return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model
     if isinstance(model, MultimodalModel):
@@ -184,20 +182,34 @@ def _checked_step_inputs(
     if lengths is None:
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
-    plan = _cached_plan(_choice_for_evaluation(choice, language_model, documents), documents.lengths, world.home)
+    choice = _choice_for_evaluation(choice, language_model, documents)
+    plan = _cached_plan(choice, documents.lengths, world.home)
+    share_prefixes = share_prefixes and documents.items is None and isinstance(documents.documents, Sequence)
+    if share_prefixes and not call_rules(language_model).separate_features(training=False):
+        families = choice.find_families(documents.documents, world.home)
+        if families is not None:
+            shared = _cached_plan(choice, families.lengths, world.home, families.parents)
+            if shared.predicted_seconds < plan.predicted_seconds:
+                plan = shared
+                documents = cut_documents(documents.documents, families.lengths, families.parents)
     return check_step_arguments(model, plan, documents, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
     """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
     plan = inputs.plan
-    targets = inputs.documents.targets_by_document
+    whole = [*plan.whole_documents]
+    lengths = [plan.path_lengths[document] for document in whole]
+    targets = [inputs.documents.targets_by_document[document] for document in whole]
+    totals = totals._replace(
+        documents=totals.documents[whole], document_metrics=totals.document_metrics[..., whole]
+    )
     columns = score_columns(inputs.language_model)
     by_position = ()
     if options.loss is None:
         loss = Mean(math.fsum(totals.documents.tolist()), plan.targets)
         # the last row may count too
-        by_position = totals.bucket_by_position([n + (columns > 0) for n in plan.lengths])
+        by_position = totals.bucket_by_position([n + (columns > 0) for n in lengths])
     elif columns:
         totals, loss = _totals_of_sets(totals, options.loss, plan)
     else:
@@ -216,8 +228,8 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
         step=options.step,
         cp=0,
         loss=loss.sum / max(loss.count, 1),
-        documents=len(plan.lengths),
-        tokens=plan.tokens,
+        documents=len(lengths),
+        tokens=sum(lengths),
         targets=plan.targets,
         seconds=0.0,
         plan=plan,
@@ -225,7 +237,7 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
         scored=columns > 0,
         metrics=metrics,
         by_position=by_position,
-        by_length=totals.bucket_by_length(plan.lengths, targets),
+        by_length=totals.bucket_by_length(lengths, targets),
         document_losses=tuple(
             Mean(loss, count) for loss, count in zip(totals.documents.tolist(), targets, strict=True)
         ),
@@ -279,8 +291,10 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 
 
 @lru_cache(maxsize=8)
-def _cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout) -> Plan:
-    return choice.plan(lengths, home)
+def _cached_plan(
+    choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, parents: tuple[int, ...] | None = None
+) -> Plan:
+    return choice.plan(lengths, home, parents=parents)
 
 
 def _choice_for_evaluation(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
@@ -317,7 +331,7 @@ class Portions:
         self.world: World = inputs.world
         self.items = inputs.documents.items
         self.sums: RowSums = RowSums(
-            self.plan.lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
+            self.plan.path_lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
         )
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank

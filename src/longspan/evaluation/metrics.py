@@ -22,7 +22,7 @@ from longspan.errors import ConfigError, EvaluationError, LongspanError, import_
 from longspan.layout import Floats, Integers
 from longspan.plain_text import short_text
 from longspan.train.loss import cut_into_chunks, row_scores, rows_per_chunk, target_log_probs
-from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, rows_before, target_rows
 
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
@@ -132,6 +132,8 @@ class EvaluationOptions:
     first document is right then where its score is the highest. `figures` of the loss are metrics."""
     token_bytes: npt.NDArray[np.int64] | None = None
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
+    share_prefixes: bool = True
+    """Compute prefixes that documents share once (docs/shared-prefixes.md), where that is exact and faster."""
     attention_kernel: str | None = None
     """Attention kernel; None: as the model was prepared."""
     stopped: Callable[[], str] | None = None
@@ -235,6 +237,7 @@ class RowSums:
             head(hidden[:1])  # its parameters are gathered by all slots together
             return total
         documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
+        positions = positions + rows_before(batch.shard.micro_batch, documents)
         targets = batch.labels[rows]
         measured = _MeasuredRows(documents, positions, [], [], [])
         values = {name: to_device(numbers[rows], hidden.device) for name, numbers in batch.values.items()}

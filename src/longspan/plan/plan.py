@@ -85,11 +85,28 @@ class Plan:
         by_document = {d: base for group in groups for d, base in zip(group.documents, group.bases, strict=True)}
         return tuple(by_document[document] for document in range(len(self.lengths)))
 
-    @cached_property
+    @property
+    def path_lengths(self) -> tuple[int, ...]:
+        """The rows of each document with those of all that it continues."""
+        if self.parents is None:
+            return self.lengths
+        return tuple(base + rows for base, rows in zip(self.bases, self.lengths, strict=True))
+
+    @property
+    def whole_documents(self) -> tuple[int, ...]:
+        """The documents that no other continues: their paths are the documents that were to be planned."""
+        prefixes = set(self.parents or ())
+        return tuple(document for document in range(len(self.lengths)) if document not in prefixes)
+
+    @property
     def separate_tokens(self) -> int:
-        """Rows that all documents would have if each had the rows before its own to itself."""
-        groups = (group for batch in self.micro_batches for group in batch.groups)
-        return sum(n * count for group in groups for n, count in zip(group.lengths, group.leaf_counts, strict=True))
+        """Rows of all documents if each had those of its prefixes to itself."""
+        return sum(self.path_lengths[document] for document in self.whole_documents)
+
+    @property
+    def spared_rows(self) -> int:
+        """The rows that separate documents would have besides."""
+        return self.separate_tokens - self.tokens
 
     @property
     def ratio(self) -> float:
@@ -353,11 +370,10 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         share = cost.closing_seconds / seconds
         lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
     if plan.parents is not None:
-        prefixes = set(plan.parents) - {-1}
-        branches = sum(base > 0 and d not in prefixes for d, base in enumerate(plan.bases))
-        saved = plan.separate_tokens - plan.tokens
-        text = f"rows fewer: {plural(len(prefixes), 'prefix', 'es')} of {plural(branches, 'document')}"
-        lines.append(f"  shared      {saved:>14,}   {text}")
+        branches = sum(plan.bases[document] > 0 for document in plan.whole_documents)
+        prefixes = len(plan.lengths) - len(plan.whole_documents)
+        text = f"rows fewer: {plural(prefixes, 'prefix', 'es')} of {plural(branches, 'document')}"
+        lines.append(f"  shared      {plan.spared_rows:>14,}   {text}")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
     return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]
 

@@ -147,12 +147,16 @@ def _stack_groups(
     ):
         slots = np.sort(np.asarray(group.slots, np.int64))
         rows = np.asarray(group.laid_out, float)
-        work = cost.linear_seconds * rows + cost.attention_seconds * rows * rows
+        # rows of a branch see those of its prefixes
+        work = cost.linear_seconds * rows + cost.attention_seconds * rows * (rows + 2 * np.asarray(group.bases))
         shares = (work / (float(work.sum()) or 1.0)).tolist()
         breaks = np.flatnonzero((np.diff(slots) != 1) | (np.abs(np.diff(clock[slots])) > 1e-9)) + 1
         for run in np.split(slots, breaks):
             start = float(clock[run[0]])
-            for document, share in sorted(zip(group.documents, shares, strict=True), key=lambda pair: -pair[1]):
+            documents = [*zip(group.documents, shares, strict=True)]
+            if group.parents is None:  # a family stays together, its prefixes first
+                documents.sort(key=lambda pair: -pair[1])
+            for document, share in documents:
                 yield Bar(index, document, int(run[0]), len(run), start, start + share * width)
                 start += share * width
         clock[slots] += width

@@ -60,6 +60,9 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
     yield "planner", f"{plan.planner}, {plan.mode}"
     yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"
     yield "tokens", f"{plan.tokens:,}"
+    if plan.parents is not None:
+        prefixes = len(plan.lengths) - len(plan.whole_documents)
+        yield "shared", f"{plural(prefixes, 'prefix', 'es')}, {plan.spared_rows:,} rows fewer"
     yield "micro-batches", f"{len(plan.micro_batches)} on {plural(plan.slots, 'slot')}"
     if degrees:
         yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
@@ -179,8 +182,9 @@ class _Canvas:
         css = f"b k{self.picture.color_by_document[bar.document]}"
         rect = svg_element("rect", class_=css, data_d=bar.document, x=x, y=y + inset, **size)
         length = self.plan.lengths[bar.document]
+        word = "prefix" if bar.document in (self.plan.parents or ()) else "document"
         names = (
-            f"document {bar.document} · {length:,}",
+            f"{word} {bar.document} · {length:,}",
             f"{bar.document} · {number_text(length)}",
             f"{bar.document}",
         )
@@ -258,4 +262,9 @@ def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[t
             of_group += [(name, f"{group.rows_per_slot:,}"), ("group: time as priced", time)]
             for document in shown.intersection(group.documents):
                 words[document] = [("tokens", f"{plan.lengths[document]:,}"), *of_group]
+                if plan.parents is not None and (parent := plan.parents[document]) >= 0:
+                    before = f"{plan.bases[document]:,} tokens, up to the end of prefix {parent}"
+                    words[document].insert(1, ("after", before))
+                elif branches := (plan.parents or ()).count(document):
+                    words[document].insert(1, ("computed once for", plural(branches, "document")))
     return words

@@ -29,6 +29,7 @@ TRAIN_COLUMNS = (
     "rewards/margins",
     "rewards/accuracies",
     "tokens",
+    "spared_tokens",
     "targets",
     "grad_norm",
     "lr",

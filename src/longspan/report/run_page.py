@@ -210,6 +210,14 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
         tokens, targets = (number_text(finite_values(train[name]).sum()) for name in ("tokens", "targets"))
         words = f"{of_steps}; {seconds_text(float(seconds.sum()))} in all, {plural(len(seconds), 'step')}"
         yield "time of a step", seconds_text(medians["seconds"]), f"{words}, {tokens} tokens, {targets} targets"
+    if "spared_tokens" in recorded:
+        spared = finite_values(train["spared_tokens"]).sum()
+        share = spared / (spared + finite_values(train["tokens"]).sum())
+        yield (
+            "tokens in shared prefixes",
+            number_text(spared),
+            f"not computed again: {100 * share:.0f}% of all documents'",
+        )
     peak, planned = measured_and_planned_peaks(run)
     if peak:
         yield (

@@ -13,7 +13,7 @@ from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import ONE_DEGREE, PLANNERS, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
-from longspan.data.shared_prefixes import find_families
+from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
@@ -210,20 +210,27 @@ class PlannerConfig:
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
+    def find_families(self, documents: Sequence[Any], home: Layout) -> Families | None:
+        """Find prefixes that documents share, as these plans may have them; None if there are none.
+
+        Documents are read as far as they begin alike.
+        """
+        if self.planner not in FAMILY_PLANNERS:
+            return None
+        rows = self.options.rows  # of a slot
+        families = find_families(documents, max_rows=rows and rows * self.widest_even_degree(home))
+        return families if max(families.parents, default=-1) >= 0 else None
+
     def plan_documents(
         self, lengths: Sequence[int], documents: Sequence[Any] | None, home: Layout, *, targets: int | None = None
     ) -> Plan:
         """Plan documents of these lengths, with common prefixes computed once where that is predicted to be faster.
 
-        `documents` are read as far as they begin alike; None: each is computed whole, as without a planner of families.
+        Without `documents` each is computed whole.
         """
         separate = self.plan(lengths, home, targets=targets)
-        if documents is None or self.planner not in FAMILY_PLANNERS:
-            return separate
-        rows = self.options.rows  # of a slot
-        most_rows = rows and rows * self.widest_even_degree(home)
-        families = find_families(documents, max_rows=most_rows)
-        if max(families.parents, default=-1) < 0:
+        families = None if documents is None else self.find_families(documents, home)
+        if families is None:
             return separate
         shared = self.plan(families.lengths, home, targets=targets, parents=families.parents)
         return min(shared, separate, key=lambda plan: plan.predicted_seconds)

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from longspan.comm.all_ranks import StopSignal, run_on_every_rank, signal_of_any_rank
+from longspan.config.keys import AUTO
 from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
@@ -109,6 +110,7 @@ class Evaluations:
             name=entry.name,
             metrics=entry.metrics,
             token_bytes=entry.token_bytes,
+            share_prefixes=self.run.config.data.share_prefixes == AUTO,
             stopped=self.stop.stop_reason,
             progress=partial(self.display.show_eval_progress, subject),
             loss=loss_of_documents(entry.documents, self.run.config.train),

@@ -40,7 +40,7 @@ from longspan.run.records import Records, open_records, record_start_seconds, sa
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, check_free_disk, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.shared_prefixes import shared_line, spared_rows
+from longspan.run.shared_prefixes import shared_line
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
@@ -100,8 +100,8 @@ class Steps:
         if len(run.order.stream.sources) > 1:
             row["source_tokens"] = run.order.source_tokens(step)
         if plan.parents is not None:
-            row["spared_tokens"] = spared_rows(plan, len(documents.whole))
-            self._say_what_is_shared(plan, step + 1, len(documents.whole))
+            row["spared_tokens"] = plan.spared_rows
+            self._say_what_is_shared(plan, step + 1)
         images = [item.rows for item in getattr(documents, "items", ())]  # texts alone have no items
         row |= run.figures.step_figures(plan, seconds, images, result.encoders)
         if result.router is not None:
@@ -111,9 +111,9 @@ class Steps:
             profiles.write_files()
         return row | self._allocator.count_step_retries(), plan
 
-    def _say_what_is_shared(self, plan: Plan, step: int, documents: int) -> None:
+    def _say_what_is_shared(self, plan: Plan, step: int) -> None:
         if not self._said_what_is_shared:
-            self._log(f"step {step}: {shared_line(plan, documents, self._run.figures.shape)}")
+            self._log(f"step {step}: {shared_line(plan, self._run.figures.shape)}")
         self._said_what_is_shared = True
 
     def agree_after_step(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:

@@ -14,7 +14,7 @@ from longspan.errors import plural
 from longspan.model.kinds import find_language_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
-from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import FAMILY_PLANNERS
 from longspan.train.step_figures import plan_flops
 
@@ -56,26 +56,19 @@ def _share_none(order: StepOrder, log: LogLine, *reasons: str) -> None:
     order.sharing = None
 
 
-def spared_rows(plan: Plan, documents: int) -> int:
-    """Count the rows that the first `documents` of a plan, which are no prefixes, do not compute again."""
-    return sum(plan.bases[:documents]) - sum(plan.lengths[documents:])
-
-
-def shared_line(plan: Plan, documents: int, shape: ModelShape | None) -> str:
-    """Say what a step computes once: its first `documents` share the prefixes that stand behind them."""
-    roots = {_root(plan, document) for document in range(documents) if plan.bases[document]}
-    branches = sum(base > 0 for base in plan.bases[:documents])
-    tokens = sum(plan.lengths[:documents]) + sum(plan.bases[:documents])
-    line = f"{plural(branches, 'document')} in {plural(len(roots), 'family', 'families')}: "
-    line += f"{sum(plan.lengths[documents:]):,} of {tokens:,} tokens are computed once for all that begin with them"
+def shared_line(plan: Plan, shape: ModelShape | None) -> str:
+    """Say what a step whose documents share prefixes computes once."""
+    parents = plan.parents or ()
+    whole = plan.whole_documents
+    branches = [document for document in whole if parents[document] >= 0]
+    prefixes = [document for document in range(len(parents)) if document not in set(whole)]
+    families = sum(parents[prefix] < 0 for prefix in prefixes)
+    line = f"{plural(len(branches), 'document')} in {families} {'family' if families == 1 else 'families'}: "
+    line += (
+        f"{sum(plan.lengths[prefix] for prefix in prefixes):,} of {plan.tokens + plan.spared_rows:,} tokens are "
+    )
+    line += "computed once for all that begin with them"
     if shape is not None:
-        times = plan_flops(shape, plan, whole=True) / plan_flops(shape, plan)
+        times = model_flops(shape, [plan.path_lengths[document] for document in whole]) / plan_flops(shape, plan)
         line += f", {times:.1f} times fewer operations"
     return line
-
-
-def _root(plan: Plan, document: int) -> int:
-    parents = plan.parents or ()
-    while parents[document] >= 0:
-        document = parents[document]
-    return document

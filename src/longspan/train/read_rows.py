@@ -132,6 +132,19 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
     return np.concatenate(documents), np.concatenate(positions)
 
 
+def bases_of_documents(micro_batch: MicroBatch) -> dict[int, int]:
+    """Return the rows before each document's own, where some of the micro-batch share prefixes; else nothing."""
+    if all(group.parents is None for group in micro_batch.groups):
+        return {}
+    return {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}
+
+
+def rows_before(micro_batch: MicroBatch, documents: Integers) -> Integers | int:
+    """Return, for rows of these documents (n,), the rows before each document's own."""
+    bases = bases_of_documents(micro_batch)
+    return np.array([bases[document] for document in documents.tolist()], dtype=np.int64) if bases else 0
+
+
 @dataclass(frozen=True)
 class _Reader:
     documents: Any

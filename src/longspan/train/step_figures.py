@@ -5,7 +5,6 @@ Everything follows from the plan's integers and the host's clock: no figure make
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,16 +70,10 @@ class StepFigures:
         return figures
 
 
-def plan_flops(shape: ModelShape, plan: Plan, *, frozen: bool = False, whole: bool = False) -> int:
-    """Count a step's model FLOPs, of rows as they are computed; `whole`: as if no documents shared prefixes."""
-    if plan.parents is None:
-        return model_flops(shape, plan.lengths, frozen=frozen)
-    prefixes = set(plan.parents)
-    count = partial(model_flops, shape, frozen=frozen)
-    paths = [base + rows for base, rows in zip(plan.bases, plan.lengths, strict=True)]
-    if whole:
-        return count([rows for document, rows in enumerate(paths) if document not in prefixes])
-    return count(paths) - count(plan.bases)  # pairs of rows and keys before a document's own are not computed here
+def plan_flops(shape: ModelShape, plan: Plan, *, frozen: bool = False) -> int:
+    """Count the model FLOPs of a plan's rows; pairs of rows and keys before a document's own are not computed again."""
+    flops = model_flops(shape, plan.path_lengths, frozen=frozen)
+    return flops - model_flops(shape, plan.bases, frozen=frozen) if plan.parents else flops
 
 
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:

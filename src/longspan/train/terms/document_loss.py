@@ -80,8 +80,7 @@ class DocumentLoss:
                 f"the function of a DocumentLoss is {short_text(self.function)}; give a function of (sums, documents)"
             )
         if self.sets is None:
-            prefixes = set(plan.parents or ())  # which predict nothing
-            return (tuple(d for d in range(count) if d not in prefixes),) if count else ()
+            return (plan.whole_documents,) if count else ()  # prefixes predict nothing
         sets = tuple(_read_set(index, documents) for index, documents in enumerate(_list_sets(self.sets)))
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):

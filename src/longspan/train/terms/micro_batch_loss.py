@@ -16,9 +16,9 @@ from longspan.layout.segments import expand_runs
 from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import Head, chunked_loss, chunked_values, row_numbers
-from longspan.train.read_rows import LocalBatch
+from longspan.train.read_rows import LocalBatch, bases_of_documents
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import BatchTargets, bases_of_documents, check_value_names, tabulate_values
+from longspan.train.terms.token_loss import BatchTargets, check_value_names, tabulate_values
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,6 @@ from longspan.comm import World, to_device
 from longspan.errors import DataError, LossError
 from longspan.layout import Floats, Integers
 from longspan.plain_text import short_text
-from longspan.plan import MicroBatch
 from longspan.train.loss import (
     Head,
     Targets,
@@ -32,7 +31,7 @@ from longspan.train.loss import (
     row_numbers,
     uses_softmax_kernels,
 )
-from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, rows_before, target_rows
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 _COLUMNS = 2048  # that a program has at a time, with several sums in each lane
@@ -196,9 +195,7 @@ class BatchTargets:
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
         self.positions = positions  # among the document's own rows
-        bases = bases_of_documents(batch.shard.micro_batch)
-        before = np.array([bases[d] for d in self.documents.tolist()], dtype=np.int64) if bases else 0
-        self._path_positions: Integers = positions + before
+        self._path_positions: Integers = positions + rows_before(batch.shard.micro_batch, self.documents)
         self.targets: Targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
@@ -227,13 +224,6 @@ class BatchTargets:
             MappingProxyType(numbers),
             distributions,
         )
-
-
-def bases_of_documents(micro_batch: MicroBatch) -> dict[int, int]:
-    """Return the rows before each document's own, where some of the micro-batch share prefixes; else nothing."""
-    if all(group.parents is None for group in micro_batch.groups):
-        return {}
-    return {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}
 
 
 LossFunction = Callable[[Tensor, LossTokens], Tensor]
