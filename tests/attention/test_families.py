@@ -224,9 +224,12 @@ def test_positions_continue_those_of_the_prefix():
     assert shard.position_ids.tolist() == wanted
 
 
+GROUPED, LATENT, WIDE = (32, 8, 128, 128), (16, 16, 192, 128), (8, 4, 256, 256)
+ON_GPUS = [(GROUPED, {}), (GROUPED, {"softcap": 30.0, "window": 1000}), (LATENT, {}), (WIDE, {"window": 300})]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"window": 300}, {"softcap": 30.0, "window": 1000}], ids=str)
-@pytest.mark.parametrize("shape", [(32, 8, 128, 128), (16, 16, 192, 128), (8, 4, 256, 256)], ids=str)
+@pytest.mark.parametrize(("shape", "options"), ON_GPUS, ids=str)  # of each a minute, in which kernels are compiled
 def test_kernels_of_gpus_over_a_family(shape, options):
     """No further from float64 than twice what bfloat16 alone is; in deterministic mode the same bits again."""
     lengths, parents = (1500, *(100 + 37 * i for i in range(8)), 700), (-1, *[0] * 8, -1)
