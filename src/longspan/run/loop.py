@@ -185,6 +185,7 @@ class _Loop:
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
         done = saves.done
+        manifest = run.corpus.manifest
         final = Final()
         if not stopped:
             evaluated_step = saves.load_best() if saves.end_reason else done
@@ -201,7 +202,7 @@ class _Loop:
             final=final.at_degrees,
             named=final.named,
             last_loss=self.records.last_loss(done),
-            vocab_size=run.corpus.manifest.tokenizer_size if run.corpus.labels is None else 0,
+            vocab_size=0 if run.config.train.loss or run.corpus.labels is not None else manifest.tokenizer_size,
             world=len(run.world.home.ranks),
         )
 

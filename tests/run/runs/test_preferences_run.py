@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -12,17 +13,22 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from longspan.cli.eval import main as eval_main
+from longspan.cli.export import main as export_main
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.data.run_order import make_step_order
+from longspan.errors import ConfigError, DataError
 from longspan.model import load_model
+from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
 from longspan.train.training import add_configured_adapter
 from tests.hf.stock import DenseHead
-from tests.run.runs.homes import ALONE, refusals
+from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, refusals, train_rows
 from tests.run.runs.test_lora_run import write_base
 from tests.run.runs.test_scores_run import config_of, words
+from tests.train.small import small_config, without_times
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL
 Row = dict[str, Any]
@@ -157,6 +163,91 @@ def test_dpo_and_kto_are_those_of_trl(base: Path, tmp_path: Path, exact: None) -
     check_run(kto, base, "kto", tmp_path / "trl")
 
 
+def references_of(config: RunConfig) -> list[Path]:
+    return [*Path(config.data.cache_dir).glob("*/reference-*.npy")]
+
+
+@pytest.mark.parametrize("keys", [{}, pytest.param(LORA, marks=pytest.mark.whole)], ids=["full", "lora"])
+def test_a_run_that_goes_on_compares_with_the_model_it_began_with(base: Path, tmp_path: Path, keys: Row) -> None:
+    """By what is kept; where that is gone, by the base model, which is read again before the checkpoint."""
+    config = run_of(tmp_path / "run", base, "dpo", **ALONE | keys)
+    lines = lines_of(0, config, 1)
+    (kept,) = references_of(config)
+    assert (
+        lines.count("reference model: done") == 2
+        and "loss        dpo, beta 0.3, label_smoothing 0.2; 11 pairs" in lines
+    )
+    whole = without_seconds(config)
+    values = np.load(kept)
+    assert not np.isnan(values).any() and values.max() < 0
+    for gone in (False, True):
+        again = gone_on_from_the_first_checkpoint(config, tmp_path / f"again {gone}")
+        if gone:
+            kept.unlink()
+        assert ("reference model" in lines_of(0, again, 1)) == gone
+        assert without_seconds(again) == whole
+        assert np.load(kept)[np.isfinite(np.load(kept))].tolist() == pytest.approx(values[np.isfinite(np.load(kept))])
+
+
+def without_seconds(config: RunConfig) -> list[dict[str, Any]]:
+    return [without_times(row) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
+
+
+@pytest.mark.whole
+def test_saved_weights_are_evaluated_by_the_loss_of_their_run(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The card says the loss. Of other rows no reference is kept: the cross entropy of their answers is told."""
+    config = run_of(tmp_path / "run", base, "dpo", **ALONE)
+    train_rows(config, 1)
+    (*_, trained) = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    assert eval_main([config.run.dir, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["evaluations"]
+    assert abs(found["eval_loss"] - trained["eval_loss"]) < 1e-12
+    assert abs(found["eval_rewards/margins"] - trained["eval_rewards/margins"]) < 1e-12
+    (tmp_path / "other.jsonl").write_text(json.dumps(PAIRS[0]))
+    assert eval_main([config.run.dir, "--data", str(tmp_path / "other.jsonl"), "--json"]) == 0
+    told = capsys.readouterr()
+    (other,) = json.loads(told.out)["evaluations"]
+    assert other["eval_perplexity"] > 1 and "by the reference model are kept" in told.err
+    assert export_main([config.run.dir, str(tmp_path / "model"), "--json"]) == 0
+    assert "| trained by | dpo, beta 0.3, label_smoothing 0.2 |" in (tmp_path / "model/README.md").read_text()
+
+
+def test_what_a_loss_does_not_take(base: Path, tmp_path: Path) -> None:
+    cases: list[tuple[list[Row], dict[str, Any], str]] = [
+        (ANSWERS, {"train__loss": "dpo"}, "hold prompt and completion, and train.loss needs chosen and rejected"),
+        (PAIRS, {"train__loss": ""}, 'are pairs .* or train.loss = "dpo" to train a language model on preferences'),
+        (
+            [*PAIRS[:3], {**PAIRS[3], "chosen": "a" * 70}],
+            {"train__loss": "ipo"},
+            "line 4: a document has .* is not cut",
+        ),
+        (
+            [PAIRS[0], {**PAIRS[3], "rejected": PAIRS[3]["chosen"]}],
+            {"train__loss": "orpo"},
+            "line 2: chosen and rejected",
+        ),
+    ]
+    configs = [config_of(tmp_path / str(i), base, rows, **ALONE | keys) for i, (rows, keys, _) in enumerate(cases)]
+    for config, (*_, message) in zip(configs, cases, strict=True):
+        with pytest.raises(DataError, match=message):
+            lines_of(0, config, 1)
+    for arguments, message in (
+        (("gamma=1",), "has gamma, and train.loss 'dpo' takes beta, label_smoothing"),
+        (("beta=0",), "has beta=0; it must be a number above 0"),
+        (("label_smoothing=0.5",), "must be a number at least 0, below 0.5"),
+        (("beta",), "write name=value"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_config(small_config(tmp_path, train__loss="dpo", train__loss_arguments=arguments), 1)
+    skipping = config_of(
+        tmp_path / "skip", base, [*PAIRS, *cases[3][0][1:]], **ALONE | cases[3][1] | {"data__on_bad_row": "skip"}
+    )
+    assert "1 bad row" in lines_of(0, skipping, 1)
+    assert Corpus(Path(skipping.run.dir) / "corpus").manifest.left_out.bad_rows == 1
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 1": (1, ALONE),
     "cp 2": (2, {"context__max_tokens_per_slot": 80}),
@@ -168,11 +259,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_loss_in_every_layout(base: Path, tmp_path: Path, exact: None, layout: str) -> None:
+def test_every_loss_in_every_layout(base: Path, tmp_path: Path, exact: None, layout: str, adapter: Row) -> None:
     ranks, keys = LAYOUTS[layout]
-    cases = {f"{name} {kind}": (name, LORA if kind == "lora" else {}) for name in LOSSES for kind in ("full", "lora")}
-    configs = [run_of(tmp_path / case, base, name, **keys | more) for case, (name, more) in cases.items()]
+    configs = [run_of(tmp_path / name, base, name, **keys | adapter) for name in LOSSES]
     assert refusals(configs, ranks) == [None] * len(configs)
-    for config, (name, _) in zip(configs, cases.values(), strict=True):
+    for config, name in zip(configs, LOSSES, strict=True):
         check_run(config, base, name, tmp_path / "trl")

@@ -33,8 +33,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         (LOG_PROBS, 'world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")', "flat"), "all"),
     "a loss counted by every slot": ((OWN + "micro_batch_loss", "loss if world.slot == 0 else 0.0", "loss"), "sets"),
     "a loss counted by every rank": (
-        (DOCUMENTS, "self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0",
-         "self._loss_ahead"), "all"),
+        (DOCUMENTS, "self._loss_ahead if self._counts_ahead else 0.0", "self._loss_ahead"), "all"),
     "divided by ranks": (("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / self.world.home.slots"),
                          ALL),
     "divided by micro-batches": (
@@ -47,9 +46,11 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         (LOSS, "sum(dtype=torch.float64), slopes", "sum(dtype=torch.float64), -torch.ones_like(slopes)"),
         "weights"),
     "weights forgotten in the gradient of sets": (
-        (DOCUMENTS, "(coefficients[targets.documents].T * targets.weights).T", "coefficients[targets.documents]"),
+        (DOCUMENTS, "targets.weighted_rows(coefficients[targets.documents].T, self.loss.columns, self._width).T",
+         "coefficients[targets.documents]"),
         "sets all"),
-    "weights forgotten in the pass ahead": ((LOG_PROBS, "column * targets.weights", "column"), "all"),
+    "weights forgotten in the pass ahead": (
+        (LOG_PROBS, "targets.weighted_rows(numbers, self._columns, self._scores)", "numbers"), "all"),
     "weights multiplied beside a loss of one's own": (
         (OWN + "token_loss", "total = losses.sum(",
          'total = (losses * targets.rows(part, leaf.dtype)["weights"]).sum('),

@@ -1,0 +1,97 @@
+"""Rows of preferences: documents and targets are those of TRL's trainers; what prefers nothing is a bad row."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from longspan.config.sections import RowForm
+from longspan.corpus.rows.encoding import RowEncoding
+from longspan.corpus.rows.sample import BadRow, Row as DataRow, RowSettings, Sample, row_kind
+from longspan.corpus.tokenizer import load_tokenizer
+from longspan.data.document import NO_TARGET
+from tests.corpus.rows.conversations import TOOL, asks, says
+from tests.corpus.rows.families import write_folder
+
+QUESTION, GOOD, BAD = asks("Why?"), says("It scatters."), says("No.")
+AGAIN = [QUESTION, says("Guess."), asks("Dust?")]
+PAIRS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "a b", "chosen": " c d", "rejected": " e"},
+    "texts that begin alike": {"chosen": "a b c d", "rejected": "a b e"},
+    "conversations": {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]},
+    "of several turns": {"prompt": AGAIN, "chosen": [GOOD], "rejected": [BAD]},
+    "conversations that begin alike": {"chosen": [*AGAIN, GOOD], "rejected": [*AGAIN, BAD]},
+    "with tools": {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD], "tools": [TOOL]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("qwen"), "qwen2.5")
+
+
+def encode(folder: Path, values: dict[str, Any], form: RowForm = "pairs") -> list[Sample | BadRow]:
+    row = DataRow("line 1", values)
+    return RowEncoding(row_kind(row), load_tokenizer(folder), RowSettings(preference=form)).encode([row])
+
+
+def documents_of(sample: Any) -> list[tuple[list[int], list[int]]]:
+    """Token ids and targets of each document of a row."""
+    stops = [*sample.stops][:-1]
+    labels = [part[part != NO_TARGET].tolist() for part in np.split(sample.labels, stops)]
+    return list(zip([part.tolist() for part in np.split(sample.ids, stops)], labels, strict=True))
+
+
+def of_trl(trainer: str, folder: Path, values: dict[str, Any]) -> Any:
+    """The columns that a trainer of TRL makes of a row."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    datasets.disable_progress_bars()
+    settings = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    of_trainer = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=False)
+    rows = datasets.Dataset.from_list([values])
+    return getattr(trl, trainer)._prepare_dataset(of_trainer, rows, tokenizer, settings, "eval")[0]
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_pairs_are_those_of_trl(folder: Path, case: str) -> None:
+    (sample,) = encode(folder, PAIRS[case])
+    row = of_trl("DPOTrainer", folder, PAIRS[case])
+    wanted = [(row["prompt_ids"] + row[f"{side}_ids"], row[f"{side}_ids"]) for side in ("chosen", "rejected")]
+    assert documents_of(sample) == wanted
+    (learnt,) = encode(folder, PAIRS[case], "orpo")  # whose chosen document is learnt with its prompt
+    assert documents_of(learnt) == [(wanted[0][0], wanted[0][0]), wanted[1]]
+    assert isinstance(learnt, Sample) and learnt.numbers == (len(row["prompt_ids"]),)
+
+
+def test_answers_with_labels_are_those_of_trl(folder: Path) -> None:
+    values = {"prompt": [QUESTION], "completion": [GOOD], "label": True}
+    (sample,) = encode(folder, values, "kto")
+    row = of_trl("KTOTrainer", folder, values)
+    assert documents_of(sample) == [(row["prompt_ids"] + row["completion_ids"], row["completion_ids"])]
+    pair = encode(folder, PAIRS["conversations"], "kto")  # one answer that is wanted, and one that is not
+    assert [sample.numbers for sample in pair if isinstance(sample, Sample)] == [(1.0,), (0.0,)]
+    assert [documents_of(one)[0] for one in pair] == documents_of(encode(folder, PAIRS["conversations"])[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "form", "reason"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pairs", "chosen and rejected are the same tokens"),
+        ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, GOOD]}, "pairs", "chosen is empty: []"),
+        ({"prompt": "a", "chosen": " ", "rejected": "b"}, "orpo", 'chosen is empty: " "; give an answer'),
+        ({"prompt": [QUESTION], "chosen": [GOOD], "rejected": [says("")]}, "pairs", "rejected is empty"),
+        ({"chosen": "a", "rejected": "b"}, "pairs", "it has no prompt, and its answers do not begin with the same"),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "pairs", "it has no prompt"),
+        ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, "pairs", '"prompt" is a string; give a list'),
+        ({"prompt": "a", "completion": "b"}, "kto", "label is null; give true for an answer that is wanted"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "kto", "label is 2; give true"),
+        ({"prompt": "a", "completion": "", "label": 0}, "kto", "completion is empty"),
+    ],
+)
+def test_rows_that_prefer_nothing(folder: Path, values: dict[str, Any], form: RowForm, reason: str) -> None:
+    (bad,) = encode(folder, values, form)
+    assert isinstance(bad, BadRow) and reason in bad.reason, bad
