@@ -99,7 +99,7 @@ def _trained_by_torch() -> dict[str, Tensor]:
 def _compare(home: Layout, changes: dict[str, Any]) -> None:
     weights = run_ranks(_train, len(home.ranks), home, changes)[0]
     expected = _trained_by_torch()
-    assert {name for name in expected} == weights.keys() - {"lm_head.weight"}
+    assert set(expected) == weights.keys() - {"lm_head.weight"}
     initial = dict(deep("qwen3", torch.float64).named_parameters())
     for name, weight in expected.items():
         frozen = ".layers.0." in name or "3.mlp.up_proj" in name
