@@ -131,11 +131,13 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
     tokenizer = find_model(data.tokenizer, "data.tokenizer")
     rows = find_data(data.path, "data.path")
+    prompts = absolute_path(config.evaluation.prompts) if weights else config.evaluation.prompts
     others = {key: absolute_path(getattr(data, key)) for key in ("chat_template", "cache_dir") if weights}
     return replace(
         config,
         train=replace(config.train, epochs_of=find_data(config.train.epochs_of, "train.epochs_of")),
         model=replace(model, path=path, config=source),
+        evaluation=replace(config.evaluation, prompts=prompts),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, **others),
     ).with_sets(

@@ -177,6 +177,11 @@ class EvaluationSection(EvaluationPlan):
     patience: NonNegativeInt = 0
     """End the run after so many evaluations in a row without a better figure of checkpoint.keep_best, which is then
     eval_loss by default; model/ has the best weights. 0: never."""
+    prompts: Annotated[str, Needs("model.num_labels", (0,))] = ""
+    """A file of prompts, a line or a row of .jsonl each (docs/evaluation.md), which are completed after every so many
+    steps and at the end: in RUN/completions.jsonl, the log, the loggers and the report."""
+    max_new_tokens: PositiveInt = 128
+    """Tokens of a completion, at most."""
     documents: NumberOrAuto = AUTO
     """Texts (rows, conversations) of the training data held out for evaluation, chosen by the seed, with all documents
     that they are cut or split into; 0: none; auto: one text in ten, at most 32, of tiny presets 8."""

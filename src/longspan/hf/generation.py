@@ -4,14 +4,12 @@ Rewards, rollouts, tools and environments run there only. The other ranks get th
 random states after them, so that all ranks go on alike.
 """
 
-import pickle
 import random
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,105 +18,11 @@ from torch.utils._pytree import tree_map
 from transformers import set_seed
 
 import longspan
-from longspan.comm import World
-from longspan.comm.all_ranks import is_first_rank, leave_together
-from longspan.comm.watch import error_in_one_line
+from longspan.comm.all_ranks import is_first_rank
+from longspan.comm.first_rank import FirstRank
 from longspan.data.document import Document
-from longspan.errors import CommError, ConfigError, LongspanError, ModelError
+from longspan.errors import ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
-
-Result = TypeVar("Result")
-_RESULT = "result"
-_ERROR = "error"
-_MESSAGE = "work of the first rank"
-
-
-class FirstRank:
-    """The first rank works; the others wait, join its calls, and get its result, or its error.
-
-    >>> first = FirstRank(world, {"weights": lambda: read_all(weights_by_name(model, world))})
-    >>> rewards = first.run(lambda: reward(answers), "rewards")
-
-    `calls` are what all ranks run together, by name (`call_on_others`). The work must not communicate in any other way.
-    """
-
-    def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
-        self.world: World = world
-        self.calls: Mapping[str, Callable[..., Any]] = calls
-        self._waiting: ExitStack | None = None  # while it is open, the other ranks wait
-        self._lock = threading.Lock()  # a rollout may call from threads of its own
-
-    @property
-    def is_working(self) -> bool:
-        return self._waiting is not None
-
-    def run_on_first(self, work: Callable[[], Result], what: str) -> Result:
-        """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
-
-        The other ranks raise the first's LongspanError too, or CommError with its text and `what`, words for the
-        result.
-        """
-        if self.is_working:
-            return work()
-        if not is_first_rank(self.world):
-            return self._answer_calls_of_first()
-        self._tell_others_to_wait()
-        try:
-            result = work()
-            message = pickle.dumps((_RESULT, result))
-        except BaseException as error:
-            with suppress(CommError):  # another rank is gone, which is what failed here
-                self._send(pickle.dumps((_ERROR, _make_shared_error(error, what))))
-            self._waiting = None
-            raise
-        self._send(message)
-        return result
-
-    @contextmanager
-    def call_on_others(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Have the other ranks run `calls[name](*arguments)` while the first rank, inside, takes part in that call.
-
-        Outside of work of the first rank it does nothing: all ranks get here by themselves.
-        """
-        if not self.is_working:
-            yield
-            return
-        with self._lock:
-            self._send(pickle.dumps((name, arguments)))
-            try:
-                yield
-            finally:
-                self._tell_others_to_wait()
-
-    def _tell_others_to_wait(self) -> None:
-        self._waiting = ExitStack()
-        self._waiting.enter_context(leave_together(self.world))
-
-    def _send(self, message: bytes) -> None:
-        waiting = self._waiting
-        self._waiting = None
-        assert waiting is not None
-        waiting.close()
-        self.world.control.broadcast_object(message, what=_MESSAGE)
-
-    def _answer_calls_of_first(self) -> Any:
-        while True:
-            with leave_together(self.world):  # waits until the first rank leaves, too
-                pass
-            name, value = pickle.loads(self.world.control.broadcast_object(b"", what=_MESSAGE))
-            if name == _RESULT:
-                return value
-            if name == _ERROR:
-                raise value
-            self.calls[name](*value)  # what `call_on_others` sent: a name and arguments
-
-
-def _make_shared_error(error: BaseException, what: str) -> LongspanError:
-    if isinstance(error, LongspanError):
-        with suppress(Exception):
-            return pickle.loads(pickle.dumps(error))
-    return CommError(f"the first rank, which makes {what} for all, failed with {error_in_one_line(error)}")
-
 
 ANSWERS = ("_generate_single_turn", "_generate", "_generate_and_score_completions")
 LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functions of the first rank log

@@ -3,6 +3,7 @@
 Training checkpoints, with optimizer state, and encoders of one's own are not saved here.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -156,17 +157,28 @@ class WholeWeights:
 
     def iterate_merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the base model's weights with the adapter added, and none of the adapter's own."""
-        for name in self.names:
-            # a module that is trained whole has its trained copy beside `original_module`
-            if ".lora_" in name or ".original_module." in name:
-                continue
-            weight = self.gather_tensor(name)
-            adapted = self._entries[name].adapted
-            if adapted is not None and (matrices := self._adapter_matrices(name)):
-                wide = torch.promote_types(weight.dtype, torch.float32)
-                a, b = (self.gather_tensor(matrix).to(wide) for matrix in matrices)
+        for stock, name in self.merged_names().items():
+            yield stock, self.gather_merged(name)
+
+    def merged_names(self) -> dict[str, str]:
+        """Return the prepared model's names of the base model's weights, by those of the stock model."""
+        # a module that is trained whole has its trained copy beside `original_module`
+        names = (name for name in self.names if ".lora_" not in name and ".original_module." not in name)
+        return {name_without_adapter(name): name for name in names}
+
+    def gather_merged(self, name: str, *, first_only: bool = False) -> Tensor:
+        """Gather a weight with the adapter added, as `gather_tensor`."""
+        weight = self.gather_tensor(name, first_only=first_only)
+        adapted = self._entries[name].adapted
+        if adapted is not None and (matrices := self._adapter_matrices(name)):
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            a, b = (self.gather_tensor(matrix, first_only=first_only).to(wide) for matrix in matrices)
+            if weight.numel():  # it is empty on a rank that only sends
                 weight = (weight.to(wide) + adapted.sum_of(a, b)).to(weight.dtype)
-            yield name_without_adapter(name), weight
+        return weight
+
+    def count_numbers(self, name: str) -> int:
+        return math.prod(self._entries[name].shape)
 
     def check_mergeable(self) -> None:
         """Raise ModelError for adapters that cannot be merged: on a tied weight, or of another kind than plain LoRA."""
@@ -360,12 +372,17 @@ def _begin_files(model: PreTrainedModel | PipelineModel, target: Path, dtype: to
 
 def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Make the whole stock model from which a model was prepared, with its depths, on the meta device."""
-    architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
-    stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
-    empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
+    dtype = dtype or next(model.parameters()).dtype
+    empty = empty_model(stock_configuration(model.config), dtype, stock_class(model))
     if depths := model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model)):
         add_mtp(empty, depths)
     return empty
+
+
+def stock_class(model: PreTrainedModel | PipelineModel) -> type[PreTrainedModel]:
+    """Return the class of transformers of which a prepared model is."""
+    architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
+    return next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
 
 
 def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -10,7 +10,9 @@ from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.page import COLORS, Part, chart, curve, page, page_head, section, table
 from longspan.report.run_folder import EvalRow, RunFolder
 from longspan.run.facts import time_and_command
+from longspan.run.metrics import COMPLETIONS, read_metrics
 
+_STEPS = 3  # the last ones whose completions a page shows
 NATS = "nats per predicted token"
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
@@ -37,6 +39,21 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
     note = f"The weights after step {base.step:,}, the same documents. "
     note += f"Equal means within {SAME:g} of the first row, relative."
     yield section("Evaluation at each degree", {"note": note}, table(names, cells))
+
+
+def completion_sections(run: RunFolder) -> Iterator[Part]:
+    """What the model wrote behind each prompt after the first and the last evaluations."""
+    rows = read_metrics(run.path / COMPLETIONS)
+    steps = sorted({row["step"] for row in rows})
+    shown = {*steps[:1], *steps[-_STEPS:]}
+    cells = [
+        [f"{row['step']:,}", str(row.get("prompt", "")), str(row.get("completion", ""))]
+        for row in sorted(rows, key=lambda row: (str(row.get("prompt")), row["step"]))
+        if row["step"] in shown
+    ]
+    if cells:
+        note = f"After {plural(len(shown), 'evaluation')} of {len(steps)}; {COMPLETIONS} has all."
+        yield section("Completions", {"note": note}, table(("step", "prompt", "completion"), cells))
 
 
 def loss_unit(run: RunFolder) -> str:

@@ -14,7 +14,14 @@ from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan import Plan
 from longspan.plan.memory.memory_plan import measures_text
-from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, loss_unit, set_sections
+from longspan.report.evaluation_page import (
+    NATS,
+    completion_sections,
+    degree_curves,
+    degree_sections,
+    loss_unit,
+    set_sections,
+)
 from longspan.report.gantt import plan_part
 from longspan.report.page import (
     Part,
@@ -418,6 +425,7 @@ RUN_SECTIONS: tuple[Callable[[RunFolder], Iterator[Part]], ...] = (
     loss_sections,
     degree_sections,
     set_sections,
+    completion_sections,
     plan_sections,
     step_sections,
     save_sections,

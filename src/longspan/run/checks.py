@@ -136,7 +136,7 @@ def check_paths_exist(config: RunConfig) -> None:
     model = config.model
     data = config.data
     paths = {"model.path": model.path, "model.config": model.config, "data.tokenizer": data.tokenizer}
-    paths["data.chat_template"] = data.chat_template
+    paths |= {"data.chat_template": data.chat_template, "evaluation.prompts": config.evaluation.prompts}
     for key, path in paths.items():
         if path and not Path(path).expanduser().exists():
             raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")

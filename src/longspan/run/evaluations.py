@@ -1,23 +1,44 @@
 """The evaluations of a run: the sets that are due after a step, and their records."""
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
-from longspan.comm.all_ranks import StopSignal, run_on_every_rank, signal_of_any_rank
+from longspan.comm.all_ranks import StopSignal, run_on_every_rank, run_on_first_rank, signal_of_any_rank
 from longspan.config.keys import AUTO
-from longspan.errors import EvaluationStopped, RunFolderError
+from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
+from longspan.corpus.tokenizer import load_tokenizer
+from longspan.errors import DataError, EvaluationStopped, RunFolderError
+from longspan.evaluation.completions import CompletionSettings, complete_prompts
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
+from longspan.model.stock_copy import StockCopy
 from longspan.resolve.choice import PlannerConfig, degrees_to_compare
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
 from longspan.train.training import loss_of_documents
+
+_SHOWN = 240  # characters of a completion in lines of the log
+
+
+def open_prompts(run: TrainingRun) -> Sequence[Prompt]:
+    """Read the prompts of `evaluation.prompts` with the run's tokenizer; all ranks call it, before the first step.
+
+    Raises DataError for prompts that cannot be read, ModelError for a model of which there is no stock copy.
+    """
+    file = run.config.evaluation.prompts
+    if not file:
+        return ()
+    StockCopy(run.model, run.world)
+    read = partial(read_prompt_rows, Path(file))
+    return run_on_first_rank(run.world, lambda: encode_prompts(read(), load_tokenizer(run.dir)), DataError)
 
 
 @dataclass(frozen=True)
@@ -40,6 +61,7 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
+    prompts: Sequence[Prompt] = ()
     _recorded: list[dict[str, Any]] = field(default_factory=list)
 
     def take_new_rows(self) -> list[dict[str, Any]]:
@@ -58,6 +80,8 @@ class Evaluations:
                 self._record_evaluations(entry, [evaluation])
             elif signal := signal_of_any_rank(self.run.world, self.stop.received):
                 return signal
+        if is_due(done, self.run.config.evaluation.every):
+            self._complete_prompts(done)
         return ""
 
     def evaluate_at_end(self, done: int) -> Final:
@@ -76,6 +100,7 @@ class Evaluations:
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
+        self._complete_prompts(done)
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def list_work(self) -> Iterator[tuple[int, int, int]]:
@@ -121,6 +146,29 @@ class Evaluations:
         except EvaluationStopped as stopped:
             self.display.log(str(stopped))
             return None
+
+    def _complete_prompts(self, done: int) -> None:
+        """Complete `evaluation.prompts`, unless it has been done after this step."""
+        run = self.run
+        completions = self.records.completions
+        if not self.prompts or run.world.control.broadcast_object(done in completions.steps):
+            return
+        self.display.begin_work("completions of prompts")
+        run.finish_update()
+        settings = CompletionSettings(
+            load_tokenizer(run.dir),
+            run.dir,
+            run.config.evaluation.max_new_tokens,
+            seed=run.config.train.seed,
+            stopped=lambda: self.stop.received,
+        )
+        written = complete_prompts(run.model, self.prompts, run.world, settings)
+        rows = [row._asdict() for row in written.rows]
+        run_on_every_rank(run.world, partial(completions.write_rows, done, rows), RunFolderError)
+        for row in written.rows:
+            rest = " …" if len(row.completion) > _SHOWN else ""
+            self.display.log(f"  {reprlib.repr(row.prompt)} -> {row.completion[:_SHOWN]!r}{rest}")
+        self.display.log(f"after step {done}: {written.cost}")
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)

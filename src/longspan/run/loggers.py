@@ -47,6 +47,8 @@ class Logger(Protocol):
         """Called at the end of the session, however it ends."""
         ...
 
+    # def log_completions(self, rows, step), if a logger has it, gets the rows of completions.jsonl of a step
+
 
 LoggerClass = Callable[[RunStart], Logger]
 # longspan's own loggers: their classes by the name of the package and extra that they need.
@@ -151,13 +153,19 @@ class RunLoggers:
         self.close()
 
     def log(self, row: Mapping[str, Any]) -> None:
+        self._call("log", row, row["step"])
+
+    def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        self._call("log_completions", rows, step)
+
+    def _call(self, method: str, value: Any, step: int) -> None:
         for name, logger in list(self._loggers.items()):
             try:
-                logger.log(row, row["step"])
+                getattr(logger, method, _do_nothing)(value, step)
             except Exception as error:
                 del self._loggers[name]
                 self._log_line(
-                    f"the logger {name} failed at step {row['step']} and gets no further row (metrics.jsonl has all): "
+                    f"the logger {name} failed at step {step} and gets no further row (metrics.jsonl has all): "
                     f"{type(error).__name__}: {error}"
                 )
 
@@ -168,6 +176,9 @@ class RunLoggers:
                 logger.close()
             except Exception as error:
                 self._log_line(f"the logger {name} could not be closed: {type(error).__name__}: {error}")
+
+
+def _do_nothing(value: Any, step: int) -> None: ...
 
 
 PROJECT = "longspan"  # where WANDB_PROJECT names no other
@@ -200,6 +211,13 @@ class WandbLogger:
     def log(self, row: Mapping[str, Any], step: int) -> None:
         self._run.log(scalars_by_display_name(row), step=step)
 
+    def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        import wandb
+
+        columns = ["step", "prompt", "completion"]
+        data = [[step, row["prompt"], row["completion"]] for row in rows]
+        self._run.log({"completions": wandb.Table(columns=columns, data=data)}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -220,6 +238,12 @@ class TensorBoardLogger:
         for tag, value in scalars_by_display_name(row).items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
+
+    def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if self._writer is None:
+            self._writer = self._open_writer()
+        for number, row in enumerate(rows, 1):
+            self._writer.add_text(f"completions/{number}", f"{row['prompt']}\n\n---\n\n{row['completion']}", step)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -30,7 +30,7 @@ from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
 from longspan.resolve.choice import plan_steps
 from longspan.run.checks import check_config
-from longspan.run.evaluations import Evaluations, Final
+from longspan.run.evaluations import Evaluations, Final, open_prompts
 from longspan.run.facts import TrainResult
 from longspan.run.lock import run_lock
 from longspan.run.loggers import logger_classes
@@ -158,7 +158,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
         run = set_up(config, world, display.log, starts, stop.stop_reason)
         with open_records(run, classes, display.log) as records:
-            evaluations = Evaluations(run, display, records, stop)
+            evaluations = Evaluations(run, display, records, stop, open_prompts(run))
             display.set_length(run.config.train.steps, evaluations.list_work())
             result = _Loop(run, display, records, evaluations, starts).train(stop)
         write_facts(run, "summary.json", result.summary())

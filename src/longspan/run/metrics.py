@@ -1,7 +1,7 @@
 """Files of a row a step: metrics.jsonl, whose rows loggers get too, and how they are read."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -9,6 +9,7 @@ from typing import Any, Self
 from longspan.files import as_json, json_safe_values, name_file_in_errors, parse_json, read_lines
 from longspan.run.loggers import RunLoggers
 
+COMPLETIONS = "completions.jsonl"
 _MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
 
 
@@ -68,6 +69,22 @@ class MetricsLog(StepLog):
         self.write_line(as_json(row))
         if self._loggers is not None:
             self._loggers.log(row)
+
+
+class CompletionsLog(StepLog):
+    """The rows of completions.jsonl, of which loggers get those of a step together."""
+
+    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
+        super().__init__(path, after_step=after_step)
+        self._loggers = loggers
+        self.steps = {row["step"] for row in read_metrics(path)} if path else set[int]()
+
+    def write_rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.steps.add(step)
+        for row in rows:
+            self.write_line(as_json({"step": step, **row}))
+        if self._loggers is not None:
+            self._loggers.log_completions(rows, step)
 
 
 def evaluations_in_rows(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:

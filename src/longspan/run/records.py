@@ -15,7 +15,7 @@ from longspan.plan.plan import plan_row
 from longspan.run.collect_facts import attention_groups, collect_facts
 from longspan.run.facts import LAST_STEPS, LOCK, RunFacts
 from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
-from longspan.run.metrics import MetricsLog, StepLog, evaluations_in_rows, read_metrics
+from longspan.run.metrics import COMPLETIONS, CompletionsLog, MetricsLog, StepLog, evaluations_in_rows, read_metrics
 from longspan.run.run_data import TrainingRun
 from longspan.train.starts import Starts
 
@@ -38,6 +38,7 @@ class Records(NamedTuple):
     run: TrainingRun
     metrics: MetricsLog
     plans: PlanLog
+    completions: CompletionsLog
 
     def write_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics and plan. Raises OSError, or RunFolderError where the run's folder was removed."""
@@ -64,6 +65,7 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
     first = is_first_rank(run.world)
     facts = collect_facts(run)
     metrics_file, plans_file = (run.dir / name if first else None for name in ("metrics.jsonl", "plans.jsonl"))
+    completions_file = run.dir / COMPLETIONS if first and run.config.evaluation.prompts else None
     if run.done < run.config.train.steps:
         # a report would take the summary of an earlier end for this run's
         run_on_first_rank(world, partial((run.dir / "summary.json").unlink, missing_ok=True), RunFolderError)
@@ -73,11 +75,13 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
     with run_on_every_rank(world, open_loggers, ConfigError) as loggers:
         open_metrics = partial(MetricsLog, metrics_file, after_step=run.done, loggers=loggers)
         open_plans = partial(PlanLog, plans_file, after_step=run.done)
+        open_completions = partial(CompletionsLog, completions_file, after_step=run.done, loggers=loggers)
         with (
             run_on_every_rank(world, open_metrics, RunFolderError) as metrics,
             run_on_every_rank(world, open_plans, RunFolderError) as plans,
+            run_on_every_rank(world, open_completions, RunFolderError) as completions,
         ):
-            yield Records(run, metrics, plans)
+            yield Records(run, metrics, plans, completions)
 
 
 def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:

@@ -1,0 +1,83 @@
+"""Prompts that a model goes on with: texts, or conversations up to where an answer begins."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longspan.corpus.row_files import parse_line
+from longspan.corpus.rows.messages import check_messages, read_tools
+from longspan.corpus.rows.sample import BadRow, Row, RowError, require_string
+from longspan.corpus.tokenizer import TextTokenizer
+from longspan.errors import DataError
+
+_KEYS = ("prompt", "text", "messages")
+
+
+class Prompt(NamedTuple):
+    """A prompt in words and tokens; with a temperature of 0 the likeliest token follows, else one is drawn."""
+
+    text: str
+    ids: tuple[int, ...]
+    temperature: float = 0.0
+
+
+def read_prompt_rows(file: Path) -> list[Row]:
+    """Read the rows of a file of prompts: JSON objects of .jsonl, or else a prompt for each line. Raises DataError."""
+    try:
+        lines = [line for line in file.read_bytes().splitlines() if line.strip()]
+        if file.suffix != ".jsonl":
+            return [Row(f"{file}, prompt {i}", {"prompt": line.decode()}) for i, line in enumerate(lines, 1)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"prompts cannot be read from {file}: {error}") from error
+    rows = [parse_line(line, f"{file}, row {i}") for i, line in enumerate(lines, 1)]
+    if bad := next((row for row in rows if isinstance(row, BadRow)), None):
+        raise DataError(f"{bad.where}: {bad.reason}")
+    return [row for row in rows if isinstance(row, Row)]
+
+
+def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Prompt]:
+    """Encode rows with `text`, a plain text; `prompt`, what a user says if the tokenizer has a chat template, else a
+    text; or `messages`, with `tools`. Raises DataError, with the row's place, for others.
+    """
+    if not rows:
+        raise DataError("there are no prompts; give a line, or a row of JSON, for each")
+    try:
+        return [_encode_prompt(row, tokenizer) for row in rows]
+    except RowError as error:
+        raise DataError(str(error)) from error
+
+
+def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
+    from longspan.corpus.rows.template import ChatTemplate
+
+    values = row.values
+    keys = [key for key in _KEYS if values.get(key) is not None]
+    temperature = values.get("temperature") or 0.0
+    unknown = values.keys() - {*_KEYS, "tools", "temperature"}
+    is_number = isinstance(temperature, int | float) and temperature >= 0
+    if len(keys) != 1 or unknown or not is_number or (values.get("tools") and keys == ["text"]):
+        raise RowError(
+            f"{row.where}: it has {', '.join(map(repr, values))}; give one of {', '.join(_KEYS)}, and besides tools "
+            "of a conversation, or a temperature of at least 0"
+        )
+    value: Any = values[keys[0]]
+    template = None
+    with suppress(DataError):
+        template = None if keys == ["text"] else ChatTemplate.of(tokenizer)
+    try:
+        if isinstance(value, str) and template is None:
+            opening = tokenizer.surrounding_ids[0]
+            ids = tokenizer.set_parsing(False).encode_with_spans(require_string(value, keys[0]))[0].tolist()
+            return Prompt(value, tuple(ids if ids[: len(opening)] == opening else [*opening, *ids]), temperature)
+        messages = (
+            [{"role": "user", "content": value}] if isinstance(value, str) else check_messages(value, keys[0])
+        )
+        template = template or ChatTemplate.of(tokenizer)  # raises DataError
+        tools = read_tools(values.get("tools"))
+        text = template.render(template.fit_arguments(messages, tools), tools, prompt=True).text
+    except RowError as error:
+        raise RowError(f"{row.where}: {error}") from error
+    ids = tokenizer.set_parsing(True).encode_with_spans(text)[0].tolist()
+    shown = messages[-1].get("content")
+    return Prompt(shown if isinstance(shown, str) else text, tuple(ids), temperature)

@@ -1,0 +1,110 @@
+"""Completions of prompts by transformers' `generate`, over a stock copy of a prepared model on the first rank."""
+
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module
+from transformers import GenerationConfig, PreTrainedModel
+
+from longspan.comm import World
+from longspan.corpus.prompts import Prompt
+from longspan.corpus.tokenizer import TextTokenizer
+from longspan.errors import plural
+from longspan.model.stock_copy import StockCopy
+from longspan.model.weights.tokenizer_files import GENERATION
+from longspan.plain_text import bytes_text, seconds_text
+
+
+class Completion(NamedTuple):
+    """What a model wrote behind a prompt; `ended`: it came to an end by itself."""
+
+    prompt: str
+    completion: str
+    tokens: int
+    ended: bool
+    seconds: float
+
+
+class Completions(NamedTuple):
+    rows: list[Completion]
+    cost: str  # in words
+
+
+class CompletionSettings(NamedTuple):
+    """How prompts are completed: the `folder` of the settings of generation, and a function that says whether to stop
+    before the next prompt.
+    """
+
+    tokenizer: TextTokenizer
+    folder: Path
+    max_new_tokens: int
+    seed: int = 0
+    stopped: Callable[[], object] = bool
+
+
+def complete_prompts(
+    model: Module, prompts: Sequence[Prompt], world: World, settings: CompletionSettings
+) -> Completions:
+    """Complete prompts one after another; all ranks call it together, and get what the first rank wrote.
+
+    Tokens are those of `generate` of the model that `save_model` writes, in the dtype in which this one computes: one
+    sequence at a time, with a cache. Raises ModelError as StockCopy does.
+    """
+    copy = StockCopy(model, world)
+
+    def complete(stock: PreTrainedModel) -> Completions:
+        began = time.monotonic()
+        rows = list[Completion]()
+        for prompt in prompts:
+            if settings.stopped():
+                break
+            rows.append(_complete_prompt(stock, prompt, world.device, settings))
+        tokens = plural(sum(row.tokens for row in rows), "token")
+        layers = f"{copy.staying} of {plural(copy.layers, 'layer')} stayed on the first rank"
+        others = "" if copy.staying == copy.layers else ", the others were gathered for each token"
+        seconds = seconds_text(time.monotonic() - began)
+        cost = (
+            f"{plural(len(rows), 'completion')} of {tokens} in {seconds}: {bytes_text(copy.gathered)} of weights "
+        )
+        return Completions(rows, f"{cost}were gathered; {layers}{others}")
+
+    return copy.run(complete, "completions")
+
+
+def _complete_prompt(
+    stock: PreTrainedModel, prompt: Prompt, device: torch.device, settings: CompletionSettings
+) -> Completion:
+    began = time.monotonic()
+    ids = torch.tensor([prompt.ids], device=device)
+    config = _generation_config(stock, prompt, settings)
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(settings.seed)
+        generate: Any = stock.generate
+        output = generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    new = output[0, len(prompt.ids) :].tolist()
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    text = settings.tokenizer.engine.decode(new, skip_special_tokens=True)
+    return Completion(prompt.text, text, len(new), bool(new) and new[-1] in ends, time.monotonic() - began)
+
+
+def _generation_config(stock: PreTrainedModel, prompt: Prompt, settings: CompletionSettings) -> GenerationConfig:
+    config: Any = deepcopy(stock.generation_config)
+    if (settings.folder / GENERATION).is_file():
+        config = GenerationConfig.from_pretrained(settings.folder)
+    if config.eos_token_id is None:
+        config.eos_token_id = settings.tokenizer.end
+    if config.pad_token_id is None:  # nothing is padded; without it transformers warns
+        ends = config.eos_token_id
+        config.pad_token_id = ends[0] if isinstance(ends, list) else ends
+    config.max_new_tokens = settings.max_new_tokens
+    config.max_length = None
+    config.do_sample = prompt.temperature > 0
+    config.temperature = prompt.temperature or None
+    if not config.do_sample:
+        config.top_p = config.top_k = None
+    return config

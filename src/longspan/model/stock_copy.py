@@ -1,0 +1,145 @@
+"""A stock copy of a prepared model on the first rank, for what transformers does with whole models, such as `generate`.
+
+Its weights come from all ranks, a decoder layer at a time, under any layout; they stay as far as there is room.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.comm.all_ranks import is_first_rank
+from longspan.comm.device_memory import unused_bytes
+from longspan.comm.first_rank import FirstRank
+from longspan.errors import ModelError, plural
+from longspan.model.execution import model_execution
+from longspan.model.kinds import find_language_model, unwrap_peft_model
+from longspan.model.layers import decoder_layers
+from longspan.model.saving import WholeWeights, stock_class, stock_configuration
+from longspan.model.weights.fill import empty_model
+from longspan.model.weights.local_tensors import tied_names
+from longspan.plain_text import gib_text
+
+_ROOM = 0.7  # of the free bytes, for weights; the rest is for what a pass and its cache take
+Result = TypeVar("Result")
+
+
+class StockCopy:
+    """The stock model of a prepared one, in the dtype in which it computes, with an adapter merged; made by all ranks.
+
+    >>> tokens = StockCopy(model, world).run(lambda stock: stock.generate(ids), "tokens")
+
+    Layers beyond `room` bytes (None: of what is free) are gathered again whenever they run. Raises ModelError, on every
+    rank, for an adapter that cannot be merged, and `run` where there is no room for two layers.
+    """
+
+    def __init__(self, model: Any, world: World, *, room: int | None = None) -> None:
+        inside: Any = unwrap_peft_model(find_language_model(model))
+        self._world = world
+        self._weights = WholeWeights(inside, world)
+        self._weights.check_mergeable()
+        self._names = self._weights.merged_names()
+        self._first = FirstRank(world, {"weights": self._gather})
+        self._room = room
+        self.gathered = 0  # bytes, on the first rank
+        self.layers = self.staying = 0
+        if is_first_rank(world):
+            config = stock_configuration(inside.config)
+            dtype = model_execution(inside).compute_dtype
+            config._attn_implementation = None  # transformers chooses
+            # as it would choose grouped products, which float64 has not
+            config._experts_implementation = "eager" if dtype == torch.float64 else None
+            self._stock = empty_model(config, dtype, stock_class(inside)).eval()
+            self._tied = tied_names(self._stock)
+            self._targets = {name: x for name, x in self._stock.state_dict().items() if name in self._names}
+            self._here = set[str]()
+
+    @torch.no_grad()
+    def run(self, work: Callable[[PreTrainedModel], Result], what: str) -> Result:
+        """Return on every rank what `work` makes of the stock model on the first; `what` names it in errors."""
+
+        def run_with_weights() -> Result:
+            if not self.layers:
+                self._place_weights()
+            return work(self._stock)
+
+        return self._first.run_on_first(run_with_weights, what)
+
+    @torch.no_grad()
+    def _gather(self, names: Sequence[str]) -> list[Tensor]:
+        return [self._weights.gather_merged(self._names[name], first_only=True) for name in names]
+
+    def _place_weights(self) -> None:
+        """Gather what is around the layers, and have each layer gather its weights when it runs."""
+        device = self._world.device
+        layers = decoder_layers(self._stock)
+        shared = {*self._tied.values()}
+        names = {
+            path: [n for n in self._targets if n.startswith(f"{path}.") and n not in shared] for path in layers
+        }
+        of_layers = {name for inside in names.values() for name in inside}
+        around = [name for name in self._targets if name not in of_layers]
+        sizes = {path: self._count_bytes(inside) for path, inside in names.items()}
+        least = self._count_bytes(around) + 2 * max(sizes.values())
+        free = int(_ROOM * unused_bytes(device, self._world.ranks_of_host))
+        room = self._room
+        if room is None:
+            room = free - least if free else sum(sizes.values())
+        if room < 0:
+            raise ModelError(
+                f"a stock copy of the model needs {gib_text(least)} on the first rank, for "
+                f"{plural(len(around), 'weight')} around its layers and two layers, and may take {gib_text(free)} there"
+            )
+        for module in self._stock.modules():
+            for name, parameter in module._parameters.items():  # of a tower too, which no text runs
+                module._parameters[name] = None if parameter is None else _placeholder(parameter.dtype, device)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        self._fetch(around)
+        for path, layer in layers.items():
+            room -= sizes[path]
+            layer.register_forward_pre_hook(partial(self._fetch_once, names[path]))
+            if room < 0:
+                layer.register_forward_hook(partial(self._drop, names[path]))
+            self.staying += room >= 0
+        self.layers = len(layers)
+
+    def _count_bytes(self, names: Sequence[str]) -> int:
+        return sum(self._targets[name].nbytes for name in names)
+
+    def _fetch_once(self, names: Sequence[str], *_: Any) -> None:
+        if not self._here.issuperset(names):
+            self._fetch(names)
+
+    def _fetch(self, names: Sequence[str]) -> None:
+        with self._first.call_on_others("weights", names):
+            weights = self._gather(names)
+        for name, weight in zip(names, weights, strict=True):
+            same = [name, *(other for other, first in self._tied.items() if first == name)]
+            self._set(same, weight.to(self._world.device, self._targets[name].dtype))
+            self.gathered += self._targets[name].nbytes
+        self._here.update(names)
+
+    def _drop(self, names: Sequence[str], *_: Any) -> None:
+        for name in names:
+            self._set([name], _placeholder(self._targets[name].dtype, self._world.device))
+        self._here.difference_update(names)
+
+    def _set(self, names: Sequence[str], value: Tensor) -> None:
+        """Put one tensor in place of parameters or buffers of these names."""
+        parameter = nn.Parameter(value, requires_grad=False)
+        for name in names:
+            path, _, last = name.rpartition(".")
+            module = self._stock.get_submodule(path)
+            if last in module._parameters:
+                module._parameters[last] = parameter
+            else:
+                module._buffers[last] = value
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,127 @@
+"""Completions of prompts by a run: the tokens of transformers' `generate` of the model that it saves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from longspan.comm import World
+from longspan.config.sections import ParallelConfig, RunConfig
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import stock_copy
+from longspan.model.stock_copy import StockCopy
+from longspan.report import write_report
+from longspan.run.metrics import read_metrics
+from longspan.testing import backend, run_ranks
+from tests.model.deep import deep
+from tests.model.stock import prepare_untried
+from tests.run.runs.homes import lines_of, train_rows
+from tests.run.runs.test_lora_run import write_base
+from tests.train.small import small_config
+
+PROMPTS = "def rank\nimport value yield slot\n"
+IDS = torch.arange(9)[None] * 5 % 60
+
+
+def _generate(model: Any) -> list[int]:
+    ids = IDS.to(model.device)
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+
+
+def _copied(rank: int, family: str, home: Layout, room: int | None) -> tuple[list[int], int, int]:
+    with World(home, backend=backend(), timeout=60) as world:
+        prepared = prepare_untried(deep(family, torch.float64), world)
+        copy = StockCopy(prepared, world, room=room)
+        tokens = copy.run(_generate, "tokens")
+        assert copy.run(_generate, "tokens") == tokens
+        return tokens, copy.staying, copy.layers
+
+
+def _check_copies(family: str, home: Layout, room: int | None, staying: int) -> None:
+    expected = _generate(deep(family, torch.float64))
+    rows = run_ranks(_copied, len(home.ranks), family, home, room)
+    assert [tokens for tokens, *_ in rows] == [expected] * len(rows)
+    assert rows[0][1:] == (staying, 4)
+
+
+def test_a_copy_whose_layers_come_one_at_a_time_has_the_tokens_of_the_stock_model() -> None:
+    one_layer = sum(p.nbytes for p in deep("qwen3", torch.float64).model.layers[0].parameters())
+    _check_copies("qwen3", Layout(2), 2 * one_layer, 2)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("home", [Layout(1), Layout(2, tp=2), Layout(2, pp=2), Layout(2, ep=2)], ids=str)
+@pytest.mark.parametrize(("room", "staying"), [(None, 4), (0, 0)])
+def test_copies_of_every_home(home: Layout, room: int | None, staying: int) -> None:
+    for family in ("gpt-oss", "qwen3-moe") if home.ep > 1 else ("gpt-oss", "qwen3"):
+        _check_copies(family, home, room, staying)
+
+
+def test_a_device_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock_copy, "unused_bytes", lambda *_: 1000)
+    with pytest.raises(ModelError, match=r"a stock copy .* needs 0.0 GiB on the first rank, for 2 weights around"):
+        _copied(0, "qwen3", Layout(1), None)
+
+
+def _prompted(folder: Path, **changes: Any) -> RunConfig:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.txt").write_text(PROMPTS)
+    keys = {"evaluation__prompts": str(folder / "prompts.txt"), "evaluation__max_new_tokens": 7, "train__steps": 3}
+    return small_config(folder, **keys | {"model__dtype": "float64"} | changes)
+
+
+def _check_completions(config: RunConfig, model: PreTrainedModel, tokenizer: Any) -> list[dict[str, Any]]:
+    """Those after the last step are of the saved model."""
+    rows = read_metrics(Path(config.run.dir) / "completions.jsonl")
+    assert [row["step"] for row in rows] == [2, 2, 3, 3]
+    for row, prompt in zip(rows[-2:], PROMPTS.splitlines(), strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        mask = torch.ones_like(ids)
+        output: Any = model.generate(ids, attention_mask=mask, max_new_tokens=7, do_sample=False)
+        new = output[0, ids.shape[1] :]
+        assert (row["prompt"], row["tokens"]) == (prompt, len(new))
+        assert row["completion"] == tokenizer.decode(new, skip_special_tokens=True)
+    return rows
+
+
+def test_a_run_completes_prompts_as_its_saved_model_and_not_again_when_it_is_resumed(tmp_path: Path) -> None:
+    config = _prompted(tmp_path, context__context_parallel_size=1, evaluation__context_parallel_size=1)
+    lines = lines_of(0, config, 1)
+    model = Path(config.run.dir) / "model"
+    saved = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    rows = _check_completions(config, saved, AutoTokenizer.from_pretrained(model))
+    assert "'def rank' -> '" in lines and "after step 3: 2 completions of 14 tokens in" in lines
+    assert "of weights were gathered; 2 of 2 layers stayed on the first rank" in lines
+    page = write_report(config.run.dir).read_text()
+    assert "Completions" in page and json.dumps(rows[0]["completion"])[1:-1] in page
+    assert "completions of" not in lines_of(0, config, 1)
+    assert read_metrics(Path(config.run.dir) / "completions.jsonl") == rows
+
+
+@pytest.mark.whole
+def test_ranks_of_every_home_complete_as_the_saved_model(tmp_path: Path) -> None:
+    for name, parallel in (("fsdp", ParallelConfig()), ("tp", ParallelConfig(tp=2)), ("pp", ParallelConfig(pp=2))):
+        degree = 2 if name == "fsdp" else 1
+        degrees = {"context__context_parallel_size": degree, "evaluation__context_parallel_size": degree}
+        keys = {f"parallel__{key}": getattr(parallel, key) for key in ("tp", "pp")} if degree == 1 else {}
+        config = _prompted(tmp_path / name, **degrees | keys)
+        train_rows(config, 2)
+        model = Path(config.run.dir) / "model"
+        saved = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        _check_completions(config, saved, AutoTokenizer.from_pretrained(model))
+
+
+@pytest.mark.whole
+def test_an_adapters_run_completes_as_stock_peft(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    config = _prompted(tmp_path, model__path=str(base), lora__rank=4, optimizer__lr=0.05)
+    train_rows(config, 2)
+    model = Path(config.run.dir) / "model"
+    saved = AutoPeftModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    _check_completions(config, saved, AutoTokenizer.from_pretrained(model))
