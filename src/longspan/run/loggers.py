@@ -214,8 +214,8 @@ class WandbLogger:
     def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         import wandb
 
-        columns = ["step", "prompt", "completion"]
-        data = [[step, row["prompt"], row["completion"]] for row in rows]
+        columns: Any = ["step", "prompt", "completion"]
+        data: Any = [[step, row["prompt"], row["completion"]] for row in rows]
         self._run.log({"completions": wandb.Table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:

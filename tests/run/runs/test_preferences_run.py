@@ -1,5 +1,6 @@
 """Runs of `longspan train` on preferences: losses, gradients, figures and weights are those of TRL's trainers."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
