@@ -172,9 +172,7 @@ def test_equals_stock() -> None:
 
 @pytest.mark.whole
 def test_more_of_sft_equals_stock() -> None:
-    compare_each(
-        (streamed, dft, qwen3_next, qwen3_next_packed), CP2, qwen3_next=FLOAT32, qwen3_next_packed=FLOAT32
-    )
+    compare_each((streamed, dft, qwen3_next, qwen3_next_packed), CP2, qwen3_next=FLOAT32, qwen3_next_packed=FLOAT32)
     compare_each([dft], DYNAMIC, ranks=4)
 
 

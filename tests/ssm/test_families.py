@@ -13,7 +13,6 @@ from tests.mutation import mutated
 from tests.reference import relative_error
 from tests.ssm.parity import HEADS, KINDS, SIZE, WIDTH, by_rows, convolved, inputs
 
-
 WIDTHS = (2, 4, 9)
 
 
