@@ -5,7 +5,10 @@ import os
 import signal
 import tempfile
 from collections.abc import Generator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,20 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "tests.model.experts.moe_models",
     "tests.model.deep",
     "tests.train.small",
+    "tests.attention.cases",
+    "tests.model.lora.adapted",
+    "tests.mutation",
+    "tests.parity",
+    "tests.reference",
+    "longspan.data.shared_prefixes",
+    "longspan.hf.trainer",
+    "longspan.model.frozen.frozen_weights",
+    "longspan.model.tensor_parallel_feature",
+    "longspan.train.terms.document_loss",
+    "longspan.train.terms.micro_batch_loss",
+    "torch.utils.serialization.config",
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.mistral.modeling_mistral",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.gpt_oss.modeling_gpt_oss",
     "transformers.models.qwen3_next.modeling_qwen3_next",
@@ -103,14 +120,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What test files import is no garbage: looking for some takes a quarter of the time of importing them."""
     gc.disable()
     try:
+        _import_from_another_file_on(session.config)
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _import_from_another_file_on(config: pytest.Config) -> None:
+    """Pytest compiles assertions of its own, for half of the time of a collection, and keeps them in files. Each worker
+    begins with other tests and finds those of the other workers there.
+    """
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    if not worker or config.args != config.getini("testpaths"):
+        return
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for file in files[first:] + files[:first]:
+        with suppress(Exception, pytest.skip.Exception):  # a collection says it
+            import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marker

@@ -133,7 +133,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("world", "checkpoint", "degree"), [(3, "", "3"), (2, "step-000002", "auto"), (2, "step-000002", "dynamic")]
+    ("world", "checkpoint", "degree"),
+    [(3, "", "3"), (2, "step-000002", "dynamic"), pytest.param(2, "step-000002", "auto", marks=pytest.mark.whole)],
 )
 def test_the_loss_is_that_of_the_run(
     run: RunConfig, capfd: pytest.CaptureFixture[str], world: int, checkpoint: str, degree: str

@@ -41,7 +41,7 @@ TABLES: dict[str, list[Row]] = {  # on 4 slots
 }
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", ["few", pytest.param("attention", marks=pytest.mark.whole)])
 def test_equals_the_stock_model(table: str) -> None:
     home, documents, cases = Layout(ranks=4), texts(LENGTHS), dict[Any, parity.Case]()
     for family, dtype, options, cp, kind in TABLES[table]:

@@ -62,9 +62,9 @@ IN_CI: dict[Layout, dict[Case, tuple[str, ...]]] = {  # DeepSeek-V3's router com
         ("gpt-oss", torch.float64, "sharded"): ("idle slots",),
         ("deepseek-v3", torch.float32, "recomputed"): ("dynamic",),
     },
-    Layout(ranks=4, ep=2): {("qwen3-moe", torch.float64, "recomputed"): ("idle slots",)},
 }
 OTHERS: dict[Layout, dict[Case, tuple[str, ...]]] = {  # with make test-all
+    Layout(ranks=4, ep=2): {("qwen3-moe", torch.float64, "recomputed"): ("idle slots",)},
     Layout(ranks=4, ep=2, dp_replicate=2): {("qwen3-moe", torch.float64, "selective"): ("idle slots", "cp 1")},
     Layout(ranks=4, ep=2, tp=2): {("gpt-oss", torch.float64, "recomputed"): ("idle slots", "dynamic")},
     Layout(ranks=4, tp=2): {

@@ -59,6 +59,7 @@ def test_a_resumed_run_keeps_its_frozen_weights(trained: tuple[RunConfig, list[f
     assert losses_of_run(first, 0) == losses
 
 
+@pytest.mark.whole
 def test_an_evaluation_is_over_the_same_values(
     trained: tuple[RunConfig, list[float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
