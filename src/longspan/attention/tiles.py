@@ -6,6 +6,7 @@ block of one member needs of another's rows is at the end. Not covered: what ker
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ class Tile(NamedTuple):
         )
 
 
+@dataclass(eq=False)
 class Tiling:
     """Tiles for one kernel launch: all with the mask `left`, `right`, no query row and no key row in two of them.
 
@@ -73,13 +75,10 @@ class Tiling:
     `repeats_keys`, key rows may be in several tiles: a kernel receives such a row once for each of them.
     """
 
-    def __init__(
-        self, bounds: Integers, left: int | None, right: int | None, *, repeats_keys: bool = False
-    ) -> None:
-        self.bounds: Integers = bounds
-        self.left: int | None = left
-        self.right: int | None = right
-        self.repeats_keys: bool = repeats_keys
+    bounds: Integers
+    left: int | None
+    right: int | None
+    repeats_keys: bool = field(default=False, kw_only=True)
 
     @staticmethod
     def from_tiles(tiles: Iterable[Tile]) -> "Tiling":

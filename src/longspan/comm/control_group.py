@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longspan.comm.process_groups import ProcessGroups
-from longspan.comm.watch import Watch
 from longspan.errors import CommError
 from longspan.layout import Floats, Layout
 from longspan.plain_text import excerpt
@@ -137,15 +136,11 @@ class ControlGroup:
         assert group is not None
         self.group = group
         groups.parents["control"] = group
-        watch = groups.watch
+        watch = self._watch = groups.watch
         self._rounds = PairRounds(group, home.ranks, watch.rank, lambda: watch.timeout)
         self._rounds_of_plane = PairRounds(group, plane, watch.rank, lambda: watch.timeout)
         self._is_alone = len(home.ranks) == 1  # then nothing travels, and nothing is waited for
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
-
-    @property
-    def _watch(self) -> Watch:
-        return self._groups.watch
 
     def compare_digests(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
         """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.

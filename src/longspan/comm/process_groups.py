@@ -48,15 +48,15 @@ class GroupRecord:
     seconds: float
 
 
+@dataclass(eq=False)
 class Shareable:
     """A communicator that open worlds of a process may share; `group` is None where this rank is no member.
 
     Every rank keeps one, so that all ranks of a world find the same communicators to share.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self.group: dist.ProcessGroup | None = group
-        self.users: int = 0
+    group: ProcessGroup | None
+    users: int = 0
 
 
 ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, torch's options and purpose, in the order made

@@ -87,17 +87,6 @@ class ShardPart(Immutable):
         )
 
 
-def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
-    """Return a slot's parts of its groups, in plan order, and a last part (index −1) of `padding` rows, if any."""
-    groups = [*micro_batch.groups_of(slot)]
-    if padding:
-        groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))
-    parts: list[ShardPart] = []
-    for index, group in groups:
-        parts.append(ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key))
-    return tuple(parts)
-
-
 def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
     """Return an array as a tensor on `device`; on a CPU it shares the array's memory.
 
@@ -290,14 +279,19 @@ class SequenceShard(Immutable):
         padding: int = 0,
         seed: tuple[int, int] = (0, 0),
     ) -> None:
-        parts = parts_of_slot(micro_batch, slot, world_key, padding)
+        groups = [*micro_batch.groups_of(slot)]
+        if padding:
+            groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))
+        parts: list[ShardPart] = []
+        for index, group in groups:
+            parts.append(ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key))
         rows, positions, documents, cu_seqlens = lay_out_local_rows(micro_batch, parts)
         self._set(
             micro_batch=micro_batch,
             slot=slot,
             world_key=world_key,
             seed=seed,
-            parts=parts,
+            parts=tuple(parts),
             rows=to_device(rows, device),
             position_ids=to_device(positions, device),
             documents=documents,

@@ -85,7 +85,13 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if config.evaluation.planner_of_degrees == "dynamic" and config.evaluation.context_parallel_size == NOT_GIVEN:
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
-    config = _set_length(config)
+    # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
+    train = config.train
+    if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
+        config = replace(config, train=replace(train, epochs=1.0))
+    if not config.train.epochs:
+        config = _set_defaults(config, {"train.steps": STEPS})
+        config = config if is_demo(config.model) else set_steps(config, config.train.steps)
     config = replace(config, evaluation=inherit_keys(config.evaluation, config.context, config.context))
     parent = held_out_set(config)
     sets = list[EvalConfig]()
@@ -96,17 +102,6 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         entry = replace(entry, **{key: getattr(parent, key) for key in keys})
         sets.append(inherit_keys(entry, config.evaluation, config.context))
     return config.with_sets(sets)
-
-
-def _set_length(config: RunConfig) -> RunConfig:
-    """One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps."""
-    train = config.train
-    if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
-        config = replace(config, train=replace(train, epochs=1.0))
-    if config.train.epochs:
-        return config
-    config = _set_defaults(config, {"train.steps": STEPS})
-    return config if is_demo(config.model) else set_steps(config, config.train.steps)
 
 
 def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:

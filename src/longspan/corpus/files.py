@@ -337,7 +337,7 @@ def kind_of_files(files: Sequence[CorpusFile], skip_bad: bool, most_bytes: int, 
     bad = list[BadRow]()
     for file in files[:FIRST_FILES]:
         for row in islice(rows_of_file(file, most_bytes), FIRST_ROWS):
-            row = row if isinstance(row, BadRow) else rename_columns(row, columns)
+            row = rename_columns(row, columns) if columns and not isinstance(row, BadRow) else row
             if skip_bad and not _tells_kind(row):
                 continue
             if isinstance(row, BadRow):

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,17 +73,17 @@ def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
+@dataclass(eq=False)
 class LocalRank:
     """One rank's process, and its answer, or how the process died, once either has come."""
 
-    def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
-        self.index: int = index
-        self.process: ForkServerProcess = process
-        self.pipe = pipe
-        self.answer: RankAnswer | None = None
-        self.death: str | None = None
-        self.killed_by = 0  # the signal that the process died of; 0: none
-        self.waiting = True  # for its answer
+    index: int
+    process: "ForkServerProcess"
+    pipe: connection.Connection
+    answer: RankAnswer | None = None
+    death: str | None = None
+    killed_by: int = 0  # the signal that the process died of; 0: none
+    waiting: bool = True  # for its answer
 
     def receive_answer(self) -> None:
         """Take the answer from the pipe; a pipe that ends or breaks without one means that the process died."""

@@ -8,6 +8,7 @@ around one with contexts nothing is compiled. Layers with a forward of their own
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from types import FunctionType, MethodType
@@ -155,12 +156,12 @@ def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if module not in outside]
 
 
+@dataclass(eq=False)
 class _LayerRun:
     """A layer's compiled forward (`run`)."""
 
-    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
-        self.layer = layer
-        self.run = run
+    layer: nn.Module
+    run: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A single row would take a graph of its own: the class's code runs it."""

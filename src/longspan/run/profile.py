@@ -6,6 +6,7 @@ table.txt, torch's table of what took most time, which the report shows.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,16 @@ TABLE_FILE = "table.txt"
 LONGEST = 16  # kernels or operators that the table has
 
 
+@dataclass(eq=False)
 class StepProfiles:
     """Profiles steps of a run, given by their numbers, counted from 1; every rank has the same."""
 
-    def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
-        self.steps: Sequence[int] = steps
-        self.folder: Path = folder
-        self.world: World = world
-        self.log: LogLine = log
-        self._step = 0
-        self._profile: Any = None  # what was profiled, until it is written
+    steps: Sequence[int]
+    folder: Path
+    world: World
+    log: LogLine
+    _step: int = 0
+    _profile: Any = None  # what was profiled, until it is written
 
     @contextmanager
     def profile_step(self, step: int) -> Iterator[None]:

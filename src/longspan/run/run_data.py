@@ -236,13 +236,13 @@ def open_data(
     return RunData(model, corpus, order, sets, (int(corpus.lengths[longest]), corpus.origin(longest)))
 
 
+@dataclass(eq=False)
 class StepReader:
     """Selects the documents of each step, once a step, with its plan."""
 
-    def __init__(self, run: TrainingRun, plans: AsyncPlanner) -> None:
-        self.run = run
-        self.plans = plans
-        self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
+    run: TrainingRun
+    plans: AsyncPlanner
+    _next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
     def read_step(self, step: int) -> tuple[Any, Plan]:
         prepared = self._next

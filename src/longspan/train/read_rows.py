@@ -164,7 +164,9 @@ class _Reader:
         tokens = self._read_tokens(value, document, positions, hidden)
         # A row predicts the next token, or has a score of its own.
         of_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
-        labels = self._read_labels(value, document, positions[of_rows], tokens[of_rows], hidden)
+        labels = tokens[of_rows]
+        if isinstance(value, Labelled) or hidden is not None:
+            labels = self._read_labels(value, document, positions[of_rows], labels, hidden)
         values = value.token_values(positions[of_rows]) if isinstance(value, Valued) else {}
         self.names.check_values(document, values, positions[of_rows])
         for depth, batch in enumerate(self.at_depth):

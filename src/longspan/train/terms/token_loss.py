@@ -229,6 +229,7 @@ class BatchTargets:
 LossFunction = Callable[[Tensor, LossTokens], Tensor]
 
 
+@dataclass(eq=False)
 class TokenLoss:
     """Runs a caller's function over the targets of a step's micro-batches.
 
@@ -236,10 +237,9 @@ class TokenLoss:
     in a collective.
     """
 
-    def __init__(self, function: LossFunction, chunk_rows: int) -> None:
-        self.function: LossFunction = function
-        self.chunk_rows: int = chunk_rows
-        self.error: Exception | None = None
+    function: LossFunction
+    chunk_rows: int
+    error: Exception | None = None
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         targets = BatchTargets(batch, hidden.device)
