@@ -1,7 +1,8 @@
 """Weights that wait in the host's memory, with their gradients: FSDP2 gathers copies, and its sums go back there.
 
-A copy to the device begins when FSDP2 gathers the group of parameters before, in the next pass of a step too. Sums of gradients leave on FSDP2's own
-stream, which adds those of earlier passes first: they come back while the layer runs. On a CPU the same code copies at once.
+A copy to the device begins when FSDP2 gathers the group of parameters before, in the next pass of a step too. Sums of
+gradients leave on FSDP2's own stream, which adds those of earlier passes first: they come back while the layer runs. On
+a CPU the same code copies at once.
 """
 
 from collections.abc import Iterable, Sequence

@@ -299,8 +299,8 @@ class MemoryPrices:
         return self.seconds_on_device(memory, memory.measures) + on_host
 
     def update_seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds of an update's copies, without those that hide behind a forward pass, where layers' weights
-        on the host need the bus too.
+        """Return the seconds of an update's copies, without those that hide behind a forward pass, where weights of
+        layers on the host need the bus too.
         """
         seconds = memory.paged_bytes / self.machine.paging_bytes_per_second
         place = self.place
