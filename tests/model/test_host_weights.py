@@ -41,7 +41,7 @@ LENGTHS = (13, 1, 30, 7, 2, 18)
 MUTATIONS: dict[str, Change] = {
     "a micro-batch's gradient is dropped": (
         "model.host_weights",
-        "tensor.add_(gradient._local_tensor.to(tensor.device, non_blocking=True))",
+        "tensor.add_(self.staged_sum.wait())",
         "pass",
     ),
     "the norm without gradients on the host": (
@@ -222,7 +222,9 @@ ONE = Home(Layout(ranks=1), compute=None)
 
 
 def _order_of_copies(rank: int, rows: int) -> list[tuple[str, int]]:
-    """Gathers ("g") and copies that begin ("c") of a step, by the place of the group (root: 0)."""
+    """Gathers ("g") of a step, and copies that begin, of weights ("c") and earlier sums ("s"), by the place of the
+    group (root: 0).
+    """
     home = replace(ONE, rows=rows)
     noted = list[tuple[str, int]]()
     with World(ONE.layout, backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
@@ -230,6 +232,7 @@ def _order_of_copies(rank: int, rows: int) -> list[tuple[str, int]]:
         groups: list[Any] = [*reduction_groups(fsdp_modules(model))]
         take_steps(home, world, model, optimizer, range(1))
         fetch, unsharded = HostStore.fetch, FSDPParamGroup.wait_for_unshard
+        fetch_gradients = HostStore.fetch_gradients
 
         def noted_fetch(store: HostStore, parameters: Any) -> None:
             parameters = [*parameters]
@@ -237,15 +240,21 @@ def _order_of_copies(rank: int, rows: int) -> list[tuple[str, int]]:
                 noted.append(("c", next(i for i, g in enumerate(groups) if parameters[0] in g.waiting)))
             fetch(store, parameters)
 
+        def noted_sums(store: HostStore, parameters: Any) -> None:
+            fetch_gradients(store, parameters)
+            if all(p.staged_sum is not None for p in parameters):
+                noted.append(("s", next(i for i, g in enumerate(groups) if parameters[0] in g.waiting)))
+
         def noted_wait(group: Any) -> None:
             if group._all_gather_result is not None:
                 noted.append(("g", groups.index(group)))
             unsharded(group)
 
         patched.setattr(HostStore, "fetch", noted_fetch)
+        patched.setattr(HostStore, "fetch_gradients", noted_sums)
         patched.setattr(FSDPParamGroup, "wait_for_unshard", noted_wait)
         take_steps(home, world, model, optimizer, range(1, 2))
-        assert all(p.staged is None for group in groups for p in group.waiting)
+        assert all(p.staged is p.staged_sum is None for group in groups for p in group.waiting)
     return [*dict.fromkeys(noted[: noted.index(("g", 1))]), *noted[noted.index(("g", 1)) :]]
 
 
@@ -257,8 +266,9 @@ def test_copies_begin_a_group_ahead_forward_and_backward() -> None:
     forward += [step for i in range(1, layers + 1) for step in (("g", i), ("c", i + 1))][:-1]
     backward = [("c", layers), *(step for i in range(layers, 0, -1) for step in (("g", i), ("c", i - 1)))][:-1]
     assert order == forward + backward
-    # the next pass of a step finds the root's copies, which begin with the last gather
-    assert two_passes == [*forward, *backward, ("c", 0), ("g", 0), *forward[2:], *backward]
+    # the next pass of a step finds the root's copies, which begin with the last gather, and fetches earlier sums
+    again = [x for step in backward for x in (step, *[("s", step[1])] * (step[0] == "g"))]
+    assert two_passes == [*forward, *backward, ("c", 0), ("g", 0), *forward[2:], *again, ("s", 0)]
 
 
 def _stale_copies(rank: int) -> list[bool]:

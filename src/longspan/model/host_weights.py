@@ -1,7 +1,8 @@
 """Weights that wait in the host's memory, with their gradients: FSDP2 gathers copies, and its sums go back there.
 
 A copy to the device begins when FSDP2 gathers the group of parameters before, in the next pass of a step too. Sums of
-gradients leave on FSDP2's own stream, which adds those of earlier passes first. On a CPU the same code copies at once.
+gradients leave on FSDP2's own stream, which adds those of earlier passes first: they come back while the layer runs. On
+a CPU the same code copies at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,10 +39,16 @@ check_fsdp_names(
 
 
 class _Staged(NamedTuple):
-    """A shard on the device, which it reaches with the event (None: now)."""
+    """A copy on the device, which it reaches with the event (None: now)."""
 
-    shard: Tensor
+    copy: Tensor
     arrived: torch.cuda.Event | None
+
+    def wait(self) -> Tensor:
+        """Return the copy, for the current stream."""
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.copy.device).wait_event(self.arrived)
+        return self.copy
 
 
 class HostStore:
@@ -58,32 +65,40 @@ class HostStore:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @torch.no_grad()
     def fetch(self, parameters: "Iterable[HostParam]") -> None:
         """Begin to copy shards to the device, unless they are there, or on their way."""
         missing = [parameter for parameter in parameters if parameter.staged is None]
-        if not missing:
-            return
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for parameter, copy in zip(missing, self._copies([p._sharded_param_data for p in missing]), strict=True):
+            parameter.staged = copy
+
+    def fetch_gradients(self, parameters: "Iterable[HostParam]") -> None:
+        """Begin to copy the sums of earlier passes to the device, behind those that still leave."""
+        summed = [parameter for parameter in parameters if parameter.sharded_param.grad is not None]
+        for parameter in summed:
+            if self._stream is not None and parameter.grad_offload_event is not None:
+                self._stream.wait_event(parameter.grad_offload_event)
+        sums: list[Any] = [parameter.sharded_param.grad for parameter in summed]
+        for parameter, copy in zip(summed, self._copies([x._local_tensor for x in sums]), strict=True):
+            parameter.staged_sum = copy
+
+    @torch.no_grad()
+    def _copies(self, sources: Sequence[Tensor]) -> "list[_Staged]":
+        if not sources:
+            return []
+        self.wait_for_reads()
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            shards = [torch.empty_like(p._sharded_param_data, device=self._device) for p in missing]
-            for parameter, shard in zip(missing, shards, strict=True):
-                shard.copy_(parameter._sharded_param_data, non_blocking=True)
-            arrived = None if self._stream is None else torch.cuda.Event()
-            if arrived is not None:
-                arrived.record()
-        for parameter, shard in zip(missing, shards, strict=True):
-            parameter.staged = _Staged(shard, arrived)
+            copies = [torch.empty_like(source, device=self._device) for source in sources]
+            for copy, source in zip(copies, sources, strict=True):
+                copy.copy_(source, non_blocking=True)
+            arrived = None if self._stream is None else self._stream.record_event()
+        return [_Staged(copy, arrived) for copy in copies]
 
     @torch.no_grad()
     def take(self, parameter: "HostParam") -> Tensor:
         """Return a shard in the type in which it is gathered, for the current stream."""
         self.fetch([parameter])
         assert parameter.staged is not None
-        shard, arrived = parameter.staged
-        if arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrived)
+        shard = parameter.staged.wait()
         if parameter.gathered_dtype in (None, shard.dtype):
             return shard
         cast = shard.to(parameter.gathered_dtype)
@@ -92,10 +107,15 @@ class HostStore:
 
     def free(self, parameters: "Iterable[HostParam]") -> None:
         """Free copies that the current stream has read."""
+        self.wait_for_reads()
         for read in parameters:
-            if read.staged is not None and self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
             read.staged = None
+            read.staged_sum = None
+
+    def wait_for_reads(self) -> None:
+        """Let the memory of copies be taken anew once the current stream has read them."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
 
 class HostParam(FSDPParam):
@@ -103,6 +123,7 @@ class HostParam(FSDPParam):
 
     store: HostStore
     staged: _Staged | None
+    staged_sum: _Staged | None  # of `earlier`
     gathered_dtype: torch.dtype | None
     memory: tuple[HostRange, ...]  # of the shard, and of its gradient if it is trained
     earlier: Any  # the gradient of earlier passes while FSDP2 sums that of this one
@@ -135,7 +156,11 @@ class HostParam(FSDPParam):
         if gradient is None:
             gradient = self._make_gradient(tensor)
         else:
-            tensor.add_(gradient._local_tensor.to(tensor.device, non_blocking=True))
+            if self.staged_sum is None:
+                self.staged_sum = _Staged(gradient._local_tensor.to(tensor.device, non_blocking=True), None)
+            tensor.add_(self.staged_sum.wait())
+            self.store.wait_for_reads()
+            self.staged_sum = None
         (norm,) = torch._foreach_norm([tensor], 2, dtype=torch.promote_types(tensor.dtype, torch.float32))
         gradient._local_tensor.copy_(tensor, non_blocking=True)
         note_norm(gradient, norm)
@@ -173,7 +198,7 @@ class HostParamGroup(FSDPParamGroup):
 
     def wait_for_unshard(self) -> None:
         """A forward pass gathers a group when it runs; the next one's copies begin here, those of the root of the next
-        pass with the last gather of a backward pass.
+        pass with the last gather of a backward pass. Behind a backward pass's gather sums of earlier passes come.
         """
         is_gathered_now = self._all_gather_result is not None
         super().wait_for_unshard()
@@ -190,9 +215,13 @@ class HostParamGroup(FSDPParamGroup):
             store.last_in_forward = self
             if self.follower is not None and self.follower.is_sharded:
                 store.fetch(self.follower.waiting)
-        elif self is root.follower and not self.all_reduce_grads:  # `defer_until_last_pass`: a pass follows
-            store.root_is_ahead = True
-            store.fetch(root.waiting)
+            return
+        store.fetch_gradients(self.waiting)
+        if self is root.follower:
+            store.fetch_gradients(root.waiting)
+            if not self.all_reduce_grads:  # `defer_until_last_pass`: a pass follows
+                store.root_is_ahead = True
+                store.fetch(root.waiting)
 
     def reshard(self) -> None:
         """Free copies of what was not gathered too, as after an error, but for those of the next pass."""
@@ -227,6 +256,7 @@ def _put_on_host(group: Any, waiting: Sequence[Any], store: HostStore) -> None:
         parameter.store = store
         parameter.memory = memory
         parameter.staged = None
+        parameter.staged_sum = None
         parameter.earlier = None
         parameter.given = None
     group.__class__ = HostParamGroup

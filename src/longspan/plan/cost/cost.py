@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -186,6 +187,7 @@ FORWARD_SHARES = {
     "sharding_seconds": 1 / 4,
     "closing_seconds": 1 / 3,
     "update_seconds": 0.0,
+    "gradient_seconds": 0.0,
     "paging_seconds": 0.0,
 }
 
@@ -207,8 +209,8 @@ class Cost:
     messages behind its work and than the host's `launch_seconds`, with `group_launch_seconds` and
     `document_launch_seconds` more for each group of a slot and document in it. A step adds `update_seconds`, and
     `closing_seconds` for what is gathered and summed once (free mode: `with_closing`). Weights on the host come for
-    each pass in `streaming_seconds`, behind its work; an update has `paging_seconds` of copies behind the first forward
-    pass.
+    each pass in `streaming_seconds`, behind its work, and sums of their gradients for every backward pass but the first
+    in `gradient_seconds` more; an update has `paging_seconds` of copies behind the first forward pass.
 
     `source` names the constants' model and machine; "" means no machine: seconds only compare parts of plans. `passes`
     "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were measured.
@@ -239,6 +241,7 @@ class Cost:
     document_launch_seconds: float = 0.0
     update_seconds: float = 0.0
     streaming_seconds: float = 0.0
+    gradient_seconds: float = 0.0
     paging_seconds: float = 0.0
     source: str | None = field(default=None, compare=False)
     passes: Passes = "forward and backward"
@@ -389,17 +392,24 @@ class Cost:
         longest = max(turns, default=0.0)
         bubble = (self.stages - 1) / self.chunks
         seconds = max((math.fsum(turns) + bubble * longest) / self.stages, longest)
-        return seconds + max(0.0, self.paging_seconds - sum(turns[:1]) * FORWARD_SHARE / self.stages)
+        room = sum(turns[:1]) * FORWARD_SHARE / self.stages - self.streaming_seconds
+        return seconds + max(0.0, self.paging_seconds - max(0.0, room))
 
     def turn_seconds(self, slowest: Sequence[float]) -> list[float]:
         """Return the seconds in lockstep of each micro-batch, in the whole model: no less than the messages of sharded
-        parameters, which run meanwhile, and than the host's launches; no pass is shorter than copies of its weights.
+        parameters, which run meanwhile, and than the host's launches; no pass is shorter than copies from the host.
         """
         shards = self.sharding_seconds
         launch = self.micro_batch_seconds
-        shares = (1.0,) if self.passes == "forward" else (FORWARD_SHARE, 1 - FORWARD_SHARE)
-        turns = (max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest)
-        return [turn + sum(max(0.0, self.streaming_seconds - share * turn) for share in shares) for turn in turns]
+        turns = [max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest]
+        weights = self.streaming_seconds
+        if self.passes == "forward":
+            return [max(turn, weights) for turn in turns]
+        backward = chain([weights], repeat(weights + self.gradient_seconds))
+        return [
+            turn + (max(0.0, weights - FORWARD_SHARE * turn) + max(0.0, copies - (1 - FORWARD_SHARE) * turn))
+            for turn, copies in zip(turns, backward, strict=False)
+        ]
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
         """Return the seconds that a group of this degree waits for messages however few rows they carry; under "auto"

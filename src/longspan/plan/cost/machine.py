@@ -231,8 +231,8 @@ class CostSettings:
     step. `weight_ranks` of a slot share its weights (0: those of tp). In `free` mode both are once, and a micro-batch
     of padding more. Only the `target_share` of the rows predict a token: others have no logits. Layers multiply in
     `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs. Of a rank's bytes on the host
-    `streamed_bytes` of weights come for each pass, and `paged_bytes` come for an update while no more go, which may
-    hide behind the next forward pass (`hides_update`).
+    `streamed_bytes` of weights come for each pass, and `paged_bytes` come for an update, behind the next forward pass,
+    while no more go.
     """
 
     recomputation: Recomputation = "none"
@@ -255,7 +255,6 @@ class CostSettings:
     forward: bool = False
     streamed_bytes: float = 0.0
     paged_bytes: float = 0.0
-    hides_update: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,7 +429,8 @@ class Machine:
 
     def _add_host_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
         """Add copies from and to the host. Those of embedding and head hide behind nothing: they come before the first
-        layer, for a pass and for an update that hides behind the pass, and their gradients go after it.
+        layer, for a pass and for an update that hides behind the pass, and their gradients go after it. A later pass
+        finds the weights, but waits for gradients that come back.
         """
         streamed, paged = (
             size / self.paging_bytes_per_second for size in (settings.streamed_bytes, settings.paged_bytes)
@@ -438,13 +438,14 @@ class Machine:
         layers = shape.weights - shape.hidden * shape.logits + shape.stored_experts - shape.expert_weights
         root = 1 - layers / max(1, shape.stored_weights)
         ways = 1 if settings.frozen or cost.passes == "forward" else 2
-        hidden = paged * (1 - root) if settings.hides_update and cost.passes != "forward" else 0.0
+        paged = 0.0 if cost.passes == "forward" else paged
         return replace(
             cost,
             micro_batch_seconds=cost.micro_batch_seconds + ways * root * streamed,
-            update_seconds=cost.update_seconds + (paged - hidden if cost.passes != "forward" else 0.0),
+            update_seconds=cost.update_seconds + root * paged,
             streaming_seconds=(1 - root) * streamed,
-            paging_seconds=hidden,
+            gradient_seconds=(ways - 1) * (1 - root) * streamed,
+            paging_seconds=(1 - root) * paged,
         )
 
     def _add_row_seconds(

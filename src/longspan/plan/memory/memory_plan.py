@@ -100,18 +100,12 @@ class MemoryPlan:
             recomputation=self.recomputation,
             streamed_bytes=self.host.weights,
             paged_bytes=self.paged_bytes,
-            hides_update=self.hides_update,
         )
 
     @property
     def paged_bytes(self) -> int:
         """Bytes that come from the host for an update, while no more go: states, weights, and gradients."""
         return self.host.states + 2 * self.host.gradients
-
-    @property
-    def hides_update(self) -> bool:
-        """Whether an update is taken to hide behind the next forward pass: not where weights need the bus then."""
-        return not self.offload_weights
 
     @property
     def recomputation(self) -> Recomputation:
@@ -305,26 +299,38 @@ class MemoryPrices:
         return self.seconds_on_device(memory, memory.measures) + on_host
 
     def update_seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds of an update's copies, without those that hide behind a forward pass."""
+        """Return the seconds of an update's copies, without those that hide behind a forward pass, where weights of
+        layers on the host need the bus too.
+        """
         seconds = memory.paged_bytes / self.machine.paging_bytes_per_second
         place = self.place
-        forward = len(place.stage.layers) * self._layer_work[0] * FORWARD_SHARE
+        layers = len(place.stage.layers)
+        room = layers * max(0.0, self._layer_work[0] * FORWARD_SHARE - self._layer_copy_seconds(memory))
         root = place.numbers.root_numbers(place.stage).trained / max(1.0, place.all_numbers.trained)
-        return max(root * seconds, seconds - forward) if memory.hides_update else seconds
+        return max(root * seconds, seconds - room)
+
+    def _layer_copy_seconds(self, memory: MemoryPlan) -> float:
+        place = self.place
+        root = place.weight_bytes(place.numbers.root_numbers(place.stage), on_host=True)
+        return (memory.host.weights - root) / len(place.stage.layers) / self.machine.paging_bytes_per_second
 
     def streaming_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of a micro-batch in which nothing runs but copies of weights on the host: those of the
-        root and its gradients, and those of a layer, for each pass, that take longer than a layer's work.
+        root and its gradients, and those of a layer, for each pass, that take longer than a layer's work. Sums of
+        gradients come back for all micro-batches but the first.
         """
         place = self.place
-        layers = len(place.stage.layers)
         root_numbers = place.numbers.root_numbers(place.stage)
         root = place.weight_bytes(root_numbers, on_host=True)
-        copy = (memory.host.weights - root) / layers / self.machine.paging_bytes_per_second
         root += place.gradient_bytes(root_numbers) * place.trained_on_host
+        copy = self._layer_copy_seconds(memory)
         work, _ = self._layer_work
-        shown = sum(max(0.0, copy - share * work) for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
-        return layers * shown + root / self.machine.paging_bytes_per_second if memory.offload_weights else 0.0
+        backward = (1 - FORWARD_SHARE) * work
+        shown = max(0.0, copy - FORWARD_SHARE * work) + max(0.0, copy - backward) / place.micro_batches
+        later = 2 * copy if place.trained_on_host else copy
+        shown += max(0.0, later - backward) * (1 - 1 / place.micro_batches)
+        seconds = len(place.stage.layers) * shown + root / self.machine.paging_bytes_per_second
+        return seconds if memory.offload_weights else 0.0
 
     def seconds_on_device(self, kept: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]) -> float:
         """Return the seconds of layers and of gathers where layers keep what `measures` say."""

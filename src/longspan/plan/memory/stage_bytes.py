@@ -357,6 +357,15 @@ class StageBytes:
             states += self.numbers.root_numbers(self.stage).trained_share
         return int(states * settings.weight_bytes / self.shards)
 
+    @property
+    def state_bytes_on_device(self) -> int:
+        """Those of an update's two buckets where states wait on the host, in memory that its stream keeps."""
+        if not self.states_on_host:
+            return self.state_bytes
+        numbers = self.all_numbers
+        beside = self.weight_bytes(numbers, on_host=True) + self.gradient_bytes(numbers)
+        return min(self.state_bytes + int(beside * self.trained_on_host), 2 * STATE_BUCKET_BYTES)
+
     @cached_property
     def reason_for_weights_on_device(self) -> str:
         """Why weights cannot wait on the host, in words that follow "and"; "" where they can."""
@@ -402,11 +411,13 @@ class StageBytes:
 
     @cached_property
     def staging_bytes(self) -> float:
-        """Two buffers of the largest layer's weights that come from the host, and two of gradients that go there."""
+        """Two buffers of the largest layer's weights that come from the host, and two of gradients that go there; of
+        later micro-batches a third, in which earlier sums come.
+        """
         layers = [self.numbers.layers[i] for i in self.stage.layers]
         weights = max(self.weight_bytes(layer, on_host=True) for layer in layers)
         gradients = max(map(self.gradient_bytes, layers)) if self.trained_on_host else 0.0
-        return 2 * (weights + gradients)
+        return 2 * weights + (2 + (self.micro_batches > 1)) * gradients
 
     @cached_property
     def resident_bytes(self) -> Bytes:
@@ -419,7 +430,7 @@ class StageBytes:
         return Bytes(
             weights=int(self.weight_bytes(numbers, on_host=False)),
             packed=int(numbers.packed_share_bytes / self.shards),
-            states=0 if self.states_on_host else self.state_bytes,
+            states=self.state_bytes_on_device,
             communicators=(CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)) * settings.gpu,
         )
 
@@ -502,12 +513,10 @@ class StageBytes:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
         base = vars(self.resident_bytes)
         settings = self.settings
-        # An update of states that wait on the host has two buckets of them, with the weights and gradients there.
-        states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if self.states_on_host else self.state_bytes
         # Sixteen copies of a bundle in bfloat16: of three bundles under way, and the products of one.
         gathered = 32 * BUNDLE_NUMBERS if settings.muon else 0
         all_gradients = int(self.gradient_bytes(self.all_numbers)) * (not self.trained_on_host)
-        yield Bytes(**base | {"gradients": all_gradients, "states": states, "gathered": gathered})
+        yield Bytes(**base | {"gradients": all_gradients, "gathered": gathered})
         for load in loads:
             query = load.rows * attention_widths(self.read).query // self.home.tp
             replays = (
@@ -551,6 +560,9 @@ class StageBytes:
             for i, size, of_packed in zip(stage.layers, whole, packed, strict=True)
         ]
         root = self.numbers.root_numbers(stage)
+        # The root's weights on the host come for the next pass beside the first layer, with earlier sums of gradients.
+        root_ahead = self.weight_bytes(root, on_host=True) * (self.micro_batches > 1)
+        root_ahead += self.gradient_bytes(root) * load.later * self.trained_on_host
         gathered = root.whole * number + self.staging_bytes
         row = load.rows * self.hidden_row_bytes
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
@@ -589,6 +601,7 @@ class StageBytes:
                 elif arrives and i:
                     here_too = sent_whole[i - 1]
                 others = waits + here_too + sum(whole[i + 1 :]) * self.stays_gathered
+            others += root_ahead * (i == 0)
             work = max(running[i].backward, packed[i])
             moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "work": work}
             yield moment | {"kept": here + running[i].kept + running[i].host}
@@ -597,7 +610,7 @@ class StageBytes:
                 sent = numbers.trained * settings.reduce_bytes * sharded
                 gradients += self.gradient_bytes(numbers) * (not load.later and not self.trained_on_host)
         # After all layers whole gradients are summed, or those of the root; encoders run last.
-        sums = self.summing_bytes(root) + sum(whole) * self.stays_gathered
+        sums = self.summing_bytes(root) + sum(whole) * self.stays_gathered + root_ahead
         if self.stays_whole:
             largest = max((layers[i] for i in stage.layers), key=lambda one: one.trained)
             sums = gathered + sum(whole) + whole_gradients + largest.trained * settings.reduce_bytes
