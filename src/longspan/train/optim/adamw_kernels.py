@@ -15,7 +15,7 @@ SECOND = tl.constexpr(0xD35A2D97)
 THIRD = tl.constexpr(0xB5297A4D)
 # As in moment_codes.py.
 SIZE = tl.constexpr(256)
-MEAN_BASE = tl.constexpr(889)
+LEVELS = tl.constexpr(127)
 OCTAVES = tl.constexpr(32 << 23)
 
 
@@ -134,17 +134,18 @@ def update_block(
     EIGHT_BITS: tl.constexpr = mean.dtype.element_ty == tl.uint8
     if EIGHT_BITS:
         scales = (numel + 15) // 16 * 16  # bytes from the first code
-        largest = (tl.load(row + 2) + scales).to(tl.pointer_type(tl.float32)) + first // SIZE
+        units = (tl.load(row + 2) + scales).to(tl.pointer_type(tl.float32)) + first // SIZE
         bounds = (tl.load(row + 3) + scales).to(tl.pointer_type(tl.int32)) + first // SIZE * 2
         left = numel - first
-        m = decode_mean(m, largest, lane, left)
         v = decode_square(v, bounds, lane, left)
+        m = decode_mean(m, units, v, lane, left)
     m = m.to(tl.float32)
     v = v.to(tl.float32)
     g = g * scale * sign
     m = m + (g - m) * mean_weight
     v = v * square_decay + g * g * square_weight
-    denominator = tl.sqrt_rn(v) * root_scale + eps
+    root = tl.sqrt_rn(v)
+    denominator = root * root_scale + eps
     p = p * decay - tl.div_rn(m, denominator) * rate
     if BY_CHANCE:
         place = offset + (first + lane if FLAT else places_in_rows(row, first, lane, BLOCK))
@@ -155,7 +156,8 @@ def update_block(
     if EIGHT_BITS:
         place = tl.load(row + 15) + first + lane
         word = random_words(place, tl.load(row + 13).to(tl.uint32), tl.load(row + 14).to(tl.uint32))
-        m = encode_mean(m, (word & 0xFFFF).to(tl.int32), largest, left, BLOCK)
+        share = tl.where(v > 0, tl.div_rn(m, root), 0.0)
+        m = encode_share(share, (word & 0xFFFF).to(tl.int32), units, left, BLOCK)
         v = encode_square(v, (word >> 16).to(tl.int32), bounds, left, BLOCK)
     if MASKED:
         tl.store(parameter + lane, p.to(parameter.dtype.element_ty), mask=inside)
@@ -168,13 +170,12 @@ def update_block(
 
 
 @triton.jit
-def decode_mean(code, scales, lane, left):
+def decode_mean(code, scales, square, lane, left):
     """The functions of moment_codes.py, for lanes of which `left` are numbers; `scales` are those of their blocks."""
     code = code.to(tl.int32)
     level = code & 127
-    largest = tl.load(scales + lane // SIZE, mask=lane < left, other=0.0)
-    magnitude = tl.where(level > 0, (level + MEAN_BASE) << 20, 0).to(tl.float32, bitcast=True) * largest
-    return tl.where(code > 127, -magnitude, magnitude)
+    share = (level * level).to(tl.float32) * tl.load(scales + lane // SIZE, mask=lane < left, other=0.0)
+    return tl.where(code > 127, -share, share) * tl.sqrt_rn(square)
 
 
 @triton.jit
@@ -188,15 +189,17 @@ def decode_square(code, scales, lane, left):
 
 
 @triton.jit
-def encode_mean(mean, noise, scales, left, BLOCK: tl.constexpr):
-    """Write the scales of a block's BLOCK numbers, and return their codes."""
-    largest = tl.max(tl.reshape(tl.abs(mean), (BLOCK // SIZE, SIZE)), 1)
+def encode_share(share, noise, scales, left, BLOCK: tl.constexpr):
+    """Write the scales of a block's BLOCK numbers, and return their codes: `encode_mean` of moment_codes.py."""
+    largest = tl.max(tl.reshape(tl.abs(share), (BLOCK // SIZE, SIZE)), 1)
+    unit = tl.div_rn(largest, tl.full(largest.shape, LEVELS * LEVELS, tl.float32))
     rows = tl.arange(0, BLOCK // SIZE)
-    tl.store(scales + rows, largest, mask=rows * SIZE < left)
-    divisor = spread(tl.where(largest > 0, largest, 1.0), BLOCK)
-    shares = tl.div_rn(tl.abs(mean), divisor).to(tl.int32, bitcast=True)
-    level = ((shares + (noise << 4)) >> 20) - MEAN_BASE
-    return tl.minimum(tl.maximum(level, 0), 127) + tl.where(mean < 0, 128, 0)
+    tl.store(scales + rows, unit, mask=rows * SIZE < left)
+    x = tl.div_rn(tl.abs(share), spread(tl.where(unit > 0, unit, 1.0), BLOCK))
+    level = tl.sqrt_rn(x).to(tl.int32)
+    above = tl.div_rn(x - (level * level).to(tl.float32), (2 * level + 1).to(tl.float32))
+    above += noise.to(tl.float32) * 0.0000152587890625
+    return tl.minimum(level + above.to(tl.int32), LEVELS) + tl.where(share < 0, 128, 0)
 
 
 @triton.jit

@@ -12,14 +12,9 @@ from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.train.optim.moment_codes import (
     MEAN_SCALE_BYTES,
     NEAREST,
-    SIZE,
     SQUARE_SCALE_BYTES,
-    decode_mean,
-    decode_square,
-    encode_mean,
-    encode_square,
+    PackedMoments,
     packed_bytes,
-    split_packed,
 )
 from longspan.train.optim.offload_states import make_sharded_tensor
 from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Places, RandomKey, Update, numbers_per_chunk
@@ -27,10 +22,6 @@ from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Places, R
 MEAN = "exp_avg"
 SQUARE = "exp_avg_sq"
 _SCALE_BYTES = {MEAN: MEAN_SCALE_BYTES, SQUARE: SQUARE_SCALE_BYTES}
-_KINDS = {
-    MEAN: (torch.float32, decode_mean, encode_mean),
-    SQUARE: (torch.int32, decode_square, encode_square),
-}
 
 
 class EightBitAdamW(OnePassAdamW):
@@ -52,22 +43,21 @@ class EightBitAdamW(OnePassAdamW):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in enumerate(parameters):
             if (state := state_dict["state"].get(index)) is not None:
-                moments = {name: _unpack(state[name], name, parameter) for name in _KINDS}
-                state_dict["state"][index] = {**state, **moments}
+                state_dict["state"][index] = state | _unpack(state, parameter)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; moments are packed one after another, and never whole on the device."""
         states: dict[Any, dict[str, Any]] = state_dict["state"]
         counts = {
-            key: {name: x for name, x in state.items() if name not in _KINDS} for key, state in states.items()
+            key: {name: x for name, x in state.items() if name not in _SCALE_BYTES} for key, state in states.items()
         }
         super().load_state_dict(state_dict | {"state": counts})
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for key, parameter in zip(keys, parameters, strict=True):
-            for name in _KINDS.keys() & states.get(key, {}).keys():
-                self.state[parameter][name] = _pack(local_tensor(states[key][name]), name, parameter)
+            if _SCALE_BYTES.keys() <= states.get(key, {}).keys():
+                self.state[parameter] |= _pack(states[key], parameter)
 
     def _count_step(self, parameter: nn.Parameter) -> float:
         if parameter.dtype not in (torch.float32, torch.bfloat16):
@@ -76,12 +66,7 @@ class EightBitAdamW(OnePassAdamW):
                 "float32 or bfloat16 (model.dtype), or leave optimizer.moments out"
             )
         if not self.state[parameter]:
-            local = local_tensor(parameter.detach())
-            zeros = {
-                name: torch.zeros(packed_bytes(local.numel(), size), dtype=torch.uint8, device=local.device)
-                for name, size in _SCALE_BYTES.items()
-            }
-            self.state[parameter] = {"step": torch.tensor(0.0)} | zeros
+            self.state[parameter] = {"step": torch.tensor(0.0)} | _allocate(local_tensor(parameter.detach()))
         return super()._count_step(parameter)
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
@@ -95,29 +80,36 @@ class EightBitAdamW(OnePassAdamW):
         return super()._make_update(parameter, factors)._replace(moments_rounding=rounding)
 
 
-def _pack(moment: Tensor, name: str, parameter: nn.Parameter) -> Tensor:
+def _allocate(local: Tensor) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros(packed_bytes(local.numel(), size), dtype=torch.uint8, device=local.device)
+        for name, size in _SCALE_BYTES.items()
+    }
+
+
+def _pack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
     local = local_tensor(parameter.detach())
-    dtype, _, encode = _KINDS[name]
-    packed = torch.zeros(packed_bytes(local.numel(), _SCALE_BYTES[name]), dtype=torch.uint8, device=local.device)
-    codes, scales = split_packed(packed, local.numel(), dtype)
-    for start, stop, blocks in _chunks(local):
-        numbers = moment.reshape(-1)[start:stop].to(local.device, torch.float32)
-        codes[start:stop], scales[blocks] = encode(numbers, torch.full_like(numbers, NEAREST, dtype=torch.int32))
-    return packed
+    moments = [local_tensor(state[name]).reshape(-1) for name in (MEAN, SQUARE)]
+    result = _allocate(local)
+    packed = PackedMoments(result[MEAN], result[SQUARE], local.numel())
+    for start, stop in _chunks(local):
+        mean, square = (moment[start:stop].to(local.device, torch.float32) for moment in moments)
+        nearest = torch.full_like(mean, NEAREST, dtype=torch.int32)
+        packed.write(start, stop, mean, square, (nearest, nearest))
+    return result
 
 
-def _unpack(packed: Tensor, name: str, parameter: nn.Parameter) -> Tensor:
+def _unpack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
     local = local_tensor(parameter.detach())
-    dtype, decode, _ = _KINDS[name]
-    codes, scales = split_packed(packed, local.numel(), dtype)
-    moment = torch.empty(local.shape, dtype=torch.bfloat16)
-    for start, stop, blocks in _chunks(local):
-        moment.view(-1)[start:stop] = decode(codes[start:stop], scales[blocks])
-    return make_sharded_tensor(parameter.detach(), moment)
+    packed = PackedMoments(state[MEAN], state[SQUARE], local.numel())
+    moments = {name: torch.empty(local.shape, dtype=torch.bfloat16) for name in (MEAN, SQUARE)}
+    for start, stop in _chunks(local):
+        for moment, numbers in zip(moments.values(), packed.read(start, stop), strict=True):
+            moment.view(-1)[start:stop] = numbers
+    return {name: make_sharded_tensor(parameter.detach(), moment) for name, moment in moments.items()}
 
 
-def _chunks(local: Tensor) -> Iterator[tuple[int, int, slice]]:
+def _chunks(local: Tensor) -> Iterator[tuple[int, int]]:
     size = numbers_per_chunk(local.device)
     for start in range(0, local.numel(), size):
-        stop = min(start + size, local.numel())
-        yield start, stop, slice(start // SIZE, -(-stop // SIZE))
+        yield start, min(start + size, local.numel())

@@ -24,14 +24,7 @@ from torch.optim import AdamW
 from longspan.comm import World, to_device
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
-from longspan.train.optim.moment_codes import (
-    SIZE,
-    decode_mean,
-    decode_square,
-    encode_mean,
-    encode_square,
-    split_packed,
-)
+from longspan.train.optim.moment_codes import PackedMoments, nearest_root
 
 # factors of a place's low and high word
 GOLDEN = 0x9E3779B9
@@ -473,7 +466,9 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
     With a key, bfloat16 results are rounded by random words that a number's place in the whole tensor gives.
     """
     tensors = (update.parameter, update.gradient, update.mean, update.square)
-    packed = None if update.moments_rounding is None else _PackedMoments(update, *update.moments_rounding)
+    packed = (
+        PackedMoments(update.mean, update.square, update.parameter.numel()) if update.moments_rounding else None
+    )
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
     wide = torch.float64 if update.parameter.dtype == torch.float64 else torch.float32
     scale = None if scale is None else scale.to(wide)
@@ -493,8 +488,11 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
                 else result
                 for stream, (output, result) in enumerate(zip(outputs, results, strict=True))
             ]
-        if packed is not None:
-            packed.write(start, stop, *results[1:])
+        if packed is not None and update.moments_rounding is not None:
+            key, first = update.moments_rounding
+            words = random_words(key, first + torch.arange(start, stop, device=flat[0].device))
+            noise = [rounding_noise(words, stream) for stream in (0, 1)]
+            packed.write(start, stop, results[1], results[2], noise)
             outputs = outputs[:1]
             results = results[:1]
         for output, result in zip(outputs, results, strict=True):
@@ -502,30 +500,6 @@ def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
     for tensor, result in zip(tensors, flat, strict=True):
         if tensor is not update.gradient and not tensor.is_contiguous():
             tensor.copy_(result.view(tensor.shape))
-
-
-class _PackedMoments:
-    def __init__(self, update: Update, key: RandomKey, first: int) -> None:
-        numel = update.parameter.numel()
-        self._key = key
-        self._first = first
-        self._means = split_packed(update.mean, numel, torch.float32)
-        self._squares = split_packed(update.square, numel, torch.int32)
-
-    def read(self, start: int, stop: int) -> list[Tensor]:
-        blocks = slice(start // SIZE, -(-stop // SIZE))
-        codes, scales = self._squares
-        means, largest = self._means
-        return [decode_mean(means[start:stop], largest[blocks]), decode_square(codes[start:stop], scales[blocks])]
-
-    def write(self, start: int, stop: int, mean: Tensor, square: Tensor) -> None:
-        blocks = slice(start // SIZE, -(-stop // SIZE))
-        words = random_words(self._key, self._first + torch.arange(start, stop, device=mean.device))
-        noise = [(words & 0xFFFF).int(), (words >> NOISE_BITS).int()]
-        encoded = (encode_mean(mean, noise[0]), encode_square(square, noise[1]))
-        for (codes, scales), (new_codes, new_scales) in zip((self._means, self._squares), encoded, strict=True):
-            codes[start:stop] = new_codes
-            scales[blocks] = new_scales
 
 
 def _compute_update(tensors: Sequence[Tensor], factors: Factors, scale: Tensor | None) -> list[Tensor]:
@@ -536,6 +510,5 @@ def _compute_update(tensors: Sequence[Tensor], factors: Factors, scale: Tensor |
     gradient = gradient * factors.sign
     mean = mean + (gradient - mean) * factors.mean_weight
     square = square * factors.square_decay + gradient * gradient * factors.square_weight
-    # torch's float32 root on a CPU (MKL's) is not always the nearest number; from float64 it is.
-    denominator = square.double().sqrt().to(square.dtype) * factors.root_scale + factors.eps
+    denominator = nearest_root(square) * factors.root_scale + factors.eps
     return [parameter * factors.decay - mean / denominator * factors.rate, mean, square]
