@@ -7,9 +7,11 @@ from typing import Any
 import numpy.typing as npt
 
 from longspan.config.defaults import is_demo, set_steps
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import FAMILY_PLANNERS
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
-from longspan.data.shared_prefixes import group_documents
+from longspan.data.shared_prefixes import find_families, group_documents
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture, ShuffledSource
 from longspan.errors import ConfigError, plural
@@ -124,6 +126,40 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
 def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> list[Integers]:
     groups = group_documents(corpus.select(documents.tolist()), corpus.source_of[documents], most_tokens)
     return [documents[group] for group in groups]
+
+
+def share_by_keys(
+    config: RunConfig, order: StepOrder, corpus: Corpus, model: Any, log: Callable[[str], None]
+) -> None:
+    """Let documents share prefixes, unless a key or the data are against it; `model` is its configuration."""
+    if config.data.share_prefixes == AUTO and corpus.targets is not None and not corpus.images:
+        order.sharing = corpus
+        share_none(order, log, *_separate_keys(config, model))
+
+
+def _separate_keys(config: RunConfig, model: Any) -> Iterator[str]:
+    if config.context.planner not in (AUTO, *FAMILY_PLANNERS):
+        yield f"context.planner {config.context.planner}"
+    if config.mtp.num_layers:
+        yield "multi-token prediction"
+    if config.lora.dropout:
+        yield "lora.dropout"
+    balance = config.train.router_aux_loss_coef
+    if balance < 0 and getattr(model, "output_router_logits", False):
+        balance = model.router_aux_loss_coef
+    if balance > 0 or config.train.router_z_loss_coef:
+        yield "losses of routers"
+
+
+def share_none(order: StepOrder, log: Callable[[str], None], *reasons: str) -> None:
+    if not reasons or order.sharing is None:
+        return
+    if max(find_families(order.select(order.sharing, 0)).parents) >= 0:
+        log(
+            f"documents that begin alike are computed whole, as {' and '.join(reasons)} is exact for separate "
+            "documents alone"
+        )
+    order.sharing = None
 
 
 def order_lengths(
