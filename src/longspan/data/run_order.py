@@ -128,36 +128,28 @@ def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> l
     return [documents[group] for group in groups]
 
 
-def share_by_keys(
-    config: RunConfig, order: StepOrder, corpus: Corpus, model: Any, log: Callable[[str], None]
-) -> None:
-    """Let documents share prefixes, unless a key or the data are against it; `model` is its configuration."""
-    if config.data.share_prefixes == AUTO and corpus.targets is not None and not corpus.images:
-        order.sharing = corpus
-        share_none(order, log, *_separate_keys(config, model))
-
-
-def _separate_keys(config: RunConfig, model: Any) -> Iterator[str]:
-    if config.context.planner not in (AUTO, *FAMILY_PLANNERS):
-        yield f"context.planner {config.context.planner}"
-    if config.mtp.num_layers:
-        yield "multi-token prediction"
-    if config.lora.dropout:
-        yield "lora.dropout"
-    balance = config.train.router_aux_loss_coef
-    if balance < 0 and getattr(model, "output_router_logits", False):
-        balance = model.router_aux_loss_coef
-    if balance > 0 or config.train.router_z_loss_coef:
-        yield "losses of routers"
+def share_by_keys(config: RunConfig, order: StepOrder, corpus: Corpus, log: Callable[[str], None]) -> None:
+    """Let documents share prefixes, unless a key or the data are against it."""
+    if config.data.share_prefixes != AUTO or corpus.targets is None or corpus.images:
+        return
+    order.sharing = corpus
+    planner = config.context.planner
+    separate = {
+        f"context.planner {planner}": planner not in (AUTO, *FAMILY_PLANNERS),
+        "multi-token prediction": config.mtp.num_layers > 0,
+        "lora.dropout": config.lora.dropout > 0,
+    }
+    share_none(order, log, *(name for name, is_on in separate.items() if is_on))
 
 
 def share_none(order: StepOrder, log: Callable[[str], None], *reasons: str) -> None:
+    """Compute documents whole where there are reasons, and say so where they begin alike."""
     if not reasons or order.sharing is None:
         return
     if max(find_families(order.select(order.sharing, 0)).parents) >= 0:
         log(
-            f"documents that begin alike are computed whole, as {' and '.join(reasons)} is exact for separate "
-            "documents alone"
+            f"documents that begin alike are computed whole, which {' and '.join(reasons)} needs"
+            " (docs/shared-prefixes.md)"
         )
     order.sharing = None
 

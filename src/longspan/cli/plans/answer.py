@@ -88,7 +88,7 @@ def open_run_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[Run
         settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
         corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
-        share_by_keys(config, order, corpus, run.model, log)
+        share_by_keys(config, order, corpus, log)
         rows = corpus.image_share
         lengths = np.asarray(corpus.lengths)
         yield _describe_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
