@@ -30,9 +30,8 @@ from longspan.bench.step.command import Cases, main, make_training, measure_step
 from longspan.bench.step.settings import StepSettings
 from longspan.comm import World
 from longspan.plain_text import bytes_text
-from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.train import SharedDocuments, run_step
-from longspan.train.step_figures import plan_flops
 
 EXPECTED = -12.0  # about the log-probability of a token under random weights
 
@@ -140,7 +139,9 @@ def _measure_way(
     world.prepare(plan)
     row = measure_steps(settings, take_step, world)
     training.finish_update()
-    flops = plan_flops(ModelShape.of(settings.configuration), plan, frozen=settings.config.lora.rank > 0)
+    flops = model_flops(
+        ModelShape.of(settings.configuration), plan.lengths, frozen=settings.config.lora.rank > 0, bases=plan.bases
+    )
     row |= {
         "loss": losses[0],
         "rows": plan.tokens,

@@ -1,6 +1,6 @@
 """The pictures of concepts and of the architecture: python docs/site/pictures.py [FOLDER], by default docs/pictures.
 
-slots.svg, types.svg and hierarchy.svg are drawn here, from layouts, rooms.svg from the layers of pyproject.toml, and
+slots.svg, types.svg, hierarchy.svg and families.svg are drawn here, rooms.svg from the layers of pyproject.toml, and
 plan.svg by `longspan plan --plot`, with the words of PLAN. Every picture has colours for light and for dark pages.
 """
 
@@ -175,6 +175,28 @@ def hierarchy() -> str:
     return picture.svg()
 
 
+def families() -> str:
+    """Four answers to one prompt: as separate documents, as a family, and which rows of it see which keys."""
+    picture = Picture(1000, 300, "Four answers to one prompt, as separate documents and as a family")
+    picture.text(20, 24, "separate documents", "title")
+    picture.text(370, 24, "a family: the prompt once", "title")
+    picture.text(730, 24, "rows (down) and keys", "title")
+    picture.box(370, 110, 150, 34, "a", "prompt")
+    for answer, color in enumerate(("b", "c", "d", "b")):
+        y = 44 + answer * 56
+        picture.box(20, y, 210, 34, "a", "prompt")
+        picture.box(232, y, 88, 34, color, f"answer {answer}")
+        picture.box(590, y, 88, 34, color, f"answer {answer}")
+        picture.arrow(f"M 522 127 L 584 {y + 17}")
+        picture.box(840 + answer * 34, 154 + answer * 24, 32, 22, color)
+    picture.box(730, 44, 108, 108, "a", "prompt")
+    picture.box(730, 154, 108, 94, "a", "no mask")
+    picture.text(20, 284, "Each document sees its own prompt.", "soft")
+    picture.text(370, 284, "The last token of the prompt heads each answer.", "soft")
+    picture.text(730, 284, "One launch for all answers.", "soft")
+    return picture.svg()
+
+
 def rooms() -> str:
     """The layers of import-linter from top to bottom, and beside them what a step passes."""
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
@@ -201,7 +223,7 @@ def rooms() -> str:
 def draw(folder: Path) -> None:
     """Write all pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for drawing in (slots, types, hierarchy, rooms):
+    for drawing in (slots, types, hierarchy, families, rooms):
         (folder / f"{drawing.__name__}.svg").write_text(drawing(), encoding="utf-8")
     longspan([*PLAN.split(), "--plot", str(folder / "plan.svg")])
 

@@ -7,9 +7,11 @@ from typing import Any
 import numpy.typing as npt
 
 from longspan.config.defaults import is_demo, set_steps
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import FAMILY_PLANNERS
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
-from longspan.data.shared_prefixes import group_documents
+from longspan.data.shared_prefixes import find_families, group_documents
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture, ShuffledSource
 from longspan.errors import ConfigError, plural
@@ -124,6 +126,32 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
 def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> list[Integers]:
     groups = group_documents(corpus.select(documents.tolist()), corpus.source_of[documents], most_tokens)
     return [documents[group] for group in groups]
+
+
+def share_by_keys(config: RunConfig, order: StepOrder, corpus: Corpus, log: Callable[[str], None]) -> None:
+    """Let documents share prefixes, unless a key or the data are against it."""
+    if config.data.share_prefixes != AUTO or corpus.targets is None or corpus.images:
+        return
+    order.sharing = corpus
+    planner = config.context.planner
+    separate = {
+        f"context.planner {planner}": planner not in (AUTO, *FAMILY_PLANNERS),
+        "multi-token prediction": config.mtp.num_layers > 0,
+        "lora.dropout": config.lora.dropout > 0,
+    }
+    share_none(order, log, *(name for name, is_on in separate.items() if is_on))
+
+
+def share_none(order: StepOrder, log: Callable[[str], None], *reasons: str) -> None:
+    """Compute documents whole where there are reasons, and say so where they begin alike."""
+    if not reasons or order.sharing is None:
+        return
+    if max(find_families(order.select(order.sharing, 0)).parents) >= 0:
+        log(
+            f"documents that begin alike are computed whole, which {' and '.join(reasons)} needs"
+            " (docs/shared-prefixes.md)"
+        )
+    order.sharing = None
 
 
 def order_lengths(

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import ONE_DEGREE, PLANNERS, EvalConfig, PlanSection
+from longspan.config.plan_section import FAMILY_PLANNERS, ONE_DEGREE, PLANNERS, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
@@ -34,8 +34,6 @@ KEYS = {  # of a section of plans, by the planners' arguments
     "cp_comm_type": "cp_comm_type",
     "hierarchical_context_parallel_sizes": "hierarchical_context_parallel_sizes",
 }
-
-FAMILY_PLANNERS = ("fixed", "dynamic")  # which keep documents that share prefixes in one group
 
 
 def plan_row_multiple(parallel: ParallelConfig) -> int:

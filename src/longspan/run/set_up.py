@@ -23,7 +23,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.build import check_ids_in_vocabulary
 from longspan.data.documents import CorpusDocuments
-from longspan.data.run_order import most_step_tokens, set_epoch_steps, source_lines
+from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
@@ -41,7 +41,7 @@ from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
-from longspan.run.shared_prefixes import share_by_keys, share_by_model
+from longspan.run.shared_prefixes import share_by_model
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
 from longspan.train.run_depths import depths_line
@@ -391,7 +391,7 @@ def set_up(
     configuration = fit_configuration(data, config, world, log)
     starts.end_part("data")
     done = int(state.get("step", 0))
-    share_by_keys(config, data.order, data.corpus, configuration, log)
+    share_by_keys(config, data.order, data.corpus, log)
     resolved = resolve_run(config, data, configuration, world, log, done=done)
     config = resolved.config
     memory = resolved.memory

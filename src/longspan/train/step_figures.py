@@ -58,7 +58,7 @@ class StepFigures:
             figures["encoder_share"] = round(encoders.seconds / seconds, 4)
             figures["predicted_encoder_share"] = round(in_encoders / (in_encoders + plan.predicted_seconds), 4)
         if self.shape is not None and not (images and self.images is None):
-            flops = plan_flops(self.shape, plan, frozen=self.frozen)
+            flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, bases=plan.bases)
             flops += self.images.flops(images, trained=self.trained) if self.images else 0
             tflops = flops / seconds / self.devices / 1e12
             figures["tflops"] = float(f"{tflops:.6g}")
@@ -68,12 +68,6 @@ class StepFigures:
             figures["predicted_seconds"] = round(plan.predicted_seconds + in_encoders, 6)
             figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
         return figures
-
-
-def plan_flops(shape: ModelShape, plan: Plan, *, frozen: bool = False) -> int:
-    """Count the model FLOPs of a plan's rows; pairs of rows and keys before a document's own are not computed again."""
-    flops = model_flops(shape, plan.path_lengths, frozen=frozen)
-    return flops - model_flops(shape, plan.bases, frozen=frozen) if plan.parents else flops
 
 
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:

@@ -7,16 +7,19 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from longspan import Document, Layout, share_prefixes
+from longspan.cli.show import show_rows
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.data.shared_prefixes import cut_documents, find_families
 from longspan.errors import LongspanError
 from longspan.plan import Plan, read_plans
+from longspan.report.gantt import plan_facts, plan_part
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
@@ -104,7 +107,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, RunConfi
     path = questions(folder)
     shared = config_of(folder, path, "shared", checkpoint__every=1)
     separate = config_of(folder, path, "separate", data__share_prefixes="none")
-    return shared, separate, run_in_float64(0, [shared, separate], 1)[0]
+    with patch("longspan.run.warm_up.needs_warm_up", return_value=True):  # as on GPUs, with the kinds of families
+        said = run_in_float64(0, [shared, separate], 1)[0]
+    return shared, separate, said
 
 
 def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[RunConfig, RunConfig, str]) -> None:
@@ -160,6 +165,23 @@ def test_documents_of_a_corpus_are_planned_and_cut_as_those_in_memory(alone: tup
     others = corpus.select([0, 4, 8, 12])  # that begin unlike each other
     of_others = choice.plan_documents(others.lengths, others, home, targets=others.targets)
     assert of_others == choice.plan(others.lengths, home, targets=others.targets)
+
+
+def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pytest.CaptureFixture[str]) -> None:
+    show_rows(alone[0], 7)
+    *_, tree = capsys.readouterr().out.partition("begin alike, and are computed once")
+    lines = [line.split(", ")[0] for line in tree.splitlines()[1:]]
+    first = ["prefix", *(f"   └─ shown as {i}" for i in (1, 2, 3, 4))]
+    assert lines == [*first, "prefix", *(f"   └─ shown as {i}" for i in (5, 6, 7))]
+    show_rows(alone[1], 7)
+    assert "begin alike" not in capsys.readouterr().out
+    plan = plans_of(alone[0])[0]
+    assert ("shared", f"{TEXTS} prefixes, {plan.spared_rows:,} rows fewer") in [*plan_facts(plan)]
+    prefix = next(d for d in range(len(plan.lengths)) if d not in plan.whole_documents)
+    part = plan_part(plan, "step 1", None, measured=False)
+    branches = (plan.parents or ()).count(prefix)
+    assert ("computed once for", f"{branches} documents") in part["documents"][prefix]
+    assert f"prefix {prefix} · " in part["pictures"][0]
 
 
 MUTANTS: dict[str, Change] = {

@@ -35,6 +35,7 @@ from longspan.data.run_order import (
     most_step_tokens,
     order_lengths,
     set_epoch_steps,
+    share_by_keys,
 )
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, LongspanError, PlanError, plural
@@ -87,6 +88,7 @@ def open_run_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[Run
         settings = CorpusSettings.for_run(config)
         corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
+        share_by_keys(config, order, corpus, log)
         rows = corpus.image_share
         lengths = np.asarray(corpus.lengths)
         yield _describe_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)
@@ -131,6 +133,7 @@ def _describe_documents(
         order.lengths_of_step,
         config.train.steps,
         targets_of_step=order.targets_of_step,
+        documents_to_share=order.documents_to_share,
         longest=max(n for i, n in enumerate(lengths.tolist()) if i not in held_out),
         target_share=target_share,
         image_rows=rows_of_token * most_step_tokens(config, order) if rows_of_token else 0.0,
@@ -259,7 +262,7 @@ def _way_figures(fit: Fit) -> dict[str, Any]:
         peak = peak_tflops(facts.machine.device, "bfloat16")
         frozen = config.lora.rank > 0
         shape = ModelShape.of(facts.model, depths=config.mtp.num_layers)
-        flops = sum(model_flops(shape, plan.lengths, frozen=frozen) for plan in fit.plans) / len(fit.plans)
+        flops = sum(model_flops(shape, p.lengths, frozen=frozen, bases=p.bases) for p in fit.plans) / len(fit.plans)
         mfu = flops / fit.seconds / count / 1e12 / peak if peak else None
     types = dict.fromkeys(filter(None, map(plan_type_text, fit.plans)))
     return {

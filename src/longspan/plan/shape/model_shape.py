@@ -259,7 +259,9 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
-def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False) -> int:
+def model_flops(
+    shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False, bases: Sequence[int] = ()
+) -> int:
     """Count the FLOPs of forward and backward for documents of these lengths, by the convention above.
 
     `frozen` weights, under adapters, have no gradients of their own: 4 FLOPs in place of 6. Adapters do not count.
@@ -272,7 +274,11 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     and number of the query width, and backward twice that: 12 x query width x pairs. Where rows choose their keys the
     chosen pairs count so, and of all pairs a product without gradients. A state-space layer takes 3 times its
     `MixerShape.scan_flops` for each row. Rows of an image that see its later ones are not counted: less than 1 %.
+    `bases` are the rows before each document's own, of prefixes that count as documents (`Plan.bases`).
     """
+    if bases:
+        paths = [base + length for base, length in zip(bases, lengths, strict=True)]
+        return model_flops(shape, paths, frozen=frozen) - model_flops(shape, bases, frozen=frozen)
     pairs = sum(_window_pairs(length, length) for length in lengths)
     in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
     in_chunks = 0
