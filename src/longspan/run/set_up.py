@@ -391,7 +391,7 @@ def set_up(
     configuration = fit_configuration(data, config, world, log)
     starts.end_part("data")
     done = int(state.get("step", 0))
-    share_by_keys(config, data.order, data.corpus, configuration, log)
+    share_by_keys(config, data.order, data.corpus, log)
     resolved = resolve_run(config, data, configuration, world, log, done=done)
     config = resolved.config
     memory = resolved.memory

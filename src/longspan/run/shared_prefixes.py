@@ -1,7 +1,6 @@
 """Prefixes that documents of a run share (docs/shared-prefixes.md): whether they are computed once, and what is
 said."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from longspan.comm.all_ranks import LogLine
@@ -19,30 +18,21 @@ from longspan.resolve.choice import FAMILY_PLANNERS
 from longspan.train.step_figures import plan_flops
 
 
-def share_by_keys(config: RunConfig, order: StepOrder, corpus: Corpus, model: Any, log: LogLine) -> None:
-    """Let documents share prefixes, unless a key or the data are against it; `model` is its configuration."""
-    if config.data.share_prefixes == AUTO and corpus.targets is not None and not corpus.images:
-        order.sharing = corpus
-        _share_none(order, log, *_separate_keys(config, model))
+def share_by_keys(config: RunConfig, order: StepOrder, corpus: Corpus, log: LogLine) -> None:
+    """Let documents share prefixes, unless a key or the data are against it."""
+    if config.data.share_prefixes != AUTO or corpus.targets is None or corpus.images:
+        return
+    order.sharing = corpus
+    reasons = [f"context.planner {config.context.planner}"] * (config.context.planner not in FAMILY_PLANNERS)
+    reasons += ["lora.dropout"] * (config.lora.dropout > 0)
+    _share_none(order, log, *reasons)
 
 
 def share_by_model(order: StepOrder, model: Any, log: LogLine) -> None:
     """Let none share prefixes where the prepared model is exact for separate documents alone."""
-    _share_none(order, log, *call_rules(find_language_model(model)).separate_features(training=True))
-
-
-def _separate_keys(config: RunConfig, model: Any) -> Iterator[str]:
-    if config.context.planner not in (AUTO, *FAMILY_PLANNERS):
-        yield f"context.planner {config.context.planner}"
-    if config.mtp.num_layers:
-        yield "multi-token prediction"
-    if config.lora.dropout:
-        yield "lora.dropout"
-    balance = config.train.router_aux_loss_coef
-    if balance < 0 and getattr(model, "output_router_logits", False):
-        balance = model.router_aux_loss_coef
-    if balance > 0 or config.train.router_z_loss_coef:
-        yield "losses of routers"
+    rules = call_rules(find_language_model(model))
+    order.length_limits = rules.length_limits
+    _share_none(order, log, *rules.separate_features(training=True, same_frequencies=True))
 
 
 def _share_none(order: StepOrder, log: LogLine, *reasons: str) -> None:
