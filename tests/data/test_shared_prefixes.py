@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from longspan import Document, Layout, plan_fixed
 from longspan.errors import DataError
+from longspan.plan.shape.positions import LengthLimit, length_class
 from longspan.train import ScoredDocument, SharedDocuments, share_prefixes
 
 
@@ -77,15 +78,16 @@ def test_depths_read_the_same_tokens_behind_a_prefix(documents, least, depths):
     check_shared(documents, share_prefixes(documents, least_rows=least), least)
 
 
-@given(chats())
+@given(chats(), st.booleans())
 @settings(max_examples=50, deadline=None)
-def test_documents_share_with_those_of_their_class(documents):
-    shared = share_prefixes(documents, least_rows=1, length_class=lambda length: length % 2)
+def test_documents_share_with_those_of_the_same_frequencies(documents, of_each_length):
+    limits = [LengthLimit(6, of_each_length)]
+    shared = share_prefixes(documents, least_rows=1, length_limits=limits)
     for prefix in range(len(documents), len(shared)):
-        below = [d for d in range(len(documents)) if prefix in (shared.parents[d], *ancestors(shared, d))]
-        assert len({len(documents[d]) % 2 for d in below}) == 1
-    alone = share_prefixes(documents, least_rows=1, length_class=lambda length: object())
-    assert len(alone) == len(documents) and alone.left_out == 0
+        below = [d for d in range(len(documents)) if prefix in ancestors(shared, d)]
+        assert len({length_class(limits, len(documents[d])) for d in below}) == 1
+    assert length_class(limits, 7) != length_class(limits, 6) == length_class(limits, 2)
+    assert (length_class(limits, 7) == length_class(limits, 9)) != of_each_length
 
 
 def ancestors(shared, document):

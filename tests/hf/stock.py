@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
+from longspan.data.shared_prefixes import find_families
 from longspan.launch import fork_server
 from longspan.testing import run_ranks
-from longspan.train import share_prefixes
 from tests.model.stock import without_trials
 from tests.train.own_loss.test_families import casts_in_float64
 
@@ -83,12 +83,12 @@ def train_with_shared_prompts(run: Run, train: Any) -> Any:
     """A trainer's run in which prompts of three tokens and more are shared, and how many prefixes a step had."""
     found = list[int]()
 
-    def share(documents: Any, **keywords: Any) -> Any:
-        shared = share_prefixes(documents, least_rows=3, **keywords)
-        found.append(len(shared) - len(documents))
-        return shared
+    def find(documents: Any, **keywords: Any) -> Any:
+        families = find_families(documents, least_rows=3, **keywords)
+        found.append(len(families.lengths) - len(documents))
+        return families
 
-    with patch("longspan.train.families.share_prefixes", share), casts_in_float64():
+    with patch("longspan.resolve.choice.find_families", find), casts_in_float64():
         trainer = train(run)
     run.kept["prefixes"] = max(found, default=0)
     return trainer

@@ -165,7 +165,7 @@ def test_documents_that_share_prefixes_run_the_same_graphs(case: str) -> None:
                 model = prepare(make(), world, compiled=compiled, **how)
                 take_step(model, world, LENGTHS)
                 answers.append(take_step_of_families(model, world))
-    assert worst(answers[1], answers[0]) <= 1e-12
+    assert worst(answers[1], answers[0]) <= (1e-5 if case == "inductor" else 1e-12)
     assert case == "inductor" or graphs.made[1] in of_layers
 
 

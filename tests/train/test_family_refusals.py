@@ -1,8 +1,9 @@
 """What is not exact over documents that share prefixes is refused by name, before the first collective."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -27,10 +28,10 @@ from longspan.comm.control_group import ControlGroup
 from longspan.errors import DataError, LossError, ModelError, PlanError
 from longspan.model.seams.call_rules import CallRules
 from longspan.mtp import MtpLoss
-from longspan.plan import PlanOptions
 from longspan.train import PlannerConfig, SharedDocuments, share_prefixes
 from longspan.train.families import share_where_exact
 from tests.model.deep import deep
+from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
 from tests.model.stock import SIZES, prepare_untried, random_model, texts
 
@@ -55,6 +56,7 @@ def phi3(rope: dict[str, Any], limit: int) -> Any:
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
 MODELS: dict[str, tuple[Callable[[], Any], str, bool]] = {  # whether evaluation is refused too
     "indexer": (lambda: load_model(preset="deepseek-v32-tiny", vocab_size=61), "keys that an indexer chooses", True),
+    "adapter": (lambda: adapted("qwen3", "every linear", lora_dropout=0.1), "dropout of an adapter's inputs", False),
     "dropout": (lambda: deep("qwen3", torch.float64, attention_dropout=0.1), "dropout of attention weights", False),
 }
 
@@ -101,27 +103,19 @@ def test_families_of_two_rotary_frequencies_are_refused() -> None:
             run_step(model, plan_of(shared, world), shared, world)
 
 
-class Own(NamedTuple):
-    """A planner's choice, whose rows of a slot are not limited."""
-
-    planner: str
-    options: Any = PlanOptions()
-
-    def widest_even_degree(self, home: Layout) -> int:
-        return home.slots
-
-
 def test_where_nobody_asked_documents_are_separate_and_a_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
     prompt, *answers = texts((300, 4, 6))
     documents = [Document(np.append(prompt, a), loss_mask=[0] * 300 + [1] * len(a)) for a in answers]
+    fixed = PlannerConfig.fixed(1)
+    padded = replace(fixed, planner="padded")
     with World(Layout(1)) as world:
         chunks = SimpleNamespace(call_rules=CallRules("Llama4", separate=("chunks of positions",)))
         plain = SimpleNamespace(call_rules=CallRules("Qwen3"))
         for _ in range(2):
-            assert share_where_exact(chunks, documents, Own("fixed"), world, training=True) is documents
-        assert share_where_exact(plain, documents, Own("padded"), world, training=True) is documents
-        assert len(share_where_exact(plain, documents, Own("auto"), world, training=True)) == 3
-        assert share_where_exact(chunks, documents[:1], Own("padded"), world, training=True) == documents[:1]
+            assert share_where_exact(chunks, documents, fixed, world, training=True) is documents
+        assert share_where_exact(plain, documents, padded, world, training=True) is documents
+        assert len(share_where_exact(plain, documents, PlannerConfig.dynamic(), world, training=True)) == 3
+        assert share_where_exact(chunks, documents[:1], padded, world, training=True) == documents[:1]
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(": ")[1].split(" (")[0] for line in lines] == [
         "Llama4 has chunks of positions", "planner 'padded' lays documents out alone"

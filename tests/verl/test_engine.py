@@ -85,22 +85,22 @@ def shared_prompts_errors(rank: int, folder: Path, plan: str) -> dict[str, float
 
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    from longspan.train import families
+    from longspan.resolve import choice
     from tests.train.own_loss.test_families import casts_in_float64
     from tests.verl import workers as w
 
-    found, errors, share = list[int](), dict[str, float](), families.share_prefixes
+    found, errors, find = list[int](), dict[str, float](), choice.find_families
 
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        shared = share(*arguments, least_rows=3, **keywords)
-        found.append(len(shared) - len(shared.prefix_lengths))
-        return shared
+    def counted(documents: Any, **keywords: Any) -> Any:
+        families = find(documents, least_rows=3, **keywords)
+        found.append(len(families.lengths) - len(documents))
+        return families
 
     kinds: dict[str, Any] = {
         "language_model": (AutoModelForCausalLM, partial(w.actor_loss, entropy_coeff=0.1)),
         "value_model": (AutoModelForTokenClassification, w.critic_loss),
     }
-    with patch.object(families, "share_prefixes", counted):
+    with patch.object(choice, "find_families", counted):
         for kind, (stock, make_loss) in kinds.items():
             critic = kind == "value_model"
             path = w.write_model(folder / kind, head=critic)

@@ -14,7 +14,7 @@ from longspan.errors import ConfigError
 from longspan.plan.micro_batch import fit_level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
-FAMILY_PLANNERS = "fixed", "dynamic"  # which keep documents that share prefixes in one group
+FAMILY_PLANNERS = AUTO, "fixed", "dynamic"  # which keep documents that share prefixes in one group
 PLANNERS = (*ONE_DEGREE, "dynamic")  # another name is that of a function of the user's
 AnyPlan = TypeVar("AnyPlan", bound="PlanSection")
 NumberOrAuto = Annotated[int | str, AtLeast(0)]

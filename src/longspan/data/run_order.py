@@ -135,8 +135,7 @@ def share_by_keys(config: RunConfig, order: StepOrder, corpus: Corpus, log: Call
     order.sharing = corpus
     planner = config.context.planner
     separate = {
-        f"context.planner {planner}": planner not in (AUTO, *FAMILY_PLANNERS),
-        "multi-token prediction": config.mtp.num_layers > 0,
+        f"context.planner {planner}": planner not in FAMILY_PLANNERS,
         "lora.dropout": config.lora.dropout > 0,
     }
     share_none(order, log, *(name for name, is_on in separate.items() if is_on))

@@ -4,7 +4,7 @@ Only rows that predict no token are shared. The row that predicts a document's f
 the first row of its branch: so labels, losses and numbers of tokens are each in one document, as before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,9 +17,9 @@ from longspan.data.documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
+from longspan.plan.shape.positions import LengthLimit, length_class
 
 LEAST_ROWS = 256  # of a prefix
-LengthClass = Callable[[int], Any]  # equal for documents of lengths of which a model computes a row alike
 _KINDS = (Document, ScoredDocument, LabelledCorpusDocument, ScoredCorpusDocument)
 
 
@@ -69,7 +69,7 @@ def share_prefixes(
     least_rows: int = LEAST_ROWS,
     max_rows: int | None = None,
     depths: int = 0,
-    length_class: LengthClass | None = None,
+    length_limits: Sequence[LengthLimit] = (),
 ) -> SharedDocuments:
     """Find prefixes that documents of a step share, so that each is computed once.
 
@@ -85,14 +85,14 @@ def share_prefixes(
     `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
     with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`,
     `ScoredDocument`, those of a corpus) share; any other stays as it is. A prefix ends `depths` rows earlier, as its
-    rows at a depth of multi-token prediction (`mtp=` of the step) read so many tokens ahead. Only documents share whose
-    lengths are of one `length_class`, where a model's rotary frequencies depend on it. Raises DataError for a document
-    that has a parent already, and numbers below 1.
+    rows at a depth of multi-token prediction (`mtp=` of the step) read so many tokens ahead. Only documents share that
+    have the same rotary frequencies, where these depend on lengths by `length_limits` (of `model.call_rules`). Raises
+    DataError for a document that has a parent already, and numbers below 1.
     """
     for name, value in (("least_rows", least_rows), ("max_rows", max_rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DataError(f"{name} is {value!r}; give an integer of at least 1")
-    families = find_families(documents, least_rows, max_rows, depths, length_class)
+    families = find_families(documents, least_rows, max_rows, depths, length_limits)
     return cut_documents(documents, *families, depths=depths)
 
 
@@ -109,13 +109,13 @@ def find_families(
     least_rows: int = LEAST_ROWS,
     max_rows: int | None = None,
     depths: int = 0,
-    length_class: LengthClass | None = None,
+    length_limits: Sequence[LengthLimit] = (),
 ) -> Families:
     """Find what `share_prefixes` cuts; of documents that begin unlike all others only the first ids are read."""
     families = list[_Family]()
     left_out = 0
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, least_rows, depths, length_class):
+    for numbers in _candidates(documents, rows, least_rows, depths, length_limits):
         for family in _divide(documents, rows, numbers, least_rows, max_rows, depths):
             if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
                 families.append(family)
@@ -181,7 +181,7 @@ def _shareable_rows(document: Any) -> int:
 
 
 def _candidates(
-    documents: Sequence[Any], rows: dict[int, int], least: int, depths: int, length_class: LengthClass | None
+    documents: Sequence[Any], rows: dict[int, int], least: int, depths: int, length_limits: Sequence[LengthLimit]
 ) -> Iterator[list[int]]:
     """Yield the documents with the same first ids, sorted by the `rows` that they may share, which are set.
 
@@ -194,7 +194,7 @@ def _candidates(
                 f"document {number} has the parent {document.parent}, and is cut already; give whole documents"
             )
         if type(document) in _KINDS and len(document) > least + depths:
-            key = document.ids[: least + depths].tobytes(), length_class and length_class(len(document))
+            key = document.ids[: least + depths].tobytes(), length_class(length_limits, len(document))
             same_start.setdefault(key, []).append(number)
     for numbers in same_start.values():
         if len(numbers) > 1:
@@ -243,7 +243,7 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
     """
     groups = list[list[int]]()
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, LEAST_ROWS, depths=0, length_class=None):
+    for numbers in _candidates(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
         tokens = most_tokens
         for before, number in pairwise([-1, *numbers]):
             tokens += len(documents[number])

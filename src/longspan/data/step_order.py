@@ -27,6 +27,7 @@ from longspan.data.stream import (
 )
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
+from longspan.plan.shape.positions import LengthLimit
 
 _STRIDE = 64  # steps; the beginning of every 64th is kept
 
@@ -144,6 +145,7 @@ class StepOrder:
             self.ends = EpochEnds(self.stream.documents, self._last)
         self._steps = StepBegins(self._end_of_step)
         self.sharing: Corpus | None = None  # the corpus whose documents share prefixes, if they do
+        self.length_limits: tuple[LengthLimit, ...] = ()  # of rotary frequencies, which they have the same
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is computed again; equal arrays, as the stream has, are files, or pickled once."""

@@ -185,8 +185,9 @@ def _checked_step_inputs(
     choice = _choice_for_evaluation(choice, language_model, documents)
     plan = _cached_plan(choice, documents.lengths, world.home)
     share_prefixes = share_prefixes and documents.items is None and isinstance(documents.documents, Sequence)
-    if share_prefixes and not call_rules(language_model).separate_features(training=False):
-        families = choice.find_families(documents.documents, world.home)
+    rules = call_rules(language_model)
+    if share_prefixes and not rules.separate_features(training=False, same_frequencies=True):
+        families = choice.find_families(documents.documents, world.home, rules.length_limits)
         if families is not None:
             shared = _cached_plan(choice, families.lengths, world.home, families.parents)
             if shared.predicted_seconds < plan.predicted_seconds:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.kinds import adapter_of_prepared_model, belongs_to_adapter, peft_modules
+from longspan.model.kinds import adapter_dropout, adapter_of_prepared_model, belongs_to_adapter, peft_modules
 
 Value = TypeVar("Value")
 
@@ -39,10 +39,7 @@ def find_adapter(model: nn.Module) -> Adapter | None:
             "one is trained; keep one: peft_model.delete_adapter(name)"
         )
     ((name, config),) = configs.items()
-    rates = (
-        m.p for path, m in model.named_modules() if isinstance(m, nn.Dropout) and ".lora_dropout." in f".{path}."
-    )
-    return Adapter(name, config, max(rates, default=0.0))
+    return Adapter(name, config, adapter_dropout(model))
 
 
 def entries_trained_with_adapter(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:

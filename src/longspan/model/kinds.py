@@ -130,6 +130,12 @@ def peft_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_peft_module(module)}
 
 
+def adapter_dropout(model: nn.Module) -> float:
+    """Return the largest dropout of the modules of adapters in a model."""
+    dropouts = ((f".{path}.", m) for path, m in model.named_modules() if isinstance(m, nn.Dropout))
+    return max((m.p for path, m in dropouts if ".lora_dropout." in path), default=0.0)
+
+
 def base_module(module: nn.Module) -> nn.Module:
     """Return the model's own module inside an adapted one; a module that is not adapted is returned as it is."""
     return module.base_layer if is_adapted(module) else module  # pyright: ignore[reportReturnType]

@@ -15,7 +15,7 @@ from longspan.model.exactness.check_model import check_model
 from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution
 from longspan.model.features import Call, features_of
-from longspan.model.kinds import is_peft_module, unwrap_peft_model
+from longspan.model.kinds import adapter_dropout, is_peft_module, unwrap_peft_model
 from longspan.model.layers import score_columns
 from longspan.model.options import PrepareOptions
 from longspan.model.parts import is_tied
@@ -214,6 +214,10 @@ def _make_call_rules(
         "keys that an indexer chooses": any(call.indexed for call in record.calls),
         "chunks of positions that see each other": any(call.chunk for call in record.calls),
     }
+    drops = {
+        "dropout of attention weights": any(rates),
+        "dropout of an adapter's inputs": adapter_dropout(model) > 0,
+    }
     return CallRules(
         type(model).__name__,
         options.attention_kernel,
@@ -224,6 +228,6 @@ def _make_call_rules(
         prefix=has_bidirectional_prefix(model.config),
         prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
         separate=tuple(name for name, has_it in separate.items() if has_it),
-        separate_in_training=("dropout of attention weights",) if any(rates) else (),
+        separate_in_training=tuple(name for name, has_it in drops.items() if has_it),
         length_limits=tuple(sorted({limit for module in model.modules() for limit in length_limits(module)})),
     )

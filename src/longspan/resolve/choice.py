@@ -23,6 +23,7 @@ from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords, Request
 from longspan.plan.shape.model_shape import read_query_heads
+from longspan.plan.shape.positions import LengthLimit
 from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_degree
 from longspan.resolve.memory import cost_without_model
 
@@ -69,6 +70,7 @@ class PlannerConfig:
     max_degree: int  # of dynamic plans; 0: no limit
     options: PlanOptions  # its cost is that of one device
     prefix: str  # of its keys, for messages
+    depths: int = 0  # of multi-token prediction, which read tokens behind a shared prefix
 
     @classmethod
     def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
@@ -89,7 +91,7 @@ class PlannerConfig:
         """Choose how training steps are planned."""
         options = _section_options(config.context, config, cost or cost_without_model(config), heads)
         options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
-        return cls._from_section(config.context, options)
+        return replace(cls._from_section(config.context, options), depths=config.mtp.num_layers)
 
     @classmethod
     def evaluation(
@@ -208,26 +210,35 @@ class PlannerConfig:
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
-    def find_families(self, documents: Sequence[Any], home: Layout) -> Families | None:
+    def find_families(
+        self, documents: Sequence[Any], home: Layout, length_limits: Sequence[LengthLimit] = ()
+    ) -> Families | None:
         """Find prefixes that documents share, as these plans may have them; None if there are none.
 
-        Documents are read as far as they begin alike.
+        Documents are read as far as they begin alike. `length_limits` are those of the model's rotary frequencies.
         """
         if self.planner not in FAMILY_PLANNERS:
             return None
         rows = self.options.rows  # of a slot
-        families = find_families(documents, max_rows=rows and rows * self.widest_even_degree(home))
+        most_rows = rows and rows * self.widest_even_degree(home)
+        families = find_families(documents, max_rows=most_rows, depths=self.depths, length_limits=length_limits)
         return families if max(families.parents, default=-1) >= 0 else None
 
     def plan_documents(
-        self, lengths: Sequence[int], documents: Sequence[Any] | None, home: Layout, *, targets: int | None = None
+        self,
+        lengths: Sequence[int],
+        documents: Sequence[Any] | None,
+        home: Layout,
+        *,
+        targets: int | None = None,
+        length_limits: Sequence[LengthLimit] = (),
     ) -> Plan:
         """Plan documents of these lengths, with common prefixes computed once where that is predicted to be faster.
 
         Without `documents` each is computed whole.
         """
         separate = self.plan(lengths, home, targets=targets)
-        families = None if documents is None else self.find_families(documents, home)
+        families = None if documents is None else self.find_families(documents, home, length_limits)
         if families is None:
             return separate
         shared = self.plan(families.lengths, home, targets=targets, parents=families.parents)
@@ -335,7 +346,9 @@ class StepPlanner:
     def __call__(self, step: int) -> Plan:
         lengths = self.order.lengths_of_step(step)
         targets = self.order.targets_of_step(step)
-        return self.choice.plan_documents(lengths, self.order.documents_to_share(step), self.home, targets=targets)
+        documents = self.order.documents_to_share(step)
+        limits = self.order.length_limits
+        return self.choice.plan_documents(lengths, documents, self.home, targets=targets, length_limits=limits)
 
 
 def plan_steps(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:

@@ -254,7 +254,9 @@ class StepReader:
 
     def _select(self, step: int, plan: Plan) -> Any:
         documents = self.run.order.select(self.run.corpus, step)
-        return documents if plan.parents is None else cut_documents(documents, plan.lengths, plan.parents)
+        if plan.parents is None:
+            return documents
+        return cut_documents(documents, plan.lengths, plan.parents, depths=self.run.config.mtp.num_layers)
 
     def prepare_step(self, step: int, model: MultimodalModel | None = None) -> None:
         """Select the documents of the next step, where its plan is ready: no rank waits, and `read_step` raises errors.

@@ -14,7 +14,9 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops
 
 def share_by_model(order: StepOrder, model: Any, log: LogLine) -> None:
     """Let none share prefixes where the prepared model is exact for separate documents alone."""
-    share_none(order, log, *call_rules(find_language_model(model)).separate_features(training=True))
+    rules = call_rules(find_language_model(model))
+    order.length_limits = rules.length_limits
+    share_none(order, log, *rules.separate_features(training=True, same_frequencies=True))
 
 
 def shared_line(plan: Plan, shape: ModelShape | None) -> str:

@@ -109,9 +109,9 @@ def test_documents_that_share_a_prefix_keep_what_is_planned(world: World, family
     assert _peak(needs, word) < 0.5 * _peak(apart, word)
 
 
-def _families_over_ranks(rank: int) -> dict[str, tuple[float, float, float, float]]:
-    """Bytes that layers keep and the peak, as planned and as counted, by communication type and partition."""
-    found = dict[str, tuple[float, float, float, float]]()
+def _families_over_ranks(rank: int) -> dict[str, tuple[float, float]]:
+    """Bytes that layers keep, as planned and as counted, by communication type and partition."""
+    found = dict[str, tuple[float, float]]()
     with World(Layout(2), backend=backend()) as world:
         config = config_of("qwen3")
         model = prepared_model(config, family_plan(world.home, 2), world, None, 0, {"activation_checkpointing": "none"})
@@ -119,16 +119,15 @@ def _families_over_ranks(rank: int) -> dict[str, tuple[float, float, float, floa
             plan = family_plan(world.home, 2, cp_comm_type=kind, partition=partition)
             counted = count_prepared(*model, plan, world)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, SETTINGS)
-            planned = _kept(needs, "none", 2), _peak(needs, "none")
-            found[f"{kind} {partition}"] = planned[0], sum(counted.kept), planned[1], counted.most
+            found[f"{kind} {partition}"] = _kept(needs, "none", 2), float(sum(counted.kept))
     return found
 
 
 @pytest.mark.whole
 def test_families_over_ranks_keep_what_is_planned() -> None:
     for found in run_ranks(_families_over_ranks, 2):
-        for name, (kept, counted, peak, most) in found.items():
-            assert abs(kept / counted - 1) < 0.05 and abs(peak / most - 1) <= PEAK, (name, kept, counted, peak, most)
+        for name, (kept, counted) in found.items():
+            assert abs(kept / counted - 1) <= CLOSE, (name, kept, counted)
 
 
 @pytest.mark.parametrize(("family", "word"), [("qwen3", "full"), ("qwen3-moe", "selective")])

@@ -96,8 +96,8 @@ def errors_of(name: str, world: World, exact: Wanted, cp: int) -> float:
         model = prepare_untried(stock, world)
         whole = documents(name)
         depths = {"depths": 2, "depths of experts": 1}.get(name, 0)
-        rules = call_rules(model)
-        shared = share_prefixes(whole, least_rows=3, depths=depths, length_class=rules.length_class)
+        limits = call_rules(model).length_limits
+        shared = share_prefixes(whole, least_rows=3, depths=depths, length_limits=limits)
         assert len(shared) - len(whole) == PREFIXES.get(name, 3), shared
         families = {"targets": shared.targets, "parents": shared.parents}
         plan = plan_fixed(shared.lengths, world.home, cp, max_tokens_per_slot=200 // cp, **families)

@@ -13,17 +13,16 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError, plural
-from longspan.layout import Integers
 from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.layers import architecture_name, decoder_layers, score_columns, text_model_name
 from longspan.plan import MicroBatch
 from longspan.plan.shape.families import find_family
+from longspan.plan.shape.positions import LengthLimit, length_class
 
 DOCTOR = "; longspan doctor --model"
 SAVES = "longspan.save_model(model, folder, world)"  # on all ranks; a Trainer has its own
@@ -196,19 +195,6 @@ def refuse_documents_beyond_positions(
             )
 
 
-class LengthLimit(NamedTuple):
-    """Up to `limit` rows a document's frequencies are the same; beyond they are other ones, the same for all of them or
-    of each length.
-    """
-
-    limit: int
-    of_each_length: bool
-
-    def representative_lengths(self, lengths: Integers) -> Integers:
-        """Return lengths that are equal where the frequencies of documents are."""
-        return np.clip(lengths, self.limit, None if self.of_each_length else self.limit + 1)
-
-
 @dataclass(frozen=True)
 class CallRules:
     """The kernel of a model's layers, and conditions on its rows.
@@ -246,24 +232,20 @@ class CallRules:
                 f"row_multiple={self.row_multiple}"
             )
 
-    def separate_features(self, *, training: bool, of_one_class: bool = False) -> tuple[str, ...]:
-        """Return what the model computes that is not exact where documents share prefixes, or where those do that are
-        `of_one_class` by `length_class`.
+    def separate_features(self, *, training: bool, same_frequencies: bool = False) -> tuple[str, ...]:
+        """Return what the model computes that is not exact where documents share prefixes; with `same_frequencies`
+        those of a family have the same by `length_limits`.
         """
         features = [*self.separate, *(f"spans of {name}" for name in self.in_spans)]
         if self.prefix:
             features = [*self.separate, "a bidirectional prefix"]
-        if self.length_limits and not of_one_class:
+        if self.length_limits and not same_frequencies:
             features.append("rope that depends on a document's length")
         return (*features, *(self.separate_in_training if training else ()))
 
-    def length_class(self, length: int) -> tuple[int, ...]:
-        """Return what is equal for lengths of documents that have the same rotary frequencies."""
-        return tuple(int(limit.representative_lengths(np.asarray(length))) for limit in self.length_limits)
-
     def check_families(self, micro_batches: Iterable[MicroBatch], *, training: bool) -> None:
         """Raise ModelError if the model computes something that is not exact where documents share prefixes."""
-        if features := self.separate_features(training=training, of_one_class=True):
+        if features := self.separate_features(training=training, same_frequencies=True):
             raise ModelError(
                 f"{self.architecture} has {', '.join(features)}, exact for separate documents alone, and documents of "
                 "the plan share prefixes; plan the documents before share_prefixes"
@@ -273,11 +255,11 @@ class CallRules:
         for group in (group for batch in micro_batches for group in batch.groups if group.parents is not None):
             for index, parent in enumerate(group.parents or ()):
                 rows = [group.longest_paths[i] for i in (index, max(parent, 0))]
-                if parent >= 0 and self.length_class(rows[0]) != self.length_class(rows[1]):
+                if parent >= 0 and len({length_class(self.length_limits, n) for n in rows}) > 1:
                     raise ModelError(
                         f"document {group.documents[index]} of {plural(rows[0], 'row')} continues one that others of "
                         f"up to {rows[1]} continue, and {self.architecture} has other rotary frequencies for these; "
-                        "call share_prefixes(documents, length_class=call_rules(model).length_class), or plan the "
+                        "call share_prefixes(documents, length_limits=model.call_rules.length_limits), or plan the "
                         "documents before it"
                     )
 

@@ -21,8 +21,7 @@ from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers, expand_runs
 from longspan.model.seams.attention_calls import Probe, running_layer
-from longspan.model.seams.call_rules import LengthLimit
-from longspan.plan.shape.positions import has_no_positions, position_limit
+from longspan.plan.shape.positions import LengthLimit, has_no_positions, position_limit
 
 SCALINGS = ("yarn", "linear")
 _STEP = 0.25  # of factors that are chosen here
@@ -144,7 +143,7 @@ def _rows_by_length(
     limit = _length_limit(rotary, kind, layer_type)
     for shard_part in shard.parts:
         segments = shard_part.segments()
-        # of a prefix those that continue it, which are of one class (`CallRules.check_families`)
+        # of a prefix those that continue it, which are of the same ones (`CallRules.check_families`)
         lengths = np.asarray(shard_part.group.longest_paths, dtype=np.int64)[segments.document]
         lengths = limit.representative_lengths(lengths)
         first = shard_part.start + segments.offset

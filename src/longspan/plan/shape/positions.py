@@ -1,8 +1,12 @@
-"""How long documents may be by a configuration: its positions and their scaling, as inference engines read them."""
+"""How long documents may be by a configuration: its positions and their scaling, as inference engines read them; and
+lengths of documents that have the same rotary frequencies."""
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+
+from longspan.layout import Integers
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import has_mixers
 
@@ -54,3 +58,21 @@ def shared_rope(reader: ConfigReader) -> dict[str, Any] | None:
     if any(isinstance(value, Mapping) for value in rope.values()):
         return None
     return {"rope_type": rope.get("type", "default"), **rope}  # "type" in older files
+
+
+class LengthLimit(NamedTuple):
+    """Up to `limit` rows a document's frequencies are the same; beyond they are other ones, the same for all of them or
+    of each length.
+    """
+
+    limit: int
+    of_each_length: bool
+
+    def representative_lengths(self, lengths: Integers) -> Integers:
+        """Return lengths that are equal where the frequencies of documents are."""
+        return np.clip(lengths, self.limit, None if self.of_each_length else self.limit + 1)
+
+
+def length_class(limits: Sequence[LengthLimit], length: int) -> tuple[int, ...]:
+    """Return what is equal for lengths of documents that have the same rotary frequencies."""
+    return tuple(int(limit.representative_lengths(np.asarray(length))) for limit in limits)
