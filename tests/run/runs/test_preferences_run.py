@@ -175,7 +175,8 @@ def test_a_run_that_goes_on_compares_with_the_model_it_began_with(base: Path, tm
     lines = lines_of(0, config, 1)
     (kept,) = references_of(config)
     assert (
-        lines.count("reference model: done") == 2 and "loss       dpo, beta 0.3, label_smoothing 0.2; 11 pairs" in lines
+        lines.count("reference model: log-probabilities") == 2
+        and "loss       dpo, beta 0.3, label_smoothing 0.2; 11 pairs" in lines
     )
     whole = without_seconds(config)
     values = np.load(kept)
