@@ -316,6 +316,7 @@ def test_sections_and_figures_of_what_a_run_has_not() -> None:
     refuse_encoder_without_images(RunConfig(), 0)
     with pytest.raises(ConfigError, match=r"held out \(evaluation.documents\), which the run has not"):
         BestFigure.from_text("eval_loss").check_sets([])
+    assert BestFigure.from_text("code/eval_rewards/margins:higher") == BestFigure("code", "eval_rewards/margins", True)
 
 
 def test_what_a_run_computes_in() -> None:

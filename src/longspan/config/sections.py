@@ -265,7 +265,8 @@ class BestFigure:
     def from_text(cls, text: str) -> "BestFigure":
         """Read the figure that `checkpoint.keep_best` names. Raises ConfigError for a text that names none."""
         figure, _, order = text.partition(":")
-        name, _, column = figure.rpartition("/")
+        name, _, rest = figure.rpartition("/eval_")  # figures of preferences have a / too
+        column = f"eval_{rest}" if name else figure
         if not column.startswith("eval_") or (order and order not in _ORDERS):
             raise ConfigError(
                 f"checkpoint.keep_best is {text!r}; give a figure of an evaluation as metrics.jsonl has it, such as "

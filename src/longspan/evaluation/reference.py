@@ -17,7 +17,7 @@ import numpy as np
 
 from longspan.checkpoint.base import weights_fingerprint
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.defaults import compute_dtype_name
 from longspan.config.sections import RunConfig
 from longspan.data.documents import CorpusDocuments
@@ -39,14 +39,14 @@ def open_references(documents: Sequence[CorpusDocuments], config: RunConfig, wor
     """Give each corpus what is kept of its documents, NaN elsewhere; returns whether all of `documents` have it."""
     key = run_on_first_rank(world, partial(_model_key, config, world.device.type), ModelError)
 
-    def read_files() -> bool:
-        for some in documents:
-            corpus = some.corpus
-            file = _reference_file(some, key)
-            corpus.reference = np.load(file) if file.is_file() else np.full(len(corpus), np.nan)
-        return not any(_list_missing(some) for some in documents)
+    def read_files() -> list[Floats]:
+        files = [(_reference_file(some, key), len(some.corpus)) for some in documents]
+        return [np.load(file) if file.is_file() else np.full(count, np.nan) for file, count in files]
 
-    return run_on_every_rank(world, read_files, DataError)
+    # read once: another run may write meanwhile
+    for some, values in zip(documents, run_on_first_rank(world, read_files, DataError), strict=True):
+        some.corpus.reference = values
+    return not any(_list_missing(some) for some in documents)
 
 
 def compute_references(
@@ -60,54 +60,35 @@ def compute_references(
 ) -> None:
     """Compute what the documents lack, and keep it; all ranks call it together, with the weights of the reference.
 
-    Raises EvaluationStopped for a signal, after keeping what is computed.
+    Raises EvaluationStopped for a signal; what was computed before is kept.
     """
     key = run_on_first_rank(world, partial(_model_key, config, world.device.type), ModelError)
-    without_adapter = disable_adapter(model) if config.lora.rank else nullcontext()
-    with without_adapter:
-        for some in documents:
-            if missing := _list_missing(some):
-                _compute_missing(
-                    model, some, missing, config, choice, world, log, stopped, _reference_file(some, key)
-                )
-
-
-def _compute_missing(
-    model: AnyModel,
-    documents: CorpusDocuments,
-    missing: list[int],
-    config: RunConfig,
-    choice: PlannerConfig,
-    world: World,
-    log: LogLine,
-    stopped: Callable[[], str] | None,
-    file: Path,
-) -> None:
-    corpus = documents.corpus
-    assert corpus.reference is not None
-    ends = np.cumsum(corpus.lengths[missing], dtype=np.int64)
-    log(
-        f"reference model: log-probabilities of {plural(len(missing), 'document')}, {plural(int(ends[-1]), 'token')}"
-    )
-    started = last_news = time.monotonic()
-    start = 0
-    save = partial(_save_array, file)
     options = EvaluationOptions(name="the reference model", stopped=stopped)
-    while start < len(missing):
-        done = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, done + _STEPS * config.train.tokens_per_step, side="right"))
-        part = missing[start : max(stop, start + 1)]
-        result = evaluate(model, corpus.select(part), choice, world, options)
-        corpus.reference[part] = [-loss.sum for loss in result.document_losses]
-        start += len(part)
-        now = time.monotonic()
-        if is_late := world.control.broadcast_object(now - last_news > _NEWS_SECONDS):
-            last_news = now
-            left = (now - started) * (int(ends[-1]) / int(ends[start - 1]) - 1)
-            log(f"reference model: {start:,} of {plural(len(missing), 'document')}, {seconds_text(left)} left")
-        if is_late or start == len(missing):
-            run_on_first_rank(world, partial(save, corpus.reference), DataError)
-    log(f"reference model: done in {time.monotonic() - started:.1f} s, kept in {file}")
+    with disable_adapter(model) if config.lora.rank else nullcontext():
+        for some in documents:
+            corpus = some.corpus
+            missing = _list_missing(some)
+            ends = np.cumsum(corpus.lengths[missing], dtype=np.int64)
+            done = 0
+            started = last_news = time.monotonic()
+            while done < len(missing):
+                most = (ends[done - 1] if done else 0) + _STEPS * config.train.tokens_per_step
+                stop = max(int(np.searchsorted(ends, most, side="right")), done + 1)
+                result = evaluate(model, corpus.select(missing[done:stop]), choice, world, options)
+                assert corpus.reference is not None
+                corpus.reference[missing[done:stop]] = [-loss.sum for loss in result.document_losses]
+                done = stop
+                save = partial(_save_array, _reference_file(some, key), corpus.reference)
+                run_on_first_rank(world, save, DataError)
+                now = time.monotonic()
+                if done == len(missing) or now - last_news > _NEWS_SECONDS:
+                    last_news = now
+                    left = (now - started) * (int(ends[-1]) / int(ends[done - 1]) - 1)
+                    rest = f"{seconds_text(left)} left" if left else f"kept in {corpus.folder}"
+                    log(
+                        f"reference model: log-probabilities of {done:,} of {plural(len(missing), 'document')} in "
+                        f"{now - started:.1f} s, {rest}"
+                    )
 
 
 def _list_missing(documents: CorpusDocuments) -> list[int]:

@@ -56,6 +56,7 @@ def of_trl(trainer: str, folder: Path, values: dict[str, Any]) -> Any:
     return getattr(trl, trainer)._prepare_dataset(of_trainer, rows, tokenizer, settings, "eval")[0]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("case", PAIRS)
 def test_pairs_are_those_of_trl(folder: Path, case: str) -> None:
     (sample,) = encode(folder, PAIRS[case])
@@ -67,6 +68,7 @@ def test_pairs_are_those_of_trl(folder: Path, case: str) -> None:
     assert isinstance(learnt, Sample) and learnt.numbers == (len(row["prompt_ids"]),)
 
 
+@pytest.mark.whole
 def test_answers_with_labels_are_those_of_trl(folder: Path) -> None:
     values = {"prompt": [QUESTION], "completion": [GOOD], "label": True}
     (sample,) = encode(folder, values, "kto")
