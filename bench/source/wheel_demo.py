@@ -17,7 +17,9 @@ from pathlib import Path
 
 STEPS = 20
 EXTRAS = "lora,data,tensorboard"
-PLAN = "plan --distribution lognorm --slots 32 --tokens 1048576 --seed 1 --machine h200 --cp-comm-type auto"  # laptop.md
+PLAN = (
+    "plan --distribution lognorm --slots 32 --tokens 1048576 --seed 1 --machine h200 --cp-comm-type auto"  # laptop.md
+)
 
 
 def main(wheel: str, folder: str = "", *words: str) -> int:
