@@ -74,6 +74,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "train/steps/test_shared_stages.py::test_every_schedule 1",
     ),
     "train": (
+        "run/runs/test_completions.py::test_a_copy_whose_layers_come_one_at_a_time_has_the_tokens_of_the_stock_model",
         "train/multimodal/test_checkpoints.py::test_training_goes_through_homes_of_both_modules",
         "train/multimodal/test_oracle.py::test_fan_in_fan_out_and_equal_replicas_in_float32",
         "evaluation/test_evaluate.py::test_every_document_and_metric_equals_the_stock_model",

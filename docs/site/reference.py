@@ -22,6 +22,7 @@ from longspan.cli.eval import EvalFlags, refuse_training_keys
 from longspan.cli.examples import ExamplesFlags
 from longspan.cli.export import ExportFlags
 from longspan.cli.flags import TrainFlags, flag_types, word_fields
+from longspan.cli.generate import GenerateFlags
 from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
@@ -59,6 +60,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "reference"
 FLAGS: dict[str, Any] = {
     "train": TrainFlags,
     "eval": EvalFlags,
+    "generate": GenerateFlags,
     "export": ExportFlags,
     "plan": PlanFlags,
     "report": ReportFlags,

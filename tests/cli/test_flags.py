@@ -27,7 +27,18 @@ def test_flags_and_verbs_are_those_that_are_pinned() -> None:
     keys += [f"plan --{field.name}" for field in fields(PlanFlags)]
     assert keys == PINNED.read_text().splitlines()
     assert [f"--{key}" for key in config_keys()] == [flag for flag in flag_types(TrainFlags) if "." in flag]
-    assert list(VERBS) == ["train", "eval", "export", "plan", "bench", "report", "upgrade", "examples", "doctor"]
+    assert list(VERBS) == [
+        "train",
+        "eval",
+        "generate",
+        "export",
+        "plan",
+        "bench",
+        "report",
+        "upgrade",
+        "examples",
+        "doctor",
+    ]
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:

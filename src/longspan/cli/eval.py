@@ -266,7 +266,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     starts = Starts()
     flags = parse_eval(argv)
-    processes = choose_processes(flags.world, flags.device, on_cpus=_ranks_of_run(flags.target))
+    processes = choose_processes(flags.world, flags.device, on_cpus=ranks_of_run(flags.target))
     with processes.add_note_to_errors():
         request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
@@ -299,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _ranks_of_run(target: str) -> int:
+def ranks_of_run(target: str) -> int:
     run_dir = find_saved_weights(target).run_dir
     values: Any = None
     with suppress(OSError, ValueError):

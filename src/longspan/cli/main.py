@@ -19,6 +19,7 @@ from longspan.launch.stop_signals import Interrupted, raise_on_stop_signals
 VERBS = {
     "train": "train a model on text; checkpoints, metrics and a report in the run's folder",
     "eval": "evaluate a checkpoint at any context-parallel degree",
+    "generate": "complete prompts with the weights of a run or a folder",
     "export": "write a checkpoint as a Hugging Face folder",
     "plan": "what a step of these documents would do, or (--compare) what planners and degrees would cost",
     "bench": "calibrate this machine for predictions, or time a step of training",
@@ -27,7 +28,7 @@ VERBS = {
     "examples": "list the examples that come with longspan, or copy them",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
-_RANK_VERBS = ("train", "eval")  # verbs that start ranks, unless they show help or a plan
+_RANK_VERBS = ("train", "eval", "generate")  # verbs that start ranks, unless they show help or a plan
 _WITHOUT_RANKS = {"-h", "--help", "--help-all", "--help_all", "--dry_run", "--dry-run", "--show"}
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
 EXIT_ERROR = 2

@@ -54,7 +54,7 @@ class ModelConfig(Section):
     num_labels: Annotated[NonNegativeInt, Needs("mtp.num_layers", (0,))] = 0
     """Scores of each document, by a head in place of the vocabulary's: 1 for rows with chosen and rejected, or with a
     number as label; as many as there are classes. A language model gets a new head. 0: a language model
-    (docs/losses.md#scores-by-a-command)."""
+    (docs/losses.md#reward-models-and-classifiers-by-a-command)."""
     rope_scaling: Literal["", "yarn", "linear"] = ""
     """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings; empty: never."""
     rope_factor: Annotated[float, AtLeast(0), Needs("model.rope_scaling", ("yarn", "linear"))] = 0.0

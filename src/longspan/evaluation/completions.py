@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from longspan.comm import World
 from longspan.corpus.prompts import Prompt
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.errors import plural
+from longspan.errors import ModelError, plural
 from longspan.model.stock_copy import StockCopy
 from longspan.model.weights.tokenizer_files import GENERATION
 from longspan.plain_text import bytes_text, seconds_text
@@ -57,6 +57,10 @@ def complete_prompts(
     copy = StockCopy(model, world)
 
     def complete(stock: PreTrainedModel) -> Completions:
+        if not stock.can_generate():
+            raise ModelError(
+                f"{type(stock).__name__} scores documents, and generates nothing; give a language model"
+            )
         began = time.monotonic()
         rows = list[Completion]()
         for prompt in prompts:

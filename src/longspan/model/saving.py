@@ -3,7 +3,6 @@
 Training checkpoints, with optimizer state, and encoders of one's own are not saved here.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -176,9 +175,6 @@ class WholeWeights:
             if weight.numel():  # it is empty on a rank that only sends
                 weight = (weight.to(wide) + adapted.sum_of(a, b)).to(weight.dtype)
         return weight
-
-    def count_numbers(self, name: str) -> int:
-        return math.prod(self._entries[name].shape)
 
     def check_mergeable(self) -> None:
         """Raise ModelError for adapters that cannot be merged: on a tied weight, or of another kind than plain LoRA."""

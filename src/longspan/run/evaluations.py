@@ -12,7 +12,7 @@ from longspan.comm.all_ranks import StopSignal, run_on_every_rank, run_on_first_
 from longspan.config.keys import AUTO
 from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
 from longspan.corpus.tokenizer import load_tokenizer
-from longspan.errors import DataError, EvaluationStopped, RunFolderError
+from longspan.errors import DataError, EvaluationStopped, ModelError, RunFolderError
 from longspan.evaluation.completions import CompletionSettings, complete_prompts
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
@@ -162,8 +162,14 @@ class Evaluations:
             seed=run.config.train.seed,
             stopped=lambda: self.stop.received,
         )
-        written = complete_prompts(run.model, self.prompts, run.world, settings)
+        try:
+            written = complete_prompts(run.model, self.prompts, run.world, settings)
+        except ModelError as error:  # there is no room; every rank has it
+            self.display.log(f"prompts are not completed: {error}")
+            return
         rows = [row._asdict() for row in written.rows]
+        if len(rows) < len(self.prompts):  # a signal came: it is made up for when the run goes on
+            return
         run_on_every_rank(run.world, partial(completions.write_rows, done, rows), RunFolderError)
         for row in written.rows:
             rest = " …" if len(row.completion) > _SHOWN else ""

@@ -47,7 +47,7 @@ class Logger(Protocol):
         """Called at the end of the session, however it ends."""
         ...
 
-    # def log_completions(self, rows, step), if a logger has it, gets the rows of completions.jsonl of a step
+    # If a logger has log_completions(rows, step), it gets the rows of completions.jsonl of a step there.
 
 
 LoggerClass = Callable[[RunStart], Logger]
@@ -161,7 +161,8 @@ class RunLoggers:
     def _call(self, method: str, value: Any, step: int) -> None:
         for name, logger in list(self._loggers.items()):
             try:
-                getattr(logger, method, _do_nothing)(value, step)
+                if (call := getattr(logger, method, None)) is not None:
+                    call(value, step)
             except Exception as error:
                 del self._loggers[name]
                 self._log_line(
@@ -176,9 +177,6 @@ class RunLoggers:
                 logger.close()
             except Exception as error:
                 self._log_line(f"the logger {name} could not be closed: {type(error).__name__}: {error}")
-
-
-def _do_nothing(value: Any, step: int) -> None: ...
 
 
 PROJECT = "longspan"  # where WANDB_PROJECT names no other
@@ -238,12 +236,6 @@ class TensorBoardLogger:
         for tag, value in scalars_by_display_name(row).items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
-
-    def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        if self._writer is None:
-            self._writer = self._open_writer()
-        for number, row in enumerate(rows, 1):
-            self._writer.add_text(f"completions/{number}", f"{row['prompt']}\n\n---\n\n{row['completion']}", step)
 
     def close(self) -> None:
         if self._writer is not None:

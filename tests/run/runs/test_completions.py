@@ -9,13 +9,18 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from longspan.cli.main import main as cli_main
 from longspan.comm import World
+from longspan.config.file import load_config
 from longspan.config.sections import ParallelConfig, RunConfig
-from longspan.errors import ModelError
+from longspan.corpus.prompts import encode_prompts, read_prompt_rows
+from longspan.corpus.tokenizer import load_tokenizer
+from longspan.errors import ConfigError, DataError, ModelError
 from longspan.layout import Layout
 from longspan.model import stock_copy
 from longspan.model.stock_copy import StockCopy
 from longspan.report import write_report
+from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
@@ -125,3 +130,68 @@ def test_an_adapters_run_completes_as_stock_peft(tmp_path: Path) -> None:
     model = Path(config.run.dir) / "model"
     saved = AutoPeftModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     _check_completions(config, saved, AutoTokenizer.from_pretrained(model))
+
+
+def test_the_verb_completes_as_the_run_and_reads_folders_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _prompted(tmp_path, context__context_parallel_size=1, evaluation__context_parallel_size=1)
+    lines_of(0, config, 1)
+    last = read_metrics(Path(config.run.dir) / "completions.jsonl")[-2:]
+    words = ["--max-new-tokens", "7", "--json", "--world", "1"]
+    for target in (config.run.dir, f"{config.run.dir}/model"):
+        prompts = [word for prompt in PROMPTS.splitlines() for word in ("--prompt", prompt)]
+        assert cli_main(["generate", target, *prompts, *words, "--dtype", "float64"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [row["completion"] for row in rows] == [row["completion"] for row in last]
+    (tmp_path / "rows.jsonl").write_text('{"text": "def rank"}\n{"prompt": "def rank", "temperature": 1.5}\n')
+    drawn = list[str]()
+    for seed in ("1", "1", "2"):
+        flags = ["--prompts", str(tmp_path / "rows.jsonl"), "--seed", seed, "--dtype", "float64"]
+        assert cli_main(["generate", config.run.dir, *words, *flags]) == 0
+        plain, sampled = json.loads(capsys.readouterr().out)
+        assert plain["completion"] == last[0]["completion"]
+        drawn.append(sampled["completion"])
+    assert drawn[0] == drawn[1] != drawn[2]
+    for flags, message in (
+        ([], "there is no prompt"),
+        (["--prompts", "absent.txt"], "there is no file absent.txt"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature is -1"),
+    ):
+        assert cli_main(["generate", config.run.dir, *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
+    folder = write_base(tmp_path / "plain")
+    tokenizer = load_tokenizer(folder)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ab"}\n\n{"text": "ab", "temperature": 0.5}\n')
+    plain, text = encode_prompts(read_prompt_rows(file), tokenizer)
+    assert plain.ids == text.ids == tuple(tokenizer.engine.encode("ab", add_special_tokens=False).ids)
+    assert (plain.temperature, text.temperature) == (0, 0.5)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(folder)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"}]
+    file.write_text(f'{{"prompt": "ab"}}\n{{"text": "ab"}}\n{json.dumps({"messages": messages})}\n')
+    chat, text, several = encode_prompts(read_prompt_rows(file), tokenizer)
+    stock = AutoTokenizer.from_pretrained(folder)
+    for prompt, turns in ((chat, messages[1:]), (several, messages)):
+        expected = stock.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        assert (prompt.text, [*prompt.ids]) == ("ab", expected)
+    assert text.ids == plain.ids
+    for line, message in (
+        ("{}", r"row 1: it has ; give one of prompt, text, messages"),
+        ('{"prompt": "a", "text": "b"}', "it has 'prompt', 'text'; give one"),
+        ('{"prompt": "a", "temperature": -1}', "or a temperature of at least 0"),
+        ('{"messages": [{"content": "a"}]}', r"row 1: messages\[0\] needs an object with a string role"),
+        ("[]", "needs an object"),
+        ("", "there are no prompts"),
+    ):
+        file.write_text(line)
+        with pytest.raises(DataError, match=message):
+            encode_prompts(read_prompt_rows(file), tokenizer)
+    with pytest.raises(ConfigError, match=r"evaluation.prompts is 'p', which needs model.num_labels 0"):
+        check_config(load_config(None, {"evaluation.prompts": "p", "model.num_labels": 1}), 1)
