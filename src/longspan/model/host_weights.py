@@ -90,7 +90,7 @@ class HostStore:
             copies = [torch.empty_like(source, device=self._device) for source in sources]
             for copy, source in zip(copies, sources, strict=True):
                 copy.copy_(source, non_blocking=True)
-            arrived = None if self._stream is None else self._stream.record_event()
+            arrived: Any = None if self._stream is None else self._stream.record_event()
         return [_Staged(copy, arrived) for copy in copies]
 
     @torch.no_grad()
