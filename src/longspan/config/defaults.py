@@ -52,6 +52,7 @@ _OWN_MODEL: dict[str, Any] = {
 }
 STEPS = 300  # where neither steps nor epochs follow from other keys
 LORA_LR = 2e-4  # of adapters, about ten times what all weights take
+PREFERENCE_LORA_LR = 5e-6  # of adapters under train.loss: TRL's losses of preferences have 1e-6 for all weights
 MOST_WARMUP = 100  # steps; a twentieth of all where that is less
 
 
@@ -75,7 +76,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if config.evaluation.patience:
         config = _set_defaults(config, {"checkpoint.keep_best": "eval_loss"})
     if config.lora.rank:
-        config = _set_defaults(config, {"optimizer.lr": LORA_LR})
+        config = _set_defaults(config, {"optimizer.lr": PREFERENCE_LORA_LR if config.train.loss else LORA_LR})
     config = _set_defaults(config, {"encoder.trainable": encoder_default(config)})
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})

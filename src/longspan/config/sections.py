@@ -342,7 +342,7 @@ class OptimizerSection(Section):
     """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
     lr: NonNegativeFloat = NOT_GIVEN
     """Peak learning rate, reached after the warm-up. Default: none, it must be given; tiny presets: 6e-3; of adapters
-    (lora.rank): 2e-4."""
+    (lora.rank): 2e-4, and 5e-6 under train.loss."""
     warmup_steps: NonNegativeInt = NOT_GIVEN
     """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

@@ -361,4 +361,5 @@ def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_learning_rate_of_adapters_has_a_default() -> None:
     assert load_config(None, {"lora.rank": 8, "model.path": "x"}).optimizer.lr == 2e-4
+    assert load_config(None, {"lora.rank": 8, "model.path": "x", "train.loss": "dpo"}).optimizer.lr == 5e-6
     assert "rank = 8" in to_toml(load_config(None, {"lora.rank": 8}))
