@@ -566,6 +566,7 @@ def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 # ---- frozen weights in 4 bits
 
 
+@pytest.mark.usefixtures("one_search")
 @pytest.mark.parametrize(
     ("name", "values"),
     [pytest.param("Llama-3.3-70B", LLAMA_70B, marks=pytest.mark.whole), ("Qwen3-32B", QWEN3_32B)],

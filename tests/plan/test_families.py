@@ -110,7 +110,7 @@ def shuffled(forest, random):
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @given(st.lists(forests(), min_size=1, max_size=12), st.integers(1, 6), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_planners_keep_families_whole(planner, parts, slots, random):
     lengths, parents = (), ()
     for part_lengths, part_parents in parts:

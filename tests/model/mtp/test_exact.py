@@ -82,10 +82,9 @@ def _adapted(*settings: tuple[str, Any]) -> list[Case]:
     return [Case(f, settings=settings, plans=_TWO, adapter=adapter) for f in families for adapter in trained]
 
 
-IN_CI: dict[str, tuple[Layout, list[Case]]] = {
+IN_CI: dict[str, tuple[Layout, list[Case]]] = {  # stages: tests/run/runs/test_mtp_run.py
     "a hybrid on 2 slots": (Layout(2), [Case("qwen3-next, a scan last", plans=("dynamic",), tried=False)]),
     "rows and experts split over tp 2": (Layout(2, tp=2), [replace(ROWS[1], plans=("all_gather",), tried=False)]),
-    "2 stages": (Layout(2, pp=2), [replace(STAGES[2], plans=("padded",), tried=False)]),
 }
 TABLE: dict[str, tuple[Layout, list[Case]]] = {
     "2 slots": (Layout(2), OF_SLOTS),

@@ -190,7 +190,7 @@ def _errors(combination: Combination, wanted: Wanted, world: World, steps: int, 
         virtual_stages=combination.stages[1],
         sequence_parallel=combination.tp[1],
     )
-    optimizer = build_optimizer(model, "sgd", lr=RATE)
+    optimizer = build_optimizer(model, "sgd", lr=RATE) if steps > 1 else None  # one update is not looked at
     router = None if combination.family == "qwen3" else ROUTER
     losses, far = list[float](), list[float]()
     for step, documents in enumerate(DOCUMENTS[:steps]):
