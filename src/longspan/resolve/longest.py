@@ -16,10 +16,10 @@ MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
 def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
     """Find the most tokens of one document that fit, and return them with their way; 0 where not even one UNIT fits.
 
-    Where a ring holds more than the fastest types, it is taken. The degree is the one that is given, or all slots. A slot has whole multiples of UNIT rows (rounded up to what plans
-    need), and at most MOST_ROWS. Only memory is computed for each length that is tried, on the plan of a short document
-    changed to that length, for planning each would be slow; the longest that fits is planned anew, and shortened by
-    1/256 at a time until its own plan fits too.
+    Where a ring holds more than the fastest types, it is taken. The degree is the one that is given, or all slots. A
+    slot has whole multiples of UNIT rows (rounded up to what plans need), and at most MOST_ROWS. Only memory is
+    computed for each length that is tried, on the plan of a short document changed to that length, for planning each
+    would be slow; the longest that fits is planned anew, and shortened by 1/256 at a time until its own plan fits too.
     """
     way = Way(config, facts)
     ways = [way, way.under_ring()] if way.has_ring else [way]
