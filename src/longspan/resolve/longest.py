@@ -1,6 +1,7 @@
 """The longest document that fits: a search over memory alone, on plans of one document."""
 
 from dataclasses import replace
+from operator import itemgetter
 
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
@@ -15,12 +16,18 @@ MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
 def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
     """Find the most tokens of one document that fit, and return them with their way; 0 where not even one UNIT fits.
 
-    The degree is the one that is given, or all slots. A slot has whole multiples of UNIT rows (rounded up to what plans
-    need), and at most MOST_ROWS. Only memory is computed for each length that is tried, on the plan of a short document
-    changed to that length, for planning each would be slow; the longest that fits is planned anew, and shortened by
-    1/256 at a time until its own plan fits too.
+    Where a ring holds more than the fastest types, it is taken. The degree is the one that is given, or all slots. A
+    slot has whole multiples of UNIT rows (rounded up to what plans need), and at most MOST_ROWS. Only memory is
+    computed for each length that is tried, on the plan of a short document changed to that length, for planning each
+    would be slow; the longest that fits is planned anew, and shortened by 1/256 at a time until its own plan fits too.
     """
     way = Way(config, facts)
+    ways = [way, way.under_ring()] if way.has_ring else [way]
+    return max(map(_find_longest_of_way, ways), key=itemgetter(0))
+
+
+def _find_longest_of_way(way: Way) -> tuple[int, Way]:
+    facts = way.facts
     home = facts.home
     budget = facts.budget
     assert budget is not None

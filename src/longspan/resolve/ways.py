@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import nlargest
+from itertools import chain
 from operator import itemgetter
 from statistics import mean
 from typing import Any
@@ -54,10 +55,21 @@ class Given:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run the coming steps: its configuration, and the facts with its home."""
+    """One way to run the coming steps: its configuration, and the facts with its home. `is_ring`: its type is not the
+    fastest of each group, with which nothing fits.
+    """
 
     config: RunConfig
     facts: Facts
+    is_ring: bool = False
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether `under_ring` is another way, of less memory where groups exchange heads or gather keys."""
+        return self.config.context.cp_comm_type == AUTO and self.facts.home.slots > 1
+
+    def under_ring(self) -> "Way":
+        return replace(self.with_context(cp_comm_type="p2p"), is_ring=True)
 
     def with_context(self, **keys: Any) -> "Way":
         return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
@@ -228,14 +240,18 @@ class Fit:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why weights wait on the host, where that was chosen."""
+        """Why weights wait on the host, and why there is a ring, where that was chosen."""
         budget = self.way.facts.budget
-        if not (budget and self.memory and self.memory.offload_weights) or self.way.config.train.offload_weights:
+        choices = {
+            "weights wait on the host (train.offload_weights), for nothing that costs less": bool(
+                self.memory and self.memory.offload_weights and not self.way.config.train.offload_weights
+            ),
+            'attention goes round a ring (context.cp_comm_type = "p2p"), for no faster type': self.way.is_ring,
+        }
+        if budget is None:
             return ()
-        return (
-            "memory: weights wait on the host (train.offload_weights), for nothing that costs less fits "
-            f"{gib_text(budget.device)} of a GPU",
-        )
+        place = gib_text(budget.device)
+        return tuple(f"memory: {text} fits {place} of a GPU" for text, holds in choices.items() if holds)
 
     @property
     def rank(self) -> tuple[bool, float, int]:
@@ -276,17 +292,23 @@ class Ranking:
 
 
 def rank_ways(config: RunConfig, facts: Facts, given: Given | None = None) -> Ranking:
-    """Find the best way of each layout; those that do not fit are last.
+    """Find the best way of each layout; those that do not fit are last. Where none fits with the fastest type of each
+    group, all are tried under a ring.
 
     Raises PlanError where nothing can be planned.
     """
     best = list[Fit]()
     refused = dict[str, str]()
-    for layout in _list_layouts(config, facts, given or Given()):
+    layouts = [*_list_layouts(config, facts, given or Given())]
+    for layout in chain(layouts, (layout.under_ring() for layout in layouts if layout.has_ring)):
+        if layout.is_ring and any(fit.seconds is not None for fit in best if not fit.way.is_ring):
+            break
         try:
             best.append(_best_fit_of_layout(layout))
         except (PlanError, LayoutError) as error:
             refused[layout.choice.text] = str(error)
+    if any(fit.way.is_ring and fit.seconds is not None for fit in best):
+        best = [fit for fit in best if fit.way.is_ring]
     if not best:
         raise PlanError([*refused.values(), "there is no layout to plan with"][0])
     planned = {fit.way.choice.text for fit in best}
@@ -300,6 +322,7 @@ def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
     way = max(layouts, key=lambda way: (way.choice.widest_degree(facts.home), way.choice.has_one_degree))
     if way.config.context.max_tokens_per_slot == AUTO:
         way = way.with_context(max_tokens_per_slot=way.limits_of_rows()[0])
+    way = way.under_ring() if way.has_ring else way
     return fit_way(way, way.plan_steps(facts.heaviest_steps))
 
 
