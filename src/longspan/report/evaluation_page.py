@@ -13,6 +13,8 @@ from longspan.run.facts import time_and_command
 from longspan.run.metrics import COMPLETIONS, read_metrics
 
 _STEPS = 3  # the last ones whose completions a page shows
+_ROWS = 400  # of completions on a page
+_CHARACTERS = 4000  # of a prompt or completion there
 NATS = "nats per predicted token"
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
@@ -47,10 +49,10 @@ def completion_sections(run: RunFolder) -> Iterator[Part]:
     steps = sorted({row["step"] for row in rows})
     shown = {*steps[:1], *steps[-_STEPS:]}
     cells = [
-        [f"{row['step']:,}", str(row.get("prompt", "")), str(row.get("completion", ""))]
+        [f"{row['step']:,}", *(str(row.get(name, ""))[:_CHARACTERS] for name in ("prompt", "completion"))]
         for row in sorted(rows, key=lambda row: (str(row.get("prompt")), row["step"]))
         if row["step"] in shown
-    ]
+    ][:_ROWS]
     if cells:
         note = f"After {plural(len(shown), 'evaluation')} of {len(steps)}; {COMPLETIONS} has all."
         yield section("Completions", {"note": note}, table(("step", "prompt", "completion"), cells))

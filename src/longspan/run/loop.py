@@ -1,7 +1,7 @@
 """`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
-corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, plans/,
+corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, completions.jsonl, plans/,
 checkpoints/, model/ (Hugging Face), summary.json; run.lock, which keeps a second run out; profiles/ of steps that were
 profiled; memory/, where memory was short; hang/, where a collective failed.
 """

@@ -114,6 +114,7 @@ def test_a_logger_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path) -
     with RunLoggers(logger_classes(names), start_of(tmp_path), said.append) as loggers:
         for step in (1, 2, 3):
             loggers.log(train_row(step))
+        loggers.log_completions([{"prompt": "a", "completion": "b"}], 3)  # for loggers that take them
     assert len(said) == 1 and "failed at step 2" in said[0] and "ConnectionError: the server is gone" in said[0]
     assert len(json.loads((tmp_path / "logged.jsonl").read_text())["rows"]) == 3
     (said_at_the_end,) = session(names[0], start_of(tmp_path), [train_row(1)])
@@ -173,6 +174,28 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch
     assert [int(row["_step"]) for row in rows] == [3, 4, 5, 6]
     assert float(first_rows[3]["eval/loss_cp2"]) == float(rows[1]["eval/loss_cp2"]) == 0.5
     assert {"eval/loss_cp1", "eval/loss_cp2", "train/loss"} <= rows[3].keys()
+
+
+@pytest.mark.whole
+def test_completions_are_a_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said = list[str]()
+    try:
+        with RunLoggers(logger_classes(["wandb"]), start_of(tmp_path), said.append) as loggers:
+            loggers.log(train_row(1))
+            loggers.log_completions([{"prompt": "Why?", "completion": "It scatters.", "tokens": 3}], 1)
+    finally:
+        wandb.teardown()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/completions_*.table.json")
+    assert (
+        json.loads(file.read_text())
+        == {
+            "columns": ["step", "prompt", "completion"],
+            "data": [[1, "Why?", "It scatters."]],
+        }
+        and not said
+    )
 
 
 def wandb_rows(file: Path) -> Iterator[dict[str, str]]:
