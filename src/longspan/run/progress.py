@@ -28,7 +28,7 @@ class ProgressDisplay:
         self._timed_since: tuple[float, int] | None = None
         self._step_tokens = 0  # since then
         self._eval_seconds = self._eval_tokens = 0.0
-        self._evaluations: Iterable[tuple[int, int, int]] = ()
+        self._evaluations: tuple[tuple[int, int, int], ...] = ()
 
     def __enter__(self) -> "ProgressDisplay":
         if self._stream is not None:
@@ -45,7 +45,7 @@ class ProgressDisplay:
         is none before the end), and how many come at the end.
         """
         self._steps = steps
-        self._evaluations = evaluations
+        self._evaluations = tuple(evaluations)  # a generator would keep a failed run, and its groups, alive
 
     def log(self, text: str) -> None:
         if self._stream is not None:
@@ -107,7 +107,6 @@ class ProgressDisplay:
         left = seconds / (step - first_step) * (self._steps - step)
         steps_per_token = seconds / max(self._step_tokens, 1)
         per_token = self._eval_seconds / self._eval_tokens if self._eval_tokens else steps_per_token / 3
-        self._evaluations = tuple(self._evaluations)  # counted once, where a line first needs them
         for tokens, every, at_end in self._evaluations:
             before_end = (self._steps - 1) // every - (step - 1) // every if every else 0
             left += (before_end + at_end) * tokens * per_token
