@@ -6,13 +6,13 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def as_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+def as_json(value: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:
     """Return a record as JSON.
 
     >>> as_json({"step": 3, "loss": float("nan")})

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     args = (request, flags, processes.ranks, processes.backend)
     completions: Completions = run_on_ranks(_generate_on_rank, args, processes.ranks)
     if prints_results():
-        rows = {"completions": [row._asdict() for row in completions.rows]}
+        rows = [row._asdict() for row in completions.rows]
         texts = [f"> {row.prompt}\n{row.completion}" for row in completions.rows]
         print(as_json(rows, indent=1) if flags.json else "\n\n".join(texts))
         print(completions.cost, file=sys.stderr)
