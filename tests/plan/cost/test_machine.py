@@ -4,11 +4,16 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longspan import Layout, plan_fixed, plan_padded
 from longspan.attention.all_to_all import HeadSplit
@@ -18,7 +23,7 @@ from longspan.errors import ConfigError, PlanError
 from longspan.plan import AttentionCall, Cost, CostSettings, Group, Machine, MicroBatch, PlanOptions, timeline
 from longspan.plan.cost import cost as costs, machine as machines
 from longspan.plan.cost.links import KINDS, Link
-from longspan.plan.cost.machine import LOGIT_BYTES, find_machine_of_device
+from longspan.plan.cost.machine import FORWARD_LAUNCHES, LOGIT_BYTES, find_machine_of_device
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.shape.model_shape import QWEN3_8B as CONFIG, ModelShape
 from longspan.plan.step_times import GroupTable
@@ -434,3 +439,40 @@ def test_packed_weights_travel_as_bytes_and_are_unpacked_in_each_gather() -> Non
     whole, packed = whole_and_packed(gathered_once=True)
     assert packed.closing_seconds - whole.closing_seconds == pytest.approx(shown)
     assert H200.cost(CONFIG, CostSettings(frozen_weights="nf4")) == H200.cost(CONFIG, CostSettings())
+
+
+class _CountedLaunches(TorchDispatchMode):
+    """Counts operations that compute: on a GPU each is a kernel or more."""
+
+    count = 0
+    LEFT_OUT = ("empty", "detach", "arange", "alias", "scalar")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        self.count += not is_view and not any(name in func._schema.name for name in self.LEFT_OUT)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forward_pass_has_about_the_share_of_launches_that_is_priced() -> None:
+    """docs/planning.md has the numbers, of an uncompiled Qwen3 layer under torch's attention."""
+
+    def launches(layers: int, *, backward: bool, recompute: bool = False) -> int:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = Qwen3Config(vocab_size=16, head_dim=16, num_hidden_layers=layers, **sizes)
+        model: Any = Qwen3ForCausalLM(config)
+        for layer in model.model.layers if recompute else ():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        ids = torch.arange(16)[None]
+        with _CountedLaunches() as counted, torch.set_grad_enabled(backward):
+            loss = model(input_ids=ids, position_ids=ids, labels=ids, use_cache=False).loss
+            if backward:
+                loss.backward()
+        return counted.count
+
+    def of_a_layer(**kind: bool) -> float:
+        return (launches(3, **kind) - launches(1, **kind)) / 2
+
+    forward = of_a_layer(backward=False)
+    assert forward / of_a_layer(backward=True) == pytest.approx(0.35, abs=0.02)
+    assert forward / of_a_layer(backward=True, recompute=True) == pytest.approx(0.27, abs=0.02)
+    assert pytest.approx(0.27, abs=0.02) == FORWARD_LAUNCHES

@@ -204,7 +204,9 @@ SHARDING_SHARE = 0.47  # of FSDP2's messages in a micro-batch, that shows
 SHARDED_LAUNCHES = 0.3
 SHARDED_LAUNCHES_OF_ONE = 0.6
 REPLAYED_LAUNCHES = 0.54
-FORWARD_LAUNCHES = 0.26  # a forward pass alone, of a layer's launches (evaluations of bench/records/predictions.md)
+# A forward pass alone, of a layer's launches: fitted to evaluations (bench/records/predictions.md); counted launches of
+# an uncompiled layer are 0.27 of a step that recomputes it, 0.35 of another (docs/planning.md).
+FORWARD_LAUNCHES = 0.26
 RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
 # Features from which "auto" compiles: at 1,024 a layer's kernels take less than the host, and compiled layers are no
