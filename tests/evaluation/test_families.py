@@ -1,5 +1,7 @@
 """Evaluations of documents that share prefixes equal those of separate documents, document by document, in float64."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -36,7 +38,7 @@ def evaluations(rank: int, ranks: int, choice: PlannerConfig, change: Change | N
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model = prepare_untried(tiny("qwen3", torch.float64, vocabulary=VOCABULARY), world)
         with casts_in_float64():
-            options = {"metrics": {"positions": sum_of_positions}}
+            options: dict[str, Any] = {"metrics": {"positions": sum_of_positions}}
             separate = evaluate(model, questions(), choice, world, EvaluationOptions(share_prefixes=False, **options))
             with mutated(change):
                 shared = evaluate(model, questions(), choice, world, EvaluationOptions(**options))

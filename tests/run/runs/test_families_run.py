@@ -60,9 +60,8 @@ def turns(folder: Path) -> tuple[Path, Path]:
     draw = np.random.default_rng(0)
     rows = list[dict[str, Any]]()
     for _ in range(3):
-        words = lambda n: " ".join(draw.choice(WORDS, size=n).tolist())  # noqa: E731
         sizes = zip(("user", "assistant") * 3, (58, 2, 55, 2, 3, 2), strict=True)
-        messages = [{"role": role, "content": words(n)} for role, n in sizes]
+        messages = [{"role": role, "content": " ".join(draw.choice(WORDS, size=n).tolist())} for role, n in sizes]
         rows.append({"messages": messages})
     file = folder / "chats.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
