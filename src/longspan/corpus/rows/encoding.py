@@ -314,7 +314,7 @@ class RowEncoding:
                 answer._replace(numbers=(label,), stops=(len(answer.ids),))
                 for answer, label in ((chosen, 1.0), (rejected, 0.0))
             ]
-        numbers = ()
+        numbers: tuple[float, ...] = ()
         assert chosen.labels is not None
         if form == "orpo":  # which learns the prompt too, and needs to know where the answer begins
             numbers = (float(np.flatnonzero(chosen.labels != NO_TARGET)[0]),)
