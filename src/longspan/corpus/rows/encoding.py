@@ -318,7 +318,10 @@ class RowEncoding:
         assert chosen.labels is not None
         if form == "orpo":  # which learns the prompt too, and needs to know where the answer begins
             numbers = (float(np.flatnonzero(chosen.labels != NO_TARGET)[0]),)
-            chosen = chosen._replace(labels=chosen.ids)
+            labels = chosen.ids.copy()
+            for image in chosen.images:
+                labels[image.start : image.stop] = NO_TARGET
+            chosen = chosen._replace(labels=labels)
         return [join_samples(chosen, rejected)._replace(numbers=numbers)]
 
     def _encode_answer(self, values: Mapping[str, Any], key: str, media: "RowMedia | None") -> Sample:
