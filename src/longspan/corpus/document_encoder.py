@@ -290,17 +290,19 @@ class MismatchedAnswers:
         answers = [encoded.ids[first:b] for first, (_, b) in zip(firsts, bounds, strict=True)]
         others = [answers[-1] if self._answer is None else self._answer, *answers[:-1]]
         self._answer = answers[-1]
-        ids, codes, counts = list[npt.NDArray[Any]](), list[npt.NDArray[Any]](), list[tuple[int, int]]()
+        ids = list[npt.NDArray[Any]]()
+        codes = list[npt.NDArray[Any]]()
+        counts = list[tuple[int, int]]()  # tokens and targets
         for (a, b), first, other in zip(bounds, firsts, others, strict=True):
             mixed = np.concatenate([encoded.ids[a:first], other])[: self._longest]
             ids += [encoded.ids[a:b], mixed]
-            codes += [of_tokens[a:b], np.append(of_tokens[a:first], np.zeros_like(mixed[first - a :]))]
-            counts += [(b - a, b - first), (len(mixed), len(mixed) - (first - a))]
+            answer_codes = np.full(len(mixed) - (first - a), OWN_TOKEN, of_tokens.dtype)
+            codes += [of_tokens[a:b], np.append(of_tokens[a:first], answer_codes)]
+            counts += [(b - a, b - first), (len(mixed), len(answer_codes))]
         lengths, targets = np.array(counts).T
         images = [i._replace(document=2 * i.document + own) for i in encoded.images for own in (0, 1)]
-        columns = {
-            name: np.repeat(getattr(encoded, name), 2) for name in ("files", "positions", "hashes", "numbers")
-        }
+        names = ("files", "positions", "hashes", "numbers")
+        columns: dict[str, Any] = {name: np.repeat(getattr(encoded, name), 2) for name in names}
         return encoded._replace(
             ids=np.concatenate(ids),
             codes=np.concatenate(codes),

@@ -253,12 +253,12 @@ def _result_of_sets(
     inputs: StepInputs, totals: Totals, options: EvaluationOptions, loss: "DocumentLoss"
 ) -> Evaluation:
     """Make the result of a loss of sets of a language model's documents, from the sums of `with_sums_of_sets`."""
+    from longspan.train.terms.document_loss import sum_set_losses
+
     count = len(loss.columns) + len(loss.also)
     sums = totals.document_metrics[:count, 0].T
     sets = loss.check_sets(inputs.plan)
     given = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
-    from longspan.train.terms.document_loss import sum_set_losses
-
     total, _ = sum_set_losses(loss.function, sets, given)
     tokens = _make_result(inputs, totals, replace(options, loss=None))  # cross entropies, which are not told
     figures = {} if loss.figures is None else loss.figures(sums)

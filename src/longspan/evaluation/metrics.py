@@ -170,10 +170,10 @@ _SUM_OF_SETS = "sums of sets/"  # and a number: what a loss of sets reads of a l
 
 def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:
     """Return options that also sum, for each document, what their loss of sets reads of a language model."""
+    from longspan.train.terms.token_loss import distribution_values
+
     loss = options.loss
     assert loss is not None
-
-    from longspan.train.terms.token_loss import distribution_values
 
     def sum_column(name: str, rows: TargetTokens) -> tuple[Tensor, Tensor]:
         ones = torch.ones_like(rows.losses)

@@ -93,7 +93,7 @@ def compute_references(
 
 def _list_missing(documents: CorpusDocuments) -> list[int]:
     assert documents.corpus.reference is not None
-    ids = np.unique(documents.ids)
+    ids = np.unique(np.array(documents.ids, dtype=np.int64))
     return ids[np.isnan(documents.corpus.reference[ids])].tolist()
 
 

@@ -25,8 +25,10 @@ from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
 from longspan.train.training import add_configured_adapter
+from tests.corpus.rows.conversations import says
 from tests.hf.stock import DenseHead
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, refusals, train_rows
+from tests.run.runs.test_images_run import model_folder, rows_with_images, settings
 from tests.run.runs.test_lora_run import write_base
 from tests.run.runs.test_scores_run import config_of, words
 from tests.train.small import small_config, without_times
@@ -249,6 +251,27 @@ def test_what_a_loss_does_not_take(base: Path, tmp_path: Path) -> None:
     )
     assert "1 bad row" in lines_of(0, skipping, 1)
     assert Corpus(Path(skipping.run.dir) / "corpus").manifest.left_out.bad_rows == 1
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("loss", ["dpo", "orpo", "kto"])
+def test_prompts_with_images(tmp_path: Path, loss: str) -> None:
+    """Over two slots, with an encoder of tp 2, losses, norms and figures are those of one rank."""
+    model = model_folder(tmp_path / "model")
+    rows = [json.loads(line) for line in rows_with_images(tmp_path / "rows").read_text().splitlines()]
+    pairs = [
+        {"images": row.get("images", []), "chosen": row["messages"], "rejected": [row["messages"][0], says("no")]}
+        for row in rows
+    ]
+    (tmp_path / "rows/rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    keys = {"train__loss": loss, "train__steps": 2, "train__tokens_per_step": 800}
+    alone = settings(tmp_path / "one", tmp_path / "rows/rows.jsonl", model, context__max_tokens_per_slot=512, **keys)
+    keys |= {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
+    two = settings(tmp_path / "two", tmp_path / "rows/rows.jsonl", model, **keys)
+    wanted, found = (train_rows(config, ranks) for config, ranks in ((alone, 1), (two, 2)))
+    for row, other in zip(wanted, found, strict=True):
+        for name in ("loss", "grad_norm", *(name for name in row if "/" in name)):
+            assert other[name] == pytest.approx(row[name], rel=1e-6, abs=1e-6), name  # norms are in float32
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -314,11 +314,14 @@ class RowEncoding:
                 answer._replace(numbers=(label,), stops=(len(answer.ids),))
                 for answer, label in ((chosen, 1.0), (rejected, 0.0))
             ]
-        numbers = ()
+        numbers: tuple[float, ...] = ()
         assert chosen.labels is not None
         if form == "orpo":  # which learns the prompt too, and needs to know where the answer begins
             numbers = (float(np.flatnonzero(chosen.labels != NO_TARGET)[0]),)
-            chosen = chosen._replace(labels=chosen.ids)
+            labels = chosen.ids.copy()
+            for image in chosen.images:
+                labels[image.start : image.stop] = NO_TARGET
+            chosen = chosen._replace(labels=labels)
         return [join_samples(chosen, rejected)._replace(numbers=numbers)]
 
     def _encode_answer(self, values: Mapping[str, Any], key: str, media: "RowMedia | None") -> Sample:
