@@ -29,7 +29,6 @@ from longspan.resolve.choice import StepPlanner
 from longspan.resolve.kept_rows import SlotRowsError
 from longspan.run.run_data import TrainingRun
 from longspan.train.optim.optimizer import allocate_adam_states
-from longspan.train.run_depths import mtp_loss
 from longspan.train.starts import Starts
 from longspan.train.step import run_step
 from longspan.train.training import Training
@@ -191,7 +190,8 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     model = find_language_model(training.model)
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
-    router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
+    router = training.router if backward else None
+    mtp = training.mtp if backward else None
     plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # synthetic documents mask no token
     run_step(model, plan, documents, training.world, backward=backward, router=router, mtp=mtp)
 
