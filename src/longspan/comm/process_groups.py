@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -158,18 +158,18 @@ EP = "ep"
 TP = "tp"
 
 
+@dataclass(eq=False)
 class Meshes:
     """The device meshes of one rank's pipeline stage, made on first use by all ranks of the home together.
 
     Every property raises CommError for a home that has no such mesh, before a group is made.
     """
 
-    def __init__(self, home: Layout, stage: int, groups: ProcessGroups, device_type: str) -> None:
-        self._home = home
-        self._stage = stage
-        self._groups = groups
-        self._device_type = device_type
-        self._axis_groups: dict[str, ProcessGroup] = {}
+    _home: Layout
+    _stage: int
+    _groups: ProcessGroups
+    _device_type: str
+    _axis_groups: dict[str, ProcessGroup] = field(default_factory=dict[str, ProcessGroup])
 
     @cached_property
     def fsdp(self) -> DeviceMesh:

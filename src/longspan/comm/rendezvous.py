@@ -252,15 +252,15 @@ def defer_connections() -> Iterator[None]:
             del os.environ[_LAZY]
 
 
+@dataclass(eq=False)
 class LimitedStore:
     """A store whose requests raise DistStoreError after STORE_SECONDS, and at once while one of them is that late.
 
     torch waits without a limit for a store whose process stands still, so a thread makes each request.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._late: Future[Any] | None = None
+    _store: Store
+    _late: Future[Any] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments: self.ask(partial(getattr(self._store, name), *arguments), STORE_SECONDS)

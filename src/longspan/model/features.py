@@ -95,7 +95,13 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
         lambda call: call.world.device.type == "cuda" or call.options.fused_norms not in ("auto", "off"),
         "longspan.model.seams.norms:NormFeature",
     ),
-    (lambda call: call.options.compiled != "none", "longspan.model.compiled_layers:CompiledFeature"),
+    (
+        lambda call: (
+            call.options.compiled not in ("none", "auto")
+            or (call.options.compiled == "auto" and call.world.device.type == "cuda")
+        ),
+        "longspan.model.compiled_layers:CompiledFeature",
+    ),
     (lambda call: any(map(is_mixer, call.model.modules())), "longspan.model.seams.mixers:MixerFeature"),
     (
         lambda call: any(is_indexer(module) or is_indexed(module) for module in call.model.modules()),
@@ -111,8 +117,9 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     ),
     (lambda call: call.options.mlp_tile_tokens, "longspan.model.activations.tiles:TileFeature"),
     (
-        lambda call: call.options.sets(
-            "activation_checkpointing", "offload_activations", "checkpoint_policies", "segment_layers"
+        lambda call: (
+            call.options.activation_checkpointing not in (False, "none")
+            or call.options.sets("offload_activations", "checkpoint_policies", "segment_layers")
         ),
         "longspan.model.activations.recompute:RecomputationFeature",
     ),

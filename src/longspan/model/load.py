@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.frozen.formats.stored import StoredWeights, stored_weights
 from longspan.model.layers import SCORE_HEADS, vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.fill import (
@@ -40,6 +39,9 @@ from longspan.model.weights.hf_folder import (
     weight_files,
 )
 from longspan.plain_text import items_text
+
+if TYPE_CHECKING:
+    from longspan.model.frozen.formats.stored import StoredWeights
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -136,9 +138,13 @@ def check_folder_weights(folder: str | Path) -> None:
         load_model(folder, sharded=True)
 
 
-def _find_stored_weights(folder: Path) -> StoredWeights | None:
+def _find_stored_weights(folder: Path) -> "StoredWeights | None":
+    if not (settings := quantization_settings(folder)):
+        return None
+    from longspan.model.frozen.formats.stored import stored_weights
+
     try:
-        return stored_weights(quantization_settings(folder))
+        return stored_weights(settings)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
 
@@ -181,7 +187,7 @@ _TABLES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 
 def checked_folder_weights(
-    folder: Path, model: PreTrainedModel, stored: StoredWeights | None = None
+    folder: Path, model: PreTrainedModel, stored: "StoredWeights | None" = None
 ) -> FolderWeights:
     """Return a folder as the source of a model's weights, after its headers are compared with the model's names.
 

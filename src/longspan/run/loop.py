@@ -155,7 +155,9 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     check_config(config, len(world.home.ranks))
     with StopSignal(config.checkpoint.save_signals) as stop, run_lock(Path(config.run.dir), world, display.log):
         names = config.run.loggers if is_first_rank(world) else ()
-        classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
+        classes = (
+            run_on_every_rank(world, partial(logger_classes, names), ConfigError) if config.run.loggers else {}
+        )
         run = set_up(config, world, display.log, starts, stop.stop_reason)
         with open_records(run, classes, display.log) as records:
             evaluations = Evaluations(run, display, records, stop, open_prompts(run))

@@ -209,6 +209,9 @@ def open_data(
     def load_metrics_of_sets() -> dict[str, dict[str, Metric]]:
         metrics = dict[str, dict[str, Metric]]()
         for entry in (held_out_set(config), *config.evaluation.sets):
+            metrics[entry.name] = {}
+            if not entry.metrics:
+                continue
             metrics[entry.name] = load_metrics(entry.metrics, entry.metrics_key)
             try:
                 check_metric_names(metrics[entry.name])
@@ -217,7 +220,8 @@ def open_data(
         return metrics
 
     # before a corpus is built
-    run_on_first_rank(world, list_files, DataError)
+    if config.evaluation.sets:
+        run_on_first_rank(world, list_files, DataError)
     metrics = run_on_every_rank(world, load_metrics_of_sets, ConfigError)
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)

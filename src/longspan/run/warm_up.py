@@ -31,7 +31,6 @@ from longspan.resolve.choice import StepPlanner
 from longspan.resolve.kept_rows import SlotRowsError
 from longspan.run.run_data import TrainingRun
 from longspan.train.optim.optimizer import allocate_adam_states
-from longspan.train.run_depths import mtp_loss
 from longspan.train.starts import Starts
 from longspan.train.step import run_step
 from longspan.train.training import Training
@@ -208,7 +207,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
         )
         for document, (rows, parent) in enumerate(zip(plan.lengths, parents, strict=True))
     ]
-    router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
+    router, mtp = (training.router, training.mtp) if backward else (None, None)
     plan = replace(plan, targets=sum(map(count_targets, documents)))
     run_step(model, plan, documents, training.world, backward=backward, router=router, mtp=mtp)
 

@@ -234,7 +234,9 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
-    inputs = _model_inputs(batch) | passes.model_arguments() | _future_ids(passes, batch)
+    inputs = _model_inputs(batch) | passes.model_arguments()
+    if passes.depths:
+        inputs |= _future_ids(batch)
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
@@ -254,9 +256,7 @@ def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
-def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
-    if not passes.depths:
-        return {}
+def _future_ids(batch: LocalBatch) -> dict[str, Tensor]:
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}
 
 
@@ -285,7 +285,8 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> "St
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         if total is None:
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
-        loss = part(**arguments, **_future_ids(passes, batch), row_loss=passes.row_loss(batch))
+        future_ids = _future_ids(batch) if passes.depths else {}
+        loss = part(**arguments, **future_ids, row_loss=passes.row_loss(batch))
         total.add_(loss.detach())
         return passes.mean_loss(loss)
 

@@ -5,6 +5,7 @@ none. So labels are made inside documents, before the sequence is split.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from longspan.model.layers import vocabulary_size
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.model.seams.call_rules import CallRules, call_rules
 from longspan.plan import MicroBatch, Plan
-from longspan.train.step_inputs import StepInputs
+from longspan.train.step_inputs import MovingDocuments, StepInputs
 
 if TYPE_CHECKING:
     from longspan.plan.items.encoding_plan import ItemTable
@@ -61,11 +62,11 @@ def read_inputs_and_labels(
     return batch.ids, batch.labels
 
 
+@dataclass(eq=False)
 class NamesOfValues:
     """The names of the values of the first document that is read, which all others of a step must have as well."""
 
-    def __init__(self) -> None:
-        self._first_names: tuple[int, set[str]] | None = None
+    _first_names: tuple[int, set[str]] | None = None
 
     def check_values(self, document: int, values: Mapping[str, Any], positions: Integers) -> None:
         """Raise DataError for values of another shape than positions, or of other names than another document's.
@@ -256,7 +257,16 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
 
 def bring_gathered_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
     """Return what a step runs over, with rows of gathered documents brought to this rank; entered by all ranks."""
-    return replace(inputs, documents=inputs.documents.with_moved_rows(inputs.plan, inputs.world, depths))
+    gathered = inputs.documents.documents
+    if not isinstance(gathered, MovingDocuments):
+        return inputs
+    if gathered.world is not inputs.world:
+        raise DataError(
+            "the documents were gathered in another world; call gather_documents(local, world) with this"
+        )
+    documents = copy(inputs.documents)
+    documents.documents = gathered.rows_under(inputs.plan, depths)
+    return replace(inputs, documents=documents)
 
 
 def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **names: str) -> T:

@@ -10,12 +10,6 @@ from longspan.config.sections import RANDOM, RunConfig
 from longspan.errors import ModelError, plural
 from longspan.model.add_depths import add_mtp
 from longspan.model.mtp import count_depths
-from longspan.train.terms.mtp import MtpLoss
-
-
-def mtp_loss(config: RunConfig) -> MtpLoss | None:
-    """Return the argument `mtp` of a run's steps, by [mtp] of its configuration; None without depths."""
-    return MtpLoss(config.mtp.loss_scaling_factor) if config.mtp.num_layers else None
 
 
 def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:

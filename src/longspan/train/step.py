@@ -125,7 +125,8 @@ def run_step(
     check_update_arguments(optimizer, max_grad_norm, backward=backward)
     if optimizer is not None:
         refuse_other_parameters(model, optimizer)
-    _check_temperature(temperature, mtp)
+    if temperature != 1:
+        _check_temperature(temperature, mtp)
     inputs = check_step_arguments(model, plan, documents, world, backward=backward)
     if temperature != 1 and score_columns(inputs.language_model):
         raise LossError(
@@ -170,7 +171,7 @@ def run_step(
 def _check_temperature(temperature: float, mtp: "MtpLoss | None" = None) -> None:
     if not 0 < temperature < math.inf:
         raise LossError(f"temperature is {temperature!r}; give a number above 0, such as that of the sampler")
-    if temperature != 1 and mtp is not None:
+    if mtp is not None:
         raise LossError(
             f"temperature is {temperature:g}, and multi-token prediction predicts at temperature 1; leave mtp= out"
         )
@@ -205,7 +206,8 @@ def token_log_probs(
     from longspan.train.terms.token_loss import CollectedLogProbs, check_value_names, compare_names_on_ranks
 
     also = check_value_names(also)
-    _check_temperature(temperature)
+    if temperature != 1:
+        _check_temperature(temperature)
     inputs = check_step_arguments(model, plan, documents, world, backward=False)
     if score_columns(inputs.language_model):
         raise LossError(

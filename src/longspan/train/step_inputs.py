@@ -1,10 +1,9 @@
 """What a step runs over: a model, a plan and its documents, counted and checked before a token is read."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -116,18 +115,6 @@ class StepDocuments:
                     f"document {parent} predicts {plural(targets, 'token')} and other documents continue it: the loss "
                     "of these would count once for all of them; share only rows without a target (share_prefixes)"
                 )
-
-    def with_moved_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
-        """Return the documents, with this rank's rows where rows move between ranks; entered by all ranks."""
-        if not isinstance(self.documents, MovingDocuments):
-            return self
-        if self.documents.world is not world:
-            raise DataError(
-                "the documents were gathered in another world; call gather_documents(local, world) with this"
-            )
-        moved = copy(self)
-        moved.documents = self.documents.rows_under(plan, depths)
-        return moved
 
     def _count_targets(self, document: int, length: int) -> int:
         try:

@@ -58,9 +58,10 @@ from longspan.train.optim.offload_states import OffloadedStates, offload_optimiz
 from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups
 from longspan.train.optim.schedule import Schedule
-from longspan.train.run_depths import add_configured_depths, mtp_loss
+from longspan.train.run_depths import add_configured_depths
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
+from longspan.train.terms.mtp import MtpLoss
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -492,6 +493,10 @@ class Training:
         balance = self.config.train.router_aux_loss_coef
         return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss_coef)
 
+    @property
+    def mtp(self) -> MtpLoss | None:
+        return MtpLoss(self.config.mtp.loss_scaling_factor) if self.config.mtp.num_layers else None
+
     @cached_property
     def figures(self) -> StepFigures:
         return model_figures(self.config, self.model, self.world, self.cost)
@@ -520,7 +525,7 @@ class Training:
             max_grad_norm=self.config.optimizer.max_grad_norm or None,
             step=step + 1,  # for errors, which count from 1
             router=self.router,
-            mtp=mtp_loss(self.config),
+            mtp=self.mtp,
             loss=loss_of_documents(getattr(documents, "whole", documents), config),
             time_slots=self.time_slots,
             host_work=host_work,

@@ -126,11 +126,11 @@ def refuse_call(message: str, *args: object, **kwargs: object) -> NoReturn:
     raise ModelError(message)
 
 
+@dataclass(eq=False)
 class _RefusesDDP:
     """DistributedDataParallel reads this list of names first of all (torch 2.11 to 2.15)."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    _name: str
 
     def __iter__(self) -> Iterator[str]:
         raise ModelError(

@@ -22,12 +22,12 @@ _IN_FILES = {  # of GPT-2
 }
 
 
+@dataclass(eq=False)
 class ConfigReader:
     """Reads a transformers configuration, of the language model of one that also sees or hears."""
 
-    def __init__(self, config: Any, where: str) -> None:
-        self.where: str = where
-        self._config = config
+    _config: Any
+    where: str
 
     @classmethod
     def read_language_model(cls, config: Any) -> "ConfigReader":
