@@ -137,7 +137,7 @@ def test_plans_and_documents_of_other_families_are_refused() -> None:
         with pytest.raises(PlanError, match="document 2 predicts 7 tokens and other documents continue it"):
             more = plan_fixed(shared.lengths, world.home, 1, targets=counted, parents=shared.parents)
             run_step(model, more, predicting, world)
-        with pytest.raises((DataError, PlanError), match="document 0 (has the parent|continues document) 2"):
+        with pytest.raises((DataError, PlanError), match=r"document 0 (has the parent|continues document) 2"):
             evaluate(model, shared, PlannerConfig.fixed(1), world)
         with pytest.raises(DataError, match="document 0 continues document 2"):
             gather_documents(shared, world)

@@ -306,7 +306,11 @@ MUTATIONS = {
         "return int(is_target.argmax()) if",
         "return int(is_target.argmax()) + 1 if",
     ),
-    "rows of a loss count from the branch": ("train.terms.token_loss", "positions + rows_before(", "positions + 0 * rows_before("),
+    "rows of a loss count from the branch": (
+        "train.terms.token_loss",
+        "positions + rows_before(",
+        "positions + 0 * rows_before(",
+    ),
     "tokens of a micro-batch count from the branch": (
         "train.terms.micro_batch_loss",
         "own_places = expand_runs(ends - np.array(lengths), ends)",
