@@ -84,15 +84,15 @@ def test_public_names():
 
 
 def test_values_are_frozen():
-    """Every dataclass is immutable, but for the columns that the dynamic planner fills, and what extends verl's."""
+    """Every dataclass that compares by value is immutable, but for what extends verl's; others are what they are."""
     root, loose, seen = Path(longspan.__file__).parent, set(), 0
     for path in root.rglob("*.py"):
         made = re.findall(
             r"^ *@(?:dataclasses\.)?dataclass(\([^)]*\))?\n(?: *@.*\n)* *class (\w+)", path.read_text(), re.M
         )
         seen += len(made)
-        loose |= {f"{path.relative_to(root).as_posix()}: {name}" for keys, name in made if "frozen=True" not in keys}
-    assert seen > 100 and loose == {"plan/dynamic/lockstep.py: Bins", "verl/settings.py: LongspanEngineConfig"}
+        loose |= {f"{path.relative_to(root).as_posix()}: {name}" for keys, name in made if not re.search("frozen=True|eq=False", keys)}
+    assert seen > 100 and loose == {"verl/settings.py: LongspanEngineConfig"}
 
 
 def test_type_checkers_see_the_same_names():

@@ -55,7 +55,7 @@ class Corpus:
                 "which makes them anew, with data.cache_dir as a folder on storage that all its machines share"
             )
         try:
-            self.folder = documents_folder
+            self.documents_folder: Path = documents_folder  # shared by runs
             self._open_arrays(documents_folder)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too

@@ -84,7 +84,7 @@ def compute_references(
                 if done == len(missing) or now - last_news > _NEWS_SECONDS:
                     last_news = now
                     left = (now - started) * (int(ends[-1]) / int(ends[done - 1]) - 1)
-                    rest = f"{seconds_text(left)} left" if left else f"kept in {corpus.folder}"
+                    rest = f"{seconds_text(left)} left" if left else f"kept in {corpus.documents_folder}"
                     log(
                         f"reference model: log-probabilities of {done:,} of {plural(len(missing), 'document')} in "
                         f"{now - started:.1f} s, {rest}"
@@ -111,7 +111,7 @@ def _model_key(config: RunConfig, device: str) -> str:
 
 
 def _reference_file(documents: CorpusDocuments, key: str) -> Path:
-    return documents.corpus.folder / f"reference-{key}.npy"
+    return documents.corpus.documents_folder / f"reference-{key}.npy"
 
 
 def _save_array(file: Path, values: Floats) -> None:
