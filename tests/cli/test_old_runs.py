@@ -36,7 +36,7 @@ def old_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
                 gone = {"betas": [0.8, 0.9], "fused_norms": "auto", "offload_activations": False}
                 result.setdefault("train", {}).update(gone, optimizer_arguments=[])
                 continue
-            if name == "optimizer.moments":  # 0.3 had none
+            if name in ("optimizer.moments", "optimizer.groups"):  # 0.3 had none
                 continue
             words = {new: old for old, new in VALUES.get(name, {}).items()}
             old_section, _, old_key = OLD_NAMES.get(name, name).partition(".")
