@@ -37,7 +37,6 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "tests.parity",
     "tests.reference",
     "longspan.data.shared_prefixes",
-    "longspan.hf.trainer",
     "longspan.model.frozen.frozen_weights",
     "longspan.model.tensor_parallel_feature",
     "longspan.train.terms.document_loss",
