@@ -55,7 +55,7 @@ def demo(wheel: Path, folder: Path, words: tuple[str, ...]) -> int:
     print(run(longspan, "export", str(demo_run), "exported", "--overwrite"), end="")
     print(run(longspan, "generate", "exported", "--prompt", "The first", "--max-new-tokens", "8", "--device", "cpu"))
     (folder / "texts.jsonl").write_text(20 * '{"prompt": "The first", "completion": " is the last."}\n')
-    adapter = ["--model.path", "exported", "--data", "texts.jsonl", "--lora.rank", "4", "--train.steps", "2"]
+    adapter = ["--model.path", "exported", "--data", "texts.jsonl", "--lora.rank", "4", "--train.epochs", "1"]
     keys = ["--world", "2", "--device", "cpu", "--run.dir", "runs/adapter", "--checkpoint.resume=never"]
     print(run(longspan, "train", *adapter, *keys), end="")
     print(run(longspan, *PLAN.split(), "--plot", "plan.html"), end="")
