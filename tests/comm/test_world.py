@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -481,3 +482,19 @@ def test_a_world_that_is_open_is_not_left_for_the_next() -> None:
         with pytest.raises(CommError, match=r"rank\(s\) \(1\) did not come"):
             join_world_of_all_ranks(store, Place(0, 2, 0, ""), 0.0)
         assert slow.result() == first
+
+
+def test_a_world_of_one_rank_waits_for_nobody() -> None:
+    with World(Layout(ranks=1), backend="gloo") as world:
+        entered = mock.patch.object(world.watch, "enter_operation", side_effect=AssertionError("nobody is there"))
+        started = mock.patch("longspan.comm.all_ranks.Thread", side_effect=AssertionError("nobody waits"))
+        with entered, started, leave_together(world):
+            control, total = world.control, np.arange(3.0)
+            assert (
+                control.any_ranks(True, False) == control.compare_digests_and_flags("ab", True, False) == (True, False)
+            )
+            assert control.gather_objects("a") == ["a"] and control.first_object("a", "") == (0, "a")
+            assert control.broadcast_object(None) is None and control.largest_over_ranks([2.0], "") == [2.0]
+            assert (control.sum_array_over_ranks(total) == total).all() and run_on_every_rank(
+                world, int, DataError
+            ) == 0

@@ -24,6 +24,7 @@ OFF = (
     *("activations.recompute", "activations.tiles", "adapters", "add_depths", "compiled_layers", "experts", "float8"),
     *(
         "float8_layers",
+        "frozen",
         "host_weights",
         "lora",
         "mtp",
@@ -43,7 +44,8 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare
 import longspan.train.passes, longspan.train.step_end  # and what they import: read_rows, step_inputs
 with World(Layout(ranks=1)) as world:
-    prepare(load_model(preset="qwen3-tiny", vocab_size=64, sharded=True), world)
+    off = {"compiled": "auto", "activation_checkpointing": "none"}  # of a run on CPUs
+    prepare(load_model(preset="qwen3-tiny", vocab_size=64, sharded=True), world, **off)
 print(*(name for name in sys.modules if name.startswith("longspan.")))
 """
 

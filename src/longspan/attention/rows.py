@@ -7,6 +7,7 @@ come with torch's CUDA builds; elsewhere torch's own operations take several.
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -395,13 +396,13 @@ class Partial:
         return out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks
 
 
+@dataclass(eq=False)
 class RowSum:
     """A sum of tensors that each cover some of the rows; rows that none covers are zero."""
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
-        self._shape = shape
-        self._like = like
-        self._total: Tensor | None = None
+    _shape: tuple[int, ...]
+    _like: Tensor
+    _total: Tensor | None = None
 
     def add(self, rows: RowIndex, x: Tensor) -> None:
         """Add x (rows, …) to distinct rows; a first x of all rows becomes the sum, without a copy."""

@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     starts = Starts()
     flags, config = parse_train(argv)
     save_on = [number for number in NOTICES if number.name in config.checkpoint.save_signals]
-    ignore_signals(save_on)  # until there is a step to save
+    if save_on:
+        ignore_signals(save_on)  # until there is a step to save
     if flags.dry_run:
         from longspan.cli.plans.answer import show_dry_run
 

@@ -421,7 +421,8 @@ class Channels:
     def make_parent_groups(self) -> None:
         """Make the groups on which the slots of every plane talk point to point; entered by all ranks."""
         self._groups.make_parent("plane", self._home.planes(), "parent")
-        self._warm_up_channel(self.find_channel(range(self._home.slots)))
+        if self._home.slots > 1:
+            self._warm_up_channel(self.find_channel(range(self._home.slots)))
 
     def connect_pairs(self) -> None:
         """Let every two slots of a plane exchange a number: NCCL connects two ranks at their first message, slowly."""

@@ -7,7 +7,7 @@ corpus.select([3, 7]).items                     # every rank knows the places; r
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -42,20 +42,21 @@ THREADS = 4
 _MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped
 
 
+@dataclass(eq=False)
 class ImageReader:
     """Reads images of a corpus: `reader(number)` returns an encoder's input, `read_ahead(numbers)` begins to read some.
 
     Raises DataError, naming file and row, for an image that is gone, broken, or changed since the corpus was built.
     """
 
-    def __init__(self, table: ImageTable, processor: Processor, corpus: Corpus) -> None:
-        self.table: ImageTable = table
-        self.processor: Processor = processor
-        self.corpus: Corpus = corpus
-        self.images_read: int = 0
-        self._ahead = OrderedDict[int, Future[ImageInput]]()  # by the images' numbers
-        self._lock = Lock()
-        self._pool: ThreadPoolExecutor | None = None
+    table: ImageTable
+    processor: Processor
+    corpus: Corpus
+    images_read: int = 0
+    # by the images' numbers
+    _ahead: OrderedDict[int, Future[ImageInput]] = field(default_factory=OrderedDict[int, Future[ImageInput]])
+    _lock: Lock = field(default_factory=Lock)
+    _pool: ThreadPoolExecutor | None = None
 
     def __call__(self, number: int) -> ImageInput:
         with self._lock:

@@ -65,7 +65,7 @@ def row_lines(recipe: Recipe) -> Iterator[str]:
     for (key, _), encoding in zip(recipe.settings.source_paths(), recipe.encodings, strict=True):
         source_text = f"{key}: " if recipe.settings.data.sources else ""
         yield source_text + rows_line(encoding)
-        if (line := missing_end_line(encoding)) is not None:
+        if encoding.kind in CHATS and (line := missing_end_line(encoding)) is not None:
             yield source_text + line
 
 
@@ -108,12 +108,12 @@ def rows_line(encoding: RowEncoding) -> str:
 
 
 def missing_end_line(encoding: RowEncoding) -> str | None:
-    """Return a warning that no end of a conversation's last turn is learnt; None if one is, and for other kinds.
+    """Return a warning that no end of a conversation's last turn is learnt; None if one is.
 
     Behind the answer of an encoded conversation of two words the targets must have a special token, or one that ends
     generation.
     """
-    if encoding.kind not in CHATS or encoding.settings.end_of_chat or encoding.settings.num_labels:
+    if encoding.settings.end_of_chat or encoding.settings.num_labels:
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
     (sample,) = replace(encoding, kind="messages").encode([Row("", {"messages": turns})])

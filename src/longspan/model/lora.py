@@ -253,12 +253,12 @@ def draw_adapter_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
+@dataclass(eq=False)
 class DrawnAdapter:
     """A source of an adapter's weights, given by name and shape, drawn from a seed."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
-        self._shapes = shapes
-        self._seed = seed
+    _shapes: Mapping[str, Sequence[int]]
+    _seed: int
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         for name, shape in self._shapes.items():

@@ -7,6 +7,7 @@ hidden of depth d = post_norm(block(x)); predicts token t + d + 1 at row t
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -144,12 +145,12 @@ LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called 
 _NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
 
 
+@dataclass(eq=False)
 class LayerInputs:
     """What the last decoder layer was called with, recorded by a hook while a pass of the model runs."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self.call: LayerCall | None = None
+    _model: PreTrainedModel
+    call: LayerCall | None = None
 
     def record_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record the arguments of a call: a forward pre-hook."""

@@ -194,8 +194,10 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple
     run's.
     """
     root = checkpoints_root(Path(config.run.dir), config.checkpoint.dir)
-    run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
-    checkpoint = find_checkpoint(root, world, log, note=True)
+    checkpoint = None
+    if run_on_first_rank(world, root.is_dir, CheckpointError):
+        run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
+        checkpoint = find_checkpoint(root, world, log, note=True)
     if checkpoint is None:
         if config.checkpoint.resume == "must":
             raise CheckpointError(

@@ -93,7 +93,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tensorfloat32"
     # longspan's own prices of H200s count too
-    known = cost.source == Machine.known("H200").source and "H200" in device
+    known = "H200" in device and cost.source == Machine.known("H200").source
     return StepFigures(
         shape=shape,
         images=images,

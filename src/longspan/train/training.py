@@ -61,11 +61,11 @@ from longspan.train.optim.schedule import Schedule
 from longspan.train.run_depths import add_configured_depths
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
-from longspan.train.terms.mtp import MtpLoss
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
     from longspan.train.terms.document_loss import DocumentLoss
+    from longspan.train.terms.mtp import MtpLoss
 
 
 def scale_positions(
@@ -494,8 +494,13 @@ class Training:
         return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss_coef)
 
     @property
-    def mtp(self) -> MtpLoss | None:
-        return MtpLoss(self.config.mtp.loss_scaling_factor) if self.config.mtp.num_layers else None
+    def mtp(self) -> "MtpLoss | None":
+        """The argument `mtp` of a run's steps; None without depths."""
+        if not self.config.mtp.num_layers:
+            return None
+        from longspan.train.terms.mtp import MtpLoss
+
+        return MtpLoss(self.config.mtp.loss_scaling_factor)
 
     @cached_property
     def figures(self) -> StepFigures:

@@ -8,6 +8,7 @@ others run once more when backward reaches it. FSDP2 then gathers and frees them
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -38,13 +39,13 @@ from longspan.plan.memory.settings import CHECKPOINT_POLICIES, CheckpointPolicy
 Run = Callable[..., Any]
 
 
+@dataclass(eq=False)
 class LayerSegments:
     """The segments of a model's layers, of at most `size` each: `run_layer` runs one layer of a pass."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        # the call before, which only its graph keeps alive
-        self._last_link: weakref.ref[_SegmentCall] | None = None
+    size: int
+    # the call before, which only its graph keeps alive
+    _last_link: "weakref.ref[_SegmentCall] | None" = None
 
     def run_layer(
         self,

@@ -5,6 +5,7 @@ where heads are too few to fill a GPU; they are to the run what the runs of a do
 (`state_pass.py`): each is an affine map [B | M], and folding these in order gives the run's own map.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -257,15 +258,15 @@ def compute_chunk_states(rows: NamedRows, states: Tensor, runs: LocalRuns) -> tu
     return h, new_values
 
 
+@dataclass(eq=False)
 class DeltaGradients:
     """Backward: gradients of the outputs by the states that enter pieces, and gradients at the states of chunks."""
 
-    def __init__(self, rows: NamedRows, pieces: Pieces, transitions: Tensor, scale: float) -> None:
-        self._rows = rows
-        self._pieces = pieces
-        self._transitions = transitions
-        self._scale = scale
-        self._initial_state_gradients: Tensor | None = None
+    _rows: NamedRows
+    _pieces: Pieces
+    _transitions: Tensor
+    _scale: float
+    _initial_state_gradients: Tensor | None = None
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:
         return self._pieces.run_initial_state_gradients(self._map_gradients(), self._transitions, runs)

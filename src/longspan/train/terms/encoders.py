@@ -304,19 +304,19 @@ def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+@dataclass(eq=False)
 class EncodersTerm(Term):
     """The encoders of a MultimodalModel in a step: all waves of a whole step, or those of a portion at a time.
 
     Where any rank cannot read its items, `read` raises DataError on every rank.
     """
 
-    def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
-        self._model = model
-        self._inputs = inputs
-        self._items = items
-        self._depths = depths
-        self._micro_batches: Sequence[MicroBatch] = ()
-        self._encoding: Encoding | None = None
+    _model: MultimodalModel
+    _inputs: StepInputs
+    _items: ItemTable
+    _depths: int = 0
+    _micro_batches: Sequence[MicroBatch] = ()
+    _encoding: "Encoding | None" = None
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
         inputs = self._inputs
