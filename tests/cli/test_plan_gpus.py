@@ -89,7 +89,8 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
         assert [*answer[place]] == NAMES and all(isinstance(size, int) for size in answer[place].values())
         assert answer[place]["total"] == sum(answer[place][name] for name in NAMES[:-1])
     assert all(answer["largest"][name] >= answer["device"][name] for name in NAMES[:-1])
-    assert answer["host"]["gradients"] == answer["host"]["weights"] > 0 == answer["largest"]["gradients"]
+    assert answer["host"]["gradients"] == answer["host"]["weights"]
+    assert (answer["largest"]["gradients"] == 0) is (answer["host"]["gradients"] > 0)
     assert len(answer["measures"]) == 4 and answer["fits"] and answer["steps"] is None and answer["step_seconds"] > 0
     assert answer["tokens_per_second_per_gpu"] > 0
     check_keys(answer, model, 4)
@@ -129,7 +130,7 @@ def test_keys_by_hand_win(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     host = ask([*words, "--train.offload_optimizer_states", "--train.activation_checkpointing", "full"], capsys)
     assert {word.partition("+")[0] for word in host["measures"]} == {"full"}
     assert (
-        host["host"]["states"] > 0 == host["device"]["states"]
+        host["host"]["states"] >= host["device"]["states"] > 0  # of which an update has two buckets
         and host["keys"]["train.offload_optimizer_states"] is True
     )
     assert host["keys"]["train.activation_checkpointing"] == "full"
