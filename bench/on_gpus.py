@@ -199,6 +199,7 @@ RUNS = (
     GpuRun("moments-8bit-32k", 110, f"{ONE} --sequences 32768 {YARN} --optimizer.moments 8bit", gpus=1),
     GpuRun("families-prefix-grouper", 90, "{python} bench/peers/prefix_grouper.py --out {out}", gpus=1),
     GpuRun("one-peer", 560, "{python} bench/training/one_gpu_peer.py --mode float32 --out {out}", gpus=1),
+    GpuRun("one-peer-bfloat16", 500, "{python} bench/training/one_gpu_peer.py --mode full --out {out}", gpus=1),
     GpuRun("frozen-peer", 400, "{python} bench/training/one_gpu_peer.py --mode qlora --out {out}", gpus=1),
     GpuRun(
         "frozen-70b",

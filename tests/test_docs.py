@@ -500,14 +500,18 @@ def test_the_commands_for_gpus_run(
 
 
 def test_figures_of_speed_are_recorded() -> None:
-    rows = re.findall(r"^\| ([14]), [\d× ]+K \| ([\d,]+) \| ([\d,]+) \|$", README, re.M)
+    cells = r" \| ([\d,]*) ?\| ([\d,]*) ?\| ([\d,]+) \| ([\d,]+) \|$"
+    rows = re.findall(rf"^\| ([14]), [\d× ]+K{cells}", README, re.M)
     assert [gpus for gpus, *_ in rows] == ["1"] * 3 + ["4"] * 3
-    for gpus, ours, theirs in rows:
-        record = "one-gpu-peer-H200.md" if gpus == "1" else "step-4xH200.md"
+    for gpus, lora, their_lora, ours, theirs in rows:
+        record = "one-gpu-full-H200.md" if gpus == "1" else "step-4xH200.md"
         lines = (ROOT / "bench/records" / record).read_text().splitlines()
         if gpus == "1":
-            assert any(f"| {theirs} | {ours} |" in line for line in lines)
+            peers = (ROOT / "bench/records/one-gpu-peer-H200.md").read_text()
+            assert f"| {their_lora} | {lora} |" in peers
+            assert any(f"| {ours} | {theirs} |" in line for line in lines)
             continue
+        assert not lora + their_lora
         assert any(f"| {ours} |" in line and "longspan" in line for line in lines)
         assert any(f"| {theirs} |" in line and "Hugging Face" in line for line in lines)
 

@@ -22,7 +22,7 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
     would be slow; the longest that fits is planned anew, and shortened by 1/256 at a time until its own plan fits too.
     """
     way = Way(config, facts)
-    ways = [way, way.under_ring()] if way.has_ring else [way]
+    ways = [way, way.ring_way()] if way.has_ring else [way]
     return max(map(_find_longest_of_way, ways), key=itemgetter(0))
 
 

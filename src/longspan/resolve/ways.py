@@ -65,10 +65,10 @@ class Way:
 
     @property
     def has_ring(self) -> bool:
-        """Whether `under_ring` is another way, of less memory where groups exchange heads or gather keys."""
+        """Whether `ring_way` is another way, of less memory where groups exchange heads or gather keys."""
         return self.config.context.cp_comm_type == AUTO and self.facts.home.slots > 1
 
-    def under_ring(self) -> "Way":
+    def ring_way(self) -> "Way":
         return replace(self.with_context(cp_comm_type="p2p"), is_ring=True)
 
     def with_context(self, **keys: Any) -> "Way":
@@ -300,7 +300,7 @@ def rank_ways(config: RunConfig, facts: Facts, given: Given | None = None) -> Ra
     best = list[Fit]()
     refused = dict[str, str]()
     layouts = [*_list_layouts(config, facts, given or Given())]
-    for layout in chain(layouts, (layout.under_ring() for layout in layouts if layout.has_ring)):
+    for layout in chain(layouts, (layout.ring_way() for layout in layouts if layout.has_ring)):
         if layout.is_ring and any(fit.seconds is not None for fit in best if not fit.way.is_ring):
             break
         try:
@@ -322,7 +322,7 @@ def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
     way = max(layouts, key=lambda way: (way.choice.widest_degree(facts.home), way.choice.has_one_degree))
     if way.config.context.max_tokens_per_slot == AUTO:
         way = way.with_context(max_tokens_per_slot=way.limits_of_rows()[0])
-    way = way.under_ring() if way.has_ring else way
+    way = way.ring_way() if way.has_ring else way
     return fit_way(way, way.plan_steps(facts.heaviest_steps))
 
 
