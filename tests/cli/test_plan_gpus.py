@@ -568,9 +568,10 @@ def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("one_search")
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "values"),
-    [pytest.param("Llama-3.3-70B", LLAMA_70B, marks=pytest.mark.whole), ("Qwen3-32B", QWEN3_32B)],
+    [("Llama-3.3-70B", LLAMA_70B), ("Qwen3-32B", QWEN3_32B)],
 )
 def test_large_models_are_proposed_in_four_bits(
     name: str, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

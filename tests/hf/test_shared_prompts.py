@@ -77,6 +77,7 @@ def compare_shared(cases: dict[str, Any], keys: dict[str, Any]) -> None:
     check_each(stock_each(shared), found, **BOUNDS)
 
 
+@pytest.mark.whole  # daily: GRPO's, in test_grpo.py
 def test_rows_of_one_prompt_share_it() -> None:
     compare_shared(CASES, {})
 

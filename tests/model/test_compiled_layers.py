@@ -150,10 +150,8 @@ def take_step_of_families(model: nn.Module, world: World) -> dict[str, Tensor]:
     return {"loss": torch.tensor(result.loss, dtype=torch.float64)} | gradients_of(model)
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["qwen3", *(pytest.param(name, marks=pytest.mark.whole) for name in (*BETWEEN, "inductor") if name in OF_FAMILIES)],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("case", ["qwen3", *(name for name in (*BETWEEN, "inductor") if name in OF_FAMILIES)])
 def test_documents_that_share_prefixes_run_the_same_graphs(case: str) -> None:
     """As attention, states and routers are between graphs; with torch's own compiler too, which rounds as it fuses."""
     torch.compiler.reset()

@@ -181,7 +181,7 @@ def _compare(rank: int, root: Path, homes: Mapping[str, Home]) -> dict[str, list
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", DAILY)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_weights_and_files_are_those_with_moments_alone_on_the_host(tmp_path: Path, ranks: int) -> None:
     homes = {name: HOMES[ranks][name] for name in DAILY[ranks]}
     assert run_ranks(_compare, ranks, tmp_path, homes, timeout=500) == [{name: [] for name in homes}] * ranks

@@ -210,7 +210,7 @@ def test_mutants_are_noticed(name: str, alone: tuple[RunConfig, RunConfig, str],
 WAYS = [
     (1, {"data__split_turns": True}),
     pytest.param(2, {"context__context_parallel_size": 2}, marks=pytest.mark.whole),
-    (2, {"context__planner": "dynamic", "context__max_tokens_per_slot": 600}),
+    pytest.param(2, {"context__planner": "dynamic", "context__max_tokens_per_slot": 600}, marks=pytest.mark.whole),
 ]
 
 

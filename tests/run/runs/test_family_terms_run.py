@@ -16,7 +16,8 @@ TERMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["depths", pytest.param("routers", marks=pytest.mark.whole)])
+@pytest.mark.whole  # daily: the terms of a step, tests/train/own_loss/test_family_terms.py
+@pytest.mark.parametrize("name", ["depths", "routers"])
 def test_terms_of_a_run_count_shared_rows_as_separate_documents_do(name: str, tmp_path: Path) -> None:
     path = questions(tmp_path)
     shared = config_of(tmp_path, path, "shared", **TERMS[name])
