@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from longspan import World, prepare
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
+from longspan.model import preset_config
+from longspan.mtp import MtpLoss, add_mtp
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.run import warm_up as warm_up_module
 from longspan.run.metrics import read_metrics
@@ -164,3 +168,22 @@ def test_weight_decay_in_the_gradient_leaves_no_moment() -> None:
     assert allocate_adam_states(optimizer) and optimizer.param_groups[0]["weight_decay"] == 0.5
     assert all(not state.any() for state in optimizer.state[parameter].values())
     assert parameter.tolist() == [1.0] * 4
+
+
+def _warm_up_models(rank: int) -> None:
+    config = preset_config("qwen3-tiny", vocab_size=64)
+    labelled = preset_config("qwen3-tiny", vocab_size=64)
+    labelled.num_labels = 3
+    labelled.pad_token_id = 0
+    with World(Layout(1), timeout=60) as world:
+        family = plan_fixed([9, 7, 30], world.home, 1, parents=(2, 2, -1))
+        depths = add_mtp(AutoModelForCausalLM.from_config(config), 2)
+        for model, mtp in ((depths, MtpLoss()), (AutoModelForSequenceClassification.from_config(labelled), None)):
+            training: Any = SimpleNamespace(model=prepare(model, world), world=world, router=None, mtp=mtp)
+            for plan in (family, plan_fixed([30, 9], world.home, 1)):
+                for backward in (False, True):
+                    warm_up_module._run_plan(training, plan, backward=backward)
+
+
+def test_depths_and_scores_are_warmed_up_over_families_too() -> None:
+    run_ranks(_warm_up_models, 1)

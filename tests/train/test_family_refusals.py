@@ -53,11 +53,18 @@ def phi3(rope: dict[str, Any], limit: int) -> Any:
     return random_model(config, torch.float64)
 
 
+def gpt2() -> Any:
+    drops = {"attn_pdrop": 0.1, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64, **drops)
+    return random_model(config, torch.float64)
+
+
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
 MODELS: dict[str, tuple[Callable[[], Any], str, bool]] = {  # whether evaluation is refused too
     "indexer": (lambda: load_model(preset="deepseek-v32-tiny", vocab_size=61), "keys that an indexer chooses", True),
     "adapter": (lambda: adapted("qwen3", "every linear", lora_dropout=0.1), "dropout of an adapter's inputs", False),
     "dropout": (lambda: deep("qwen3", torch.float64, attention_dropout=0.1), "dropout of attention weights", False),
+    "dropout by a module": (gpt2, "dropout of attention weights", False),
 }
 
 

@@ -15,25 +15,30 @@ BLOCK_BYTES = 1 << 14
 
 
 def keep_base(run_dir: Path, config: RunConfig) -> None:
-    """Write the sum of the folder over whose weights the run trains an adapter; without one, remove what is there."""
+    """Write the sum of the folder whose weights the run's adapter or reference model needs, if it has one; else remove
+    what is there.
+    """
     (run_dir / BASE).unlink(missing_ok=True)
-    if config.lora.rank and (folder := config.model.path):
+    if (config.lora.rank or config.train.needs_reference) and (folder := config.model.path):
         record = {"folder": str(Path(folder).absolute()), "sum": weights_fingerprint(Path(folder))}
         write_atomically(run_dir / BASE, json.dumps(record, indent=1))
 
 
-def check_base_weights_unchanged(run_dir: Path, config: RunConfig) -> None:
-    """Raise ModelError where the base model of a run's adapter is gone, or has other weights than the run began with.
+def check_base_weights_unchanged(run_dir: Path, config: RunConfig, *, goes_on: bool = False) -> None:
+    """Raise ModelError where the base model of a run's adapter, or the reference model of one that `goes_on`, is gone
+    or has other weights than the run began with.
 
     A run without base.json, which an earlier version began, may have any.
     """
-    if not (config.lora.rank and config.model.path):
+    needs_reference = goes_on and config.train.needs_reference
+    if not ((config.lora.rank or needs_reference) and config.model.path):
         return
+    user = "adapter" if config.lora.rank else "reference model"
     folder = Path(config.model.path).absolute()
     advice = f"put them back, or set model.path in {run_dir / 'config.toml'} to a folder that has them"
     if not folder.is_dir():
         raise ModelError(
-            f"the adapter of {run_dir} needs the weights of {folder} (model.path), which is gone; {advice}"
+            f"the {user} of {run_dir} needs the weights of {folder} (model.path), which is gone; {advice}"
         )
     if not (run_dir / BASE).is_file():
         return
@@ -41,7 +46,7 @@ def check_base_weights_unchanged(run_dir: Path, config: RunConfig) -> None:
     new_sum = weights_fingerprint(folder)
     if new_sum != old_sum:
         raise ModelError(
-            f"the adapter of {run_dir} began over the weights of {old['folder']} (model.path) with the sum "
+            f"the {user} of {run_dir} began over the weights of {old['folder']} (model.path) with the sum "
             f"{old_sum[:12]}, and {folder} has others now, with the sum {new_sum[:12]}; {advice}"
         )
 

@@ -116,7 +116,10 @@ def _generate_on_rank(
         def read_prompts() -> list[Prompt]:
             of_file = read_prompt_rows(Path(flags.prompts)) if flags.prompts else []
             prompts = encode_prompts([*rows, *of_file], checked.tokenizer)
-            return [prompt._replace(temperature=prompt.temperature or flags.temperature) for prompt in prompts]
+            return [
+                prompt._replace(temperature=flags.temperature) if prompt.temperature is None else prompt
+                for prompt in prompts
+            ]
 
         prompts = run_on_every_rank(world, read_prompts, DataError)
         model, _ = load_saved_model(checked, config, checked.configuration, world)

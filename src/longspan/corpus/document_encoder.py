@@ -273,13 +273,14 @@ def cut_into_documents(
 
 
 class MismatchedAnswers:
-    """Puts behind each document of a batch its prompt with the answer of the one before (the first of all: of the last
-    of its batch), by which KTO estimates a divergence; of at most `longest` tokens, 0 for any. TRL rotates them so.
+    """Puts behind each document of a batch its prompt with the answer of the row before (the first of all: of the last
+    of its batch), by which KTO estimates a divergence; of at most `longest` tokens, 0 for any. TRL rotates them so: of
+    pairs, chosen answers among themselves, and rejected ones.
     """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest or None
-        self._answer: npt.NDArray[Any] | None = None  # of the last document of the batch before
+        self._answers = list[npt.NDArray[Any]]()  # of the last documents of the batch before
 
     def add_documents(self, encoded: Encoded) -> Encoded:
         if not len(encoded.lengths):
@@ -288,8 +289,11 @@ class MismatchedAnswers:
         bounds = [*pairwise((0, *np.cumsum(encoded.lengths).tolist()))]
         firsts = [a + 1 + int(np.argmax(of_tokens[a + 1 : b] != NOTHING)) for a, b in bounds]
         answers = [encoded.ids[first:b] for first, (_, b) in zip(firsts, bounds, strict=True)]
-        others = [answers[-1] if self._answer is None else self._answer, *answers[:-1]]
-        self._answer = answers[-1]
+        rows = [*zip(encoded.files.tolist(), encoded.positions.tolist(), strict=True)]
+        shift = 2 if rows[::2] == rows[1::2] else 1  # both answers of a pair have one prompt
+        before = self._answers if len(self._answers) >= shift else answers
+        others = [*before[-shift:], *answers[:-shift]]
+        self._answers = answers[-2:]
         ids = list[npt.NDArray[Any]]()
         codes = list[npt.NDArray[Any]]()
         counts = list[tuple[int, int]]()  # tokens and targets

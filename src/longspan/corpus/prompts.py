@@ -15,11 +15,11 @@ _KEYS = ("prompt", "text", "messages")
 
 
 class Prompt(NamedTuple):
-    """A prompt in words and tokens; with a temperature of 0 the likeliest token follows, else one is drawn."""
+    """A prompt in words and tokens; without a temperature above 0 the likeliest token follows, else one is drawn."""
 
     text: str
     ids: tuple[int, ...]
-    temperature: float = 0.0
+    temperature: float | None = None
 
 
 def read_prompt_rows(file: Path) -> list[Row]:
@@ -53,9 +53,9 @@ def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:
 
     values = row.values
     keys = [key for key in _KEYS if values.get(key) is not None]
-    temperature = values.get("temperature") or 0.0
+    temperature = values.get("temperature")
     unknown = values.keys() - {*_KEYS, "tools", "temperature"}
-    is_number = isinstance(temperature, int | float) and temperature >= 0
+    is_number = temperature is None or (isinstance(temperature, int | float) and temperature >= 0)
     if len(keys) != 1 or unknown or not is_number or (values.get("tools") and keys == ["text"]):
         raise RowError(
             f"{row.where}: it has {', '.join(map(repr, values))}; give one of {', '.join(_KEYS)}, and besides tools "

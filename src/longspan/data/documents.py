@@ -103,7 +103,7 @@ class Corpus:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process maps the folder again."""
-        return Corpus, (self.folder,)
+        return Corpus, (self.folder,), {"pad": self.pad}  # by which the row of a score is found
 
     def __len__(self) -> int:
         return len(self.lengths)

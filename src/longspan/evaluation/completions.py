@@ -107,7 +107,7 @@ def _generation_config(stock: PreTrainedModel, prompt: Prompt, settings: Complet
         config.pad_token_id = ends[0] if isinstance(ends, list) else ends
     config.max_new_tokens = settings.max_new_tokens
     config.max_length = None
-    config.do_sample = prompt.temperature > 0
+    config.do_sample = bool(prompt.temperature)
     config.temperature = prompt.temperature or None
     if not config.do_sample:
         config.top_p = config.top_k = None

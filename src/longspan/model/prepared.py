@@ -34,7 +34,12 @@ from longspan.model.seams.call_rules import (
     make_layers_causal,
     position_table,
 )
-from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
+from longspan.model.seams.meta_pass import (
+    MetaRecord,
+    attention_dropout,
+    check_kernel_for_calls,
+    record_calls_and_draws,
+)
 from longspan.model.seams.rope import choose_frequencies_by_document, length_limits
 from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.weights.fill import pop_deferred_weights
@@ -209,7 +214,7 @@ def _set_configuration(model: PreTrainedModel) -> None:
 def _make_call_rules(
     model: PreTrainedModel, record: MetaRecord, options: PrepareOptions, world: World
 ) -> CallRules:
-    rates = [getattr(call.module, "attention_dropout", 0.0) for call in record.calls]
+    rates = [attention_dropout(call.module) for call in record.calls]
     separate = {
         "keys that an indexer chooses": any(call.indexed for call in record.calls),
         "chunks of positions that see each other": any(call.chunk for call in record.calls),

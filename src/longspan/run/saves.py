@@ -123,9 +123,9 @@ class Saves:
         sets of all evaluations that are recorded. It counts those after the best step.
         """
         patience = self._run.config.evaluation.patience
-        if self._best is None or not patience:
-            return False
         best = self._best
+        if best is None or not patience or not best.step:  # without a best one the next evaluation is it
+            return False
         later = {step for step, name in evaluated if name == best.figure.set and step > best.step}
         if not self._run.world.control.broadcast_object(len(later) >= patience):
             return False

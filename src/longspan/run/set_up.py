@@ -304,7 +304,8 @@ def open_run_documents(
     config = set_node_size(config, world.node_size)
     set_world_machine(world, partial(read_run_machine, config), KEY)
     if checkpoint is not None:
-        run_on_first_rank(world, partial(check_base_weights_unchanged, Path(config.run.dir), config), ModelError)
+        check = partial(check_base_weights_unchanged, Path(config.run.dir), config, goes_on=True)
+        run_on_first_rank(world, check, ModelError)
     model_config = run_on_every_rank(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )

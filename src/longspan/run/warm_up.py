@@ -10,9 +10,11 @@ passes that evaluation adds. Weights, moments, random numbers and every later lo
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
@@ -20,19 +22,22 @@ from longspan.comm.device_memory import peak_memory_bytes
 from longspan.comm.watch import is_out_of_memory
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import NO_TARGET, SyntheticDocument, count_targets
+from longspan.data.scored_document import ScoredDocument
 from longspan.errors import plural
 from longspan.layout import Integers
 from longspan.model.compiled_layers import compiled_graphs_text
 from longspan.model.kinds import find_language_model
-from longspan.model.layers import vocabulary_size
+from longspan.model.layers import score_columns, vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
 from longspan.resolve.choice import StepPlanner
 from longspan.resolve.kept_rows import SlotRowsError
 from longspan.run.run_data import TrainingRun
 from longspan.train.optim.optimizer import allocate_adam_states
+from longspan.train.read_rows import WEIGHTS
 from longspan.train.starts import Starts
 from longspan.train.step import run_step
+from longspan.train.terms.token_loss import LossTokens
 from longspan.train.training import Training
 
 # FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has
@@ -192,6 +197,7 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
 
 class _Prefix(SyntheticDocument):
     targets = 0
+    ahead = 1 << 20  # tokens behind it, more than depths of multi-token prediction read
 
     def labels(self, positions: Integers) -> Integers:
         return np.full(len(positions), NO_TARGET)
@@ -207,9 +213,25 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
         )
         for document, (rows, parent) in enumerate(zip(plan.lengths, parents, strict=True))
     ]
-    router, mtp = (training.router, training.mtp) if backward else (None, None)
+    options: dict[str, Any] = {"router": training.router, "mtp": training.mtp} if backward else {}
+    if score_columns(model):
+        documents = [_make_scored(document) for document in documents]
+        options["loss"] = _sum_scores
     plan = replace(plan, targets=sum(map(count_targets, documents)))
-    run_step(model, plan, documents, training.world, backward=backward, router=router, mtp=mtp)
+    run_step(model, plan, documents, training.world, backward=backward, **options)
+
+
+def _make_scored(document: SyntheticDocument) -> ScoredDocument:
+    none = np.arange(0)
+    scored = ScoredDocument(
+        document[np.arange(len(document))], rows=none if isinstance(document, _Prefix) else None
+    )
+    scored.parent = document.parent
+    return scored
+
+
+def _sum_scores(scores: Tensor, at: LossTokens) -> Tensor:
+    return scores.reshape(len(at), -1).sum(-1) * at[WEIGHTS]
 
 
 def warm_up_coming_steps(run: TrainingRun, log: LogLine, starts: Starts) -> None:

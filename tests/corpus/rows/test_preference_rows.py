@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspan.config.sections import RowForm
+from longspan.corpus.document_encoder import NOTHING, OWN_TOKEN, Encoded, MismatchedAnswers
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row as DataRow, RowSettings, Sample, row_kind
 from longspan.corpus.tokenizer import load_tokenizer
@@ -77,6 +78,34 @@ def test_answers_with_labels_are_those_of_trl(folder: Path) -> None:
     pair = encode(folder, PAIRS["conversations"], "kto")  # one answer that is wanted, and one that is not
     assert [sample.numbers for sample in pair if isinstance(sample, Sample)] == [(1.0,), (0.0,)]
     assert [documents_of(one)[0] for one in pair] == documents_of(encode(folder, PAIRS["conversations"])[0])
+
+
+def test_a_prompt_may_be_a_copy_beside_messages(folder: Path) -> None:
+    """As in ultrafeedback_binarized: messages hold it, and TRL's `maybe_extract_prompt` takes it from there."""
+    values = {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
+    (copy,) = encode(folder, {"prompt": "Why?", **values})
+    (expected,) = encode(folder, values)
+    assert documents_of(copy) == documents_of(expected)
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_a_mismatched_answer_is_of_another_row(pairs: bool) -> None:
+    """Of pairs, whose answers have one prompt, each side's is that of the pair before."""
+    answers = MismatchedAnswers(0)
+    before = np.array([[7, 8]])
+    for batch in (range(2), range(2, 4)):
+        texts = [(prompt, 10 * prompt + side) for prompt in batch for side in range(1 + pairs)]
+        ids = np.array([[prompt, 0, answer] for prompt, answer in texts]).ravel()
+        rows = np.array([prompt for prompt, _ in texts])
+        ones = np.ones(len(rows), int)
+        codes = np.tile(np.array([NOTHING, NOTHING, OWN_TOKEN], np.uint8), len(rows))
+        encoded = Encoded(ids, codes, 3 * ones, ones, 0 * ones, rows, rows, (), numbers=ones)
+        made = answers.add_documents(encoded).ids.reshape(-1, 2, 3)
+        first = batch[0] == 0
+        others = np.roll(made[:, 0, 2], 1 + pairs) if first else np.append(before, made[:, 0, 2])[: len(rows)]
+        assert (made[:, 1, :2] == made[:, 0, :2]).all() and made[:, 1, 2].tolist() == others.tolist()
+        assert (made[:, 1, 2] // 10 != made[:, 0, 2] // 10).all()
+        before = made[-(1 + pairs) :, 0, 2]
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
     file.write_text('{"prompt": "ab"}\n\n{"text": "ab", "temperature": 0.5}\n')
     plain, text = encode_prompts(read_prompt_rows(file), tokenizer)
     assert plain.ids == text.ids == tuple(tokenizer.engine.encode("ab", add_special_tokens=False).ids)
-    assert (plain.temperature, text.temperature) == (0, 0.5)
+    assert (plain.temperature, text.temperature) == (None, 0.5)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
     (folder / "chat_template.jinja").write_text(template)

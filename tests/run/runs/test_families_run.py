@@ -141,7 +141,10 @@ def test_a_run_that_goes_on_has_the_same_plans(alone: tuple[RunConfig, RunConfig
 
 
 def test_documents_of_a_corpus_are_planned_and_cut_as_those_in_memory(alone: tuple[RunConfig, RunConfig, str]) -> None:
-    corpus = pickle.loads(pickle.dumps(Corpus(Path(alone[0].run.dir) / "corpus")))
+    read = Corpus(Path(alone[0].run.dir) / "corpus")
+    read.pad = 5
+    corpus = pickle.loads(pickle.dumps(read))
+    assert corpus.pad == 5  # by which another process finds the row of a score
     documents = corpus.select(range(len(corpus)))
     rows = [np.arange(len(d)) for d in documents]
     in_memory = [Document(d[at], labels=d.labels(at)) for d, at in zip(documents, rows, strict=True)]

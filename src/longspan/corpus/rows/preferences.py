@@ -16,7 +16,15 @@ def with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     chosen = values["chosen"]
     rejected = values["rejected"]
-    if values.get("prompt") is not None or not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
+    prompt = values.get("prompt")
+    if (
+        isinstance(prompt, str)
+        and isinstance(chosen, list)
+        and isinstance(rejected, list)
+        and chosen[:1] == rejected[:1]
+    ):
+        prompt = None  # a copy beside messages that begin with it, as TRL has it
+    if prompt is not None or not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
         return values
     same = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     end = next(same, min(len(chosen), len(rejected)))

@@ -244,13 +244,20 @@ def check_kernel_for_calls(
             heads = "heads of {} with values of {}".format(*sizes)
             features = "".join(f", {feature}" for feature in sorted(call.features))
             raise AttentionError(f"{type(model).__name__} attends with {heads}{features}: {error}") from error
-        rate = getattr(recorded_call.module, "attention_dropout", 0.0)
-        dropout = Dropout(rate, seed=0) if isinstance(rate, float) and rate > 0 else None
+        rate = attention_dropout(recorded_call.module)
+        dropout = Dropout(rate, seed=0) if rate > 0 else None
         calls[replace(call, dropout=dropout)] = None
     return tuple(calls)
 
 
 # ---- calls of attention
+
+
+def attention_dropout(module: nn.Module) -> float:
+    """Return the rate at which a module drops weights of attention: a number or a module, by transformers' names."""
+    named = [getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout")]
+    rates = [getattr(module, "dropout", 0.0), *(getattr(rate, "p", rate) for rate in named)]
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
 def check_attention_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
