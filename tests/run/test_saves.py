@@ -323,3 +323,11 @@ def test_a_run_ends_without_patience_with_its_best_weights_and_a_resume_counts_o
     assert f"ended after step 4 of 9: {reason}" in write_report(folder).read_text()
     with pytest.raises(ConfigError, match=r"evaluation.patience is 2, and held-out documents are evaluated after"):
         check_config(small_config(tmp_path, evaluation__patience=2, **keys | {"evaluation__every": 0}), 1)
+
+
+@pytest.mark.whole
+def test_patience_that_is_given_later_counts_from_the_first_best_step(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"optimizer__arguments": ("maximize=true",), "evaluation__every": 1, **ALONE}
+    lines_of(0, small_config(tmp_path, train__steps=3, **keys), 1)
+    lines = lines_of(0, small_config(tmp_path, train__steps=9, evaluation__patience=2, **keys), 1)
+    assert "the run ends after step 6: no eval_loss better than" in lines and "of step 4 in 2 evaluations" in lines

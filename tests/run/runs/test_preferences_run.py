@@ -1,6 +1,7 @@
 """Runs of `longspan train` on preferences: losses, gradients, figures and weights are those of TRL's trainers."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +15,14 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from longspan.checkpoint.base import check_base_weights_unchanged, keep_base
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
+from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.data.run_order import make_step_order
-from longspan.errors import ConfigError, DataError
+from longspan.errors import ConfigError, DataError, ModelError
 from longspan.model import load_model
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
@@ -293,3 +296,15 @@ def test_every_loss_in_every_layout(base: Path, tmp_path: Path, exact: None, lay
     assert refusals(configs, ranks) == [None] * len(configs)
     for config, name in zip(configs, LOSSES, strict=True):
         check_run(config, base, name, tmp_path / "trl")
+
+
+def test_the_weights_of_a_reference_model_are_those_that_a_run_began_with(base: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "base"))
+    config = load_config(None, {"model.path": str(folder), "train.loss": "dpo", "optimizer.lr": 1e-6})
+    keep_base(tmp_path, config)
+    check_base_weights_unchanged(tmp_path, config, goes_on=True)
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    check_base_weights_unchanged(tmp_path, config)  # what evaluates or exports the run has its own weights
+    with pytest.raises(ModelError, match=r"the reference model of .* others now"):
+        check_base_weights_unchanged(tmp_path, config, goes_on=True)
