@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -183,16 +183,18 @@ def _checked_step_inputs(
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
     choice = _choice_for_evaluation(choice, language_model, documents)
-    plan = _cached_plan(choice, documents.lengths, world.home)
-    share_prefixes = share_prefixes and documents.items is None and isinstance(documents.documents, Sequence)
     rules = call_rules(language_model)
-    if share_prefixes and not rules.separate_features(training=False, same_frequencies=True):
-        families = choice.find_families(documents.documents, world.home, rules.length_limits)
-        if families is not None:
-            shared = _cached_plan(choice, families.lengths, world.home, families.parents)
-            if shared.predicted_seconds < plan.predicted_seconds:
-                plan = shared
-                documents = cut_documents(documents.documents, families.lengths, families.parents)
+    share_prefixes = share_prefixes and documents.items is None and isinstance(documents.documents, Sequence)
+    share_prefixes = share_prefixes and not rules.separate_features(training=False, same_frequencies=True)
+    plan = choice.plan_documents(
+        documents.lengths,
+        documents.documents if share_prefixes else None,
+        world.home,
+        length_limits=rules.length_limits,
+        plan=partial(_cached_plan, choice),
+    )
+    if plan.parents is not None:
+        documents = cut_documents(documents.documents, plan.lengths, plan.parents)
     return check_step_arguments(model, plan, documents, world, backward=False)
 
 
@@ -292,10 +294,8 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 
 
 @lru_cache(maxsize=8)
-def _cached_plan(
-    choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, parents: tuple[int, ...] | None = None
-) -> Plan:
-    return choice.plan(lengths, home, parents=parents)
+def _cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, **options: Any) -> Plan:
+    return choice.plan(lengths, home, **options)
 
 
 def _choice_for_evaluation(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:

@@ -85,7 +85,7 @@ class Plan:
         by_document = {d: base for group in groups for d, base in zip(group.documents, group.bases, strict=True)}
         return tuple(by_document[document] for document in range(len(self.lengths)))
 
-    @property
+    @cached_property
     def path_lengths(self) -> tuple[int, ...]:
         """The rows of each document with those of all that it continues."""
         if self.parents is None:

@@ -232,16 +232,18 @@ class PlannerConfig:
         *,
         targets: int | None = None,
         length_limits: Sequence[LengthLimit] = (),
+        plan: Callable[..., Plan] | None = None,
     ) -> Plan:
         """Plan documents of these lengths, with common prefixes computed once where that is predicted to be faster.
 
-        Without `documents` each is computed whole.
+        Without `documents` each is computed whole. `plan` makes plans as `self.plan` does, such as one that keeps them.
         """
-        separate = self.plan(lengths, home, targets=targets)
+        plan = plan or self.plan
+        separate = plan(lengths, home, targets=targets)
         families = None if documents is None else self.find_families(documents, home, length_limits)
         if families is None:
             return separate
-        shared = self.plan(families.lengths, home, targets=targets, parents=families.parents)
+        shared = plan(families.lengths, home, targets=targets, parents=families.parents)
         return min(shared, separate, key=lambda plan: plan.predicted_seconds)
 
     def home_options(self, home: Layout) -> PlanOptions:

@@ -3,7 +3,7 @@
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from longspan.comm.all_ranks import StopSignal, run_on_every_rank, run_on_first_rank, signal_of_any_rank
 from longspan.config.keys import AUTO
 from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
-from longspan.corpus.tokenizer import load_tokenizer
+from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.errors import DataError, EvaluationStopped, ModelError, RunFolderError
 from longspan.evaluation.completions import CompletionSettings, complete_prompts
 from longspan.evaluation.live import evaluate
@@ -147,6 +147,10 @@ class Evaluations:
             self.display.log(str(stopped))
             return None
 
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        return load_tokenizer(self.run.dir)
+
     def _complete_prompts(self, done: int) -> None:
         """Complete `evaluation.prompts`, unless it has been done after this step."""
         run = self.run
@@ -156,7 +160,7 @@ class Evaluations:
         self.display.begin_work("completions of prompts")
         run.finish_update()
         settings = CompletionSettings(
-            load_tokenizer(run.dir),
+            self._tokenizer,
             run.dir,
             run.config.evaluation.max_new_tokens,
             seed=run.config.train.seed,

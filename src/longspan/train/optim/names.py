@@ -15,6 +15,8 @@ from longspan.model.layers import towers_beside_text_model
 from longspan.plan.shape.name_patterns import meets_any
 from longspan.train.optim.optimizer import find_named_group, names_of_parameters
 
+_SHOWN = 16  # kinds of names that an error lists
+
 
 def freeze_by_name(model: PreTrainedModel, patterns: Sequence[str]) -> None:
     """Freeze the parameters that patterns meet, outside towers of images. Raises ConfigError for a pattern that meets
@@ -58,6 +60,3 @@ def _check_patterns_meet(key: str, patterns: Sequence[str], names: Iterable[Sequ
                 f"{key} has {pattern!r}, which meets none of {plural(len(all_names), 'name')} of trained parameters of "
                 f"the language model; these are {shown or 'none'}, with N for numbers"
             )
-
-
-_SHOWN = 16  # kinds of names that an error lists
