@@ -43,9 +43,15 @@ def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Prompt
     if not rows:
         raise DataError("there are no prompts; give a line, or a row of JSON, for each")
     try:
-        return [_encode_prompt(row, tokenizer) for row in rows]
+        prompts = [_encode_prompt(row, tokenizer) for row in rows]
     except RowError as error:
         raise DataError(str(error)) from error
+    for row, prompt in zip(rows, prompts, strict=True):
+        if not prompt.ids:
+            raise DataError(
+                f"{row.where}: the prompt has no tokens, and a model goes on from one at least; give a text"
+            )
+    return prompts
 
 
 def _encode_prompt(row: Row, tokenizer: TextTokenizer) -> Prompt:

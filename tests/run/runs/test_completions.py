@@ -188,6 +188,7 @@ def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
         ('{"prompt": "a", "text": "b"}', "it has 'prompt', 'text'; give one"),
         ('{"prompt": "a", "temperature": -1}', "or a temperature of at least 0"),
         ('{"messages": [{"content": "a"}]}', r"row 1: messages\[0\] needs an object with a string role"),
+        ('{"text": ""}', "row 1: the prompt has no tokens, and a model goes on from one at least"),
         ("[]", "needs an object"),
         ("", "there are no prompts"),
     ):
