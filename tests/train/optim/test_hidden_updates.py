@@ -33,6 +33,7 @@ from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.training import make_optimizer
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
+from tests.train.optim.late_work import LATE, late
 
 LENGTHS = (13, 1, 30, 7, 29)
 BUCKET = 128 << 10  # bytes: a layer's matrices come apart
@@ -178,17 +179,13 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
             assert all(map(torch.equal, contents.values(), other_contents.values())), name
 
 
-def _late_updates(rank: int, root: Path) -> None:
-    update = offload_states._Update._update_bucket
-
-    def late_update(*arguments: Any) -> Any:
-        torch.cuda._sleep(10_000_000)  # cycles of the stream of updates, which a gather must wait for
-        return update(*arguments)
-
+def _late_updates(rank: int, root: Path, place: str, early: str) -> None:
     with World(Layout(1), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
         case = CASES["one rank, by chance"]
         *expected, contents = _take_five_steps(case, world, root / "at once", hidden=False)
-        patched.setattr(offload_states._Update, "_update_bucket", late_update)
+        for owner, name in LATE[place]:
+            patched.setattr(owner, name, late(getattr(owner, name)))
+        patched.setattr(offload_states, "allocated_bytes", lambda _: ALLOCATED[early]())
         *others, other_contents = _take_five_steps(case, world, root / "hidden", hidden=True)
         assert expected == others
         assert all(map(torch.equal, contents.values(), other_contents.values()))
@@ -196,8 +193,10 @@ def _late_updates(rank: int, root: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gathers_wait_for_late_updates(tmp_path: Path) -> None:
-    run_ranks(_late_updates, 1, tmp_path)
+@pytest.mark.parametrize("early", ALLOCATED)
+@pytest.mark.parametrize("place", ["updates", "copies", "stores"])
+def test_gathers_wait_for_late_updates(tmp_path: Path, place: str, early: str) -> None:
+    run_ranks(_late_updates, 1, tmp_path, place, early)
 
 
 ONE = ("one rank, by chance",)
