@@ -53,7 +53,7 @@ class Case:
 
 
 CASES = {
-    "one rank": Case(Layout(1)),
+    "one rank": Case(Layout(1), early="some"),
     "one rank, by chance": Case(Layout(1), "bfloat16", on_device=True, early="all"),
     "two ranks": Case(Layout(2), on_device=True, early="some"),
     "two ranks, gathered once": Case(Layout(2), options=(("reshard_after_forward", False),)),
@@ -232,7 +232,17 @@ MUTATIONS: dict[str, Change] = {
         "self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None",
         "self._scale = None",
     ),
-    "parameters stay on the device": ("train.optim.offload_states", "self._copies.store(pairs)", "pass"),
+    "parameters stay on the device": ("train.optim.offload_states", "self._copies.store(pairs)", "None"),
+    "one of two moments comes early": (
+        "train.optim.offload_states",
+        "(copies[name], host)",
+        '(copies["exp_avg"], host)',
+    ),
+    "moments come before the update before is over": (
+        "train.optim.offload_states",
+        "self.finish_step()\n        buckets, hidden = self._order_buckets(every",
+        "buckets, hidden = self._order_buckets(every",
+    ),
 }
 
 
@@ -277,6 +287,41 @@ def _each_layer_waits_for_its_own(rank: int) -> None:
 
 def test_a_layer_waits_for_its_own_parameters_and_frees_their_gradients() -> None:
     run_ranks(_each_layer_waits_for_its_own, 1)
+
+
+def _come_and_leave(rank: int) -> None:
+    home = Layout(1)
+    with World(home, backend=backend(), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(offload_states, "allocated_bytes", lambda _: ALLOCATED["all"]())
+        model, optimizer = _open(CASES["one rank"], world, hidden=True)
+        plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32)
+        passes = list[int]()
+        opened = list[int]()
+        model.register_forward_pre_hook(lambda *_: passes.append(len(passes)))
+        fetch = optimizer._early.open
+
+        def noted(*arguments: Any, **keywords: Any) -> None:
+            opened.append(len(passes))
+            fetch(*arguments, **keywords)
+
+        patched.setattr(optimizer._early, "open", noted)
+        step = partial(run_step, model, plan, texts(LENGTHS), world, optimizer)
+        step()
+        step()
+        with pytest.raises(NonFiniteError):
+            step(loss=_infinite)
+        assert opened == [3, 6, 9], "a step's last pass of three"
+        early = optimizer._early
+        assert not (early.is_open or early._arrived or early._taken or early._leaving)
+        assert not any("unshard" in vars(group) for group in optimizer._groups)
+        step()
+        assert len(early._arrived) + len(early._taken) == len([*model.parameters()])
+        run_step(model, plan, texts(LENGTHS), world, backward=False)
+        assert not (early._arrived or early._taken), "an evaluation has their memory"
+
+
+def test_moments_come_in_the_last_backward_pass_and_leave_where_there_is_no_update() -> None:
+    run_ranks(_come_and_leave, 1)
 
 
 def _fails(rank: int, root: Path) -> None:

@@ -469,7 +469,6 @@ class _EarlyMoments:
         return self._level - self._margin - allocated_bytes(self._copies.device)
 
     @torch.inference_mode(False)
-    @torch.no_grad()
     def fetch(self) -> None:
         """Fetch as many as there is room for, on the current stream, which computes."""
         room = self._room if self._waiting else 0
