@@ -297,6 +297,9 @@ def _come_and_leave(rank: int) -> None:
         plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32)
         passes = list[int]()
         opened = list[int]()
+        leaving = list[bool]()  # at the begin and the end of each forward pass
+        for register in (model.register_forward_pre_hook, model.register_forward_hook):
+            register(lambda *_: leaving.append(bool(optimizer._early._leaving)))
         model.register_forward_pre_hook(lambda *_: passes.append(len(passes)))
         fetch = optimizer._early.open
 
@@ -308,9 +311,11 @@ def _come_and_leave(rank: int) -> None:
         step = partial(run_step, model, plan, texts(LENGTHS), world, optimizer)
         step()
         step()
+        leaving.clear()
         with pytest.raises(NonFiniteError):
             step(loss=_infinite)
         assert opened == [3, 6, 9], "a step's last pass of three"
+        assert leaving == [False, True, *[False] * 4], "the second pass has all memory"
         early = optimizer._early
         assert not (early.is_open or early._arrived or early._taken or early._leaving)
         assert not any("unshard" in vars(group) for group in optimizer._groups)

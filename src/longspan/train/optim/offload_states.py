@@ -331,12 +331,13 @@ class OffloadedStates(Optimizer):
         """Before FSDP2 gathers a group: its update, and room for its layer; in a step's last backward pass, for which
         `defer_until_last_pass` lets FSDP2 sum over all ranks, the first moments for the next update.
         """
+        state = group._training_state
         is_last = group.reduce_grads and group.all_reduce_grads
-        if self._expects_update and is_last and group._training_state == TrainingState.PRE_BACKWARD:
+        if self._expects_update and is_last and state == TrainingState.PRE_BACKWARD:
             self._open_early_moments()
         elif self._update is not None:
-            if not torch.is_grad_enabled():  # an evaluation, which may be of longer documents
-                self._early.cancel()
+            if group is self._groups[0] and state == TrainingState.FORWARD:
+                self._early.begin_pass()
             self._update.update_group(group)
             self._early.make_room()
         self._early.fetch()
@@ -436,7 +437,8 @@ class _EarlyMoments:
     largest group, which come meanwhile. At a share x of the next forward pass it holds W + (1 − x) G + x A, as updates
     free old gradients, and so has room for x G + (1 − x) A of moments, A at first and G at last: those that have left
     for the host are waited for as far as a layer needs the room (`make_room`), and others come as far as there is some.
-    With one micro-batch the pass began with W + A, and all have left when the forward pass ends. So no peak grows.
+    The next forward pass, with new gradients beside it, waits for the rest. With one micro-batch the backward pass began
+    with W + A, and all have left when the forward pass ends. So no peak grows.
     """
 
     def __init__(self, copies: "_Copies") -> None:
@@ -447,6 +449,7 @@ class _EarlyMoments:
         self._leaving = deque[tuple[list[Tensor], torch.cuda.Event | None]]()
         self._level = 0  # bytes on the device when the backward pass began
         self._margin = 0
+        self._has_pass = False  # of the model behind the update
         self.is_open = False
 
     def open(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, margin: int) -> None:
@@ -463,6 +466,7 @@ class _EarlyMoments:
         """From now on a group's part of what the next forward pass keeps is the margin."""
         here = sum(moment.nbytes for moments, _ in self._arrived.values() for moment in moments.values())
         self._margin = (self._level - allocated_bytes(self._copies.device) + here) // groups
+        self._has_pass = False
 
     @property
     def _room(self) -> int:
@@ -499,11 +503,22 @@ class _EarlyMoments:
             del self._taken[part.parameter]
         return True
 
+    def begin_pass(self) -> None:
+        """Early moments are for the first pass behind an update, if it is no evaluation, which may be a larger one."""
+        if self._has_pass or not torch.is_grad_enabled():
+            self.cancel()
+            while self._leaving:
+                self._free_first()
+        self._has_pass = True
+
     def make_room(self) -> None:
         while self._leaving and self._room < 0:
-            moments, stored = self._leaving.popleft()
-            self._copies.wait_for_event(stored)
-            moments.clear()
+            self._free_first()
+
+    def _free_first(self) -> None:
+        moments, stored = self._leaving.popleft()
+        self._copies.wait_for_event(stored)
+        moments.clear()
 
     def cancel(self) -> None:
         """Free what no update has taken: it comes with its bucket."""
