@@ -437,8 +437,8 @@ class _EarlyMoments:
     largest group, which come meanwhile. At a share x of the next forward pass it holds W + (1 − x) G + x A, as updates
     free old gradients, and so has room for x G + (1 − x) A of moments, A at first and G at last: those that have left
     for the host are waited for as far as a layer needs the room (`make_room`), and others come as far as there is some.
-    The next forward pass, with new gradients beside it, waits for the rest. With one micro-batch the backward pass began
-    with W + A, and all have left when the forward pass ends. So no peak grows.
+    The next forward pass, with new gradients beside it, waits for the rest. With one micro-batch the backward pass
+    began with W + A, and all have left when the forward pass ends. So no peak grows.
     """
 
     def __init__(self, copies: "_Copies") -> None:
