@@ -11,7 +11,6 @@ add to it are its terms (`terms/`): a step enters no module of a feature that is
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from longspan.model.layers import score_columns
 from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
-from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.passes import Passes, default_divisor, launch_passes, read_batches, run_passes
 from longspan.train.step_end import StepEnd
 from longspan.train.step_inputs import check_step_arguments, check_update_arguments
@@ -150,13 +148,12 @@ def run_step(
         optimizer.zero_grad(set_to_none=True)
     loss_fn = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
     passes = Passes.with_terms(inputs, terms, loss_fn, divisor=default_divisor(plan), temperature=temperature)
-    with optimizer.expect_update() if isinstance(optimizer, OffloadedStates) else nullcontext():
-        loss_sum = launch_passes(passes, batches)
-        for term in terms:
-            term.raise_error()
-        with world.watch.name_collectives("gradient norm and optimizer", world.home.ranks):
-            sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, host_work).finish_step(loss_sum)
-            term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
+    loss_sum = launch_passes(passes, batches)
+    for term in terms:
+        term.raise_error()
+    with world.watch.name_collectives("gradient norm and optimizer", world.home.ranks):
+        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, host_work).finish_step(loss_sum)
+        term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(
         loss=sums.loss / passes.divisor,
         loss_sum=sums.loss,

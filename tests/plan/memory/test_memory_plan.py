@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -465,12 +464,11 @@ def test_seconds_of_weights_on_the_host() -> None:
 
 def test_seconds_of_an_update_on_the_host() -> None:
     """Weights, gradients and both moments of 4 bytes come at 51 GB/s behind a forward pass, beside the weights of its
-    layers, but those of embedding and head, which it begins with. Moments alone may come behind the backward pass too.
+    layers, but those of embedding and head, which it begins with.
     """
 
-    def added(rows: int, micro_batches: int = 1, **settings: Any) -> float:
-        plan = plan_fixed([rows] * micro_batches, Layout(1), cp=1, max_tokens_per_slot=rows)
-        needs = MemoryNeeds.of(QWEN3_8B, Layout(1), plan, MemorySettings(**settings))
+    def added(rows: int, **settings: Any) -> float:
+        needs = MemoryNeeds.of(QWEN3_8B, Layout(1), plan_fixed([rows], Layout(1), cp=1), MemorySettings(**settings))
         prices = MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
         memory = needs.under("full")
         cost = Machine().cost(QWEN3_8B, memory.cost_settings(CostSettings(shards=1)))
@@ -486,13 +484,12 @@ def test_seconds_of_an_update_on_the_host() -> None:
     root = 2 * 151936 * 4096 / 8.19e9
     assert added(131072, offload_weights=True) == pytest.approx(4 * number * root, rel=1e-3)
     assert added(1, offload_weights=True) == pytest.approx(4 * number, rel=1e-3)  # layers' weights fill the bus
-    work = {rows: float(Machine().cost(QWEN3_8B).work_seconds(rows, rows**2)) for rows in (8192, 32768)}
-    room = work[32768] / 3 - number * (1 - root)
+    forward = Machine().cost(QWEN3_8B).work_seconds(32768, 32768**2) / 3
+    room = float(forward) - number * (1 - root)
     assert room > 0.5 and added(32768, offload_weights=True) == pytest.approx(4 * number - room, rel=2e-2)
-    moments = partial(added, offload_optimizer_states=True)
-    assert moments(65536) == 0.0 and moments(1) == pytest.approx(2 * number, rel=1e-2)
-    assert 0 < moments(8192, micro_batches=2) < moments(8192) < moments(4096) < 2 * number
-    assert moments(8192) - moments(8192, micro_batches=2) == pytest.approx(work[8192] * 2 / 3, rel=2e-2)
+    assert added(65536, offload_optimizer_states=True) == pytest.approx(2 * number * root, rel=1e-3)
+    assert added(1, offload_optimizer_states=True) == pytest.approx(2 * number, rel=1e-2)
+    assert added(65536, offload_optimizer_states=True) < added(4096, offload_optimizer_states=True) < 2 * number
 
 
 def test_a_cost_has_copies_from_the_host() -> None:
@@ -504,12 +501,8 @@ def test_a_cost_has_copies_from_the_host() -> None:
         return machine.cost(QWEN3_8B, CostSettings(shards=1, **settings))
 
     hidden = cost(paged_bytes=102e9)
-    assert hidden.paging_seconds == pytest.approx(2.0)
-    assert hidden.update_seconds == plain.update_seconds
-    for work in (0.3, 1.2, 6.0):  # of the last of two passes: the moments that have come, half at most, wait for no bus
-        turns = hidden.turn_seconds([work, work])
-        shown = hidden.lockstep_seconds([work, work]) - sum(turns)
-        assert shown == pytest.approx(max(0.0, 2.0 - turns[0] / 3 - min(1.0, turns[1] * 2 / 3)))
+    assert hidden.paging_seconds == pytest.approx(2.0 * (1 - root), rel=1e-3)
+    assert hidden.update_seconds - plain.update_seconds == pytest.approx(2.0 * root, rel=1e-3)
     streamed = cost(streamed_bytes=51e9)
     assert streamed.streaming_seconds == pytest.approx(1 - root, rel=1e-3)
     assert streamed.micro_batch_seconds - plain.micro_batch_seconds == pytest.approx(2 * root, rel=1e-3)
@@ -525,8 +518,6 @@ def test_a_cost_has_copies_from_the_host() -> None:
         turn = hidden.turn_seconds([work])[0]
         assert hidden.lockstep_seconds([work]) == turn + max(0.0, hidden.paging_seconds - turn / 3)
     both = cost(paged_bytes=102e9, streamed_bytes=51e9)
-    assert both.paging_seconds == pytest.approx(2.0 * (1 - root), rel=1e-3)
-    assert both.update_seconds - plain.update_seconds == pytest.approx(2.0 * root, rel=1e-3)
     for work, room in ((1.5, 0.0), (6.0, 2.0 - both.streaming_seconds), (30.0, 9.0)):  # of the bus beside weights
         (turn,) = both.turn_seconds([work - both.micro_batch_seconds])
         shown = both.lockstep_seconds([work - both.micro_batch_seconds]) - turn

@@ -8,21 +8,28 @@ from torch import Tensor, optim
 from torch.utils._pytree import tree_leaves, tree_map
 
 from longspan.model.kinds import HOST_STORE
+from longspan.train.optim import offload_states as module
 from longspan.train.optim.offload_states import OffloadedStates
-from tests.train.optim.late_work import LATE
 from tests.train.optim.test_offload_states import ADAMW, KINDS, Model, _differences, _everything, _make, _take_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BUCKET = 1 << 20
 SHAPES = {"wide": (3, 410_000), "small": (7,), "matrix": (600, 700), "last": (5, 3), "never": (9,), "later": (600, 2)}
 GPU = torch.device("cuda", 0)
+COPIES = ((module._Copies, "fetch"), (module._Copies, "store"))
+LATE: dict[str, Any] = {
+    "none": (),
+    "copies": COPIES,
+    "stores": COPIES[1:],
+    "updates": ((module._Update, "_update_bucket"),),
+}
 
 
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "nadam", "adagrad", "adamw by chance"])
 def test_parameters_and_states_are_the_same_bits(kind: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in LATE[late]:
-        monkeypatch.setattr(owner, name, late(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, _late(getattr(owner, name)))
     models = [Model(torch.bfloat16 if KINDS[kind][0] is ADAMW else torch.float32, SHAPES).to(GPU) for _ in range(2)]
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
     offloaded = OffloadedStates(inner, GPU, bucket_bytes=BUCKET)
@@ -33,6 +40,19 @@ def test_parameters_and_states_are_the_same_bits(kind: str, late: str, monkeypat
         assert not _differences(*(_moved(state, "cpu") for state in (on_device, on_host)))
         large = [x for x in tree_leaves(on_host["state"]) if isinstance(x, Tensor) and x.ndim]
         assert large and all(x.device.type == "cpu" and x.is_pinned() for x in large)
+
+
+def _late(method: Any) -> Any:
+    """A method whose work on the GPU begins some milliseconds after what it must wait for."""
+
+    def late_method(self: Any, *arguments: Any) -> Any:
+        on_copies = isinstance(self, module._Copies)
+        for stream in (self._to_device, self._to_host) if on_copies else (torch.cuda.current_stream(),):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(4_000_000)
+        return method(self, *arguments)
+
+    return late_method
 
 
 def _moved(state: Any, device: str) -> Any:
@@ -60,7 +80,7 @@ def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "adamw by chance"])
 def test_parameters_and_gradients_come_from_the_host(kind: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in LATE[late]:
-        monkeypatch.setattr(owner, name, late(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, _late(getattr(owner, name)))
     dtype = torch.bfloat16 if KINDS[kind][0] is ADAMW else torch.float32
     on_device, on_host = Model(dtype, SHAPES).to(GPU), Model(dtype, SHAPES)
     for parameter in on_host.parameters():

@@ -210,8 +210,7 @@ class Cost:
     `document_launch_seconds` more for each group of a slot and document in it. A step adds `update_seconds`, and
     `closing_seconds` for what is gathered and summed once (free mode: `with_closing`). Weights on the host come for
     each pass in `streaming_seconds`, behind its work, and sums of their gradients for every backward pass but the first
-    in `gradient_seconds` more; an update has `paging_seconds` of copies behind the first forward pass
-    and the backward pass before it.
+    in `gradient_seconds` more; an update has `paging_seconds` of copies behind the first forward pass.
 
     `source` names the constants' model and machine; "" means no machine: seconds only compare parts of plans. `passes`
     "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were measured.
@@ -387,17 +386,14 @@ class Cost:
         """Return the seconds in lockstep of micro-batches whose slowest slots work this long, without the update. Each
         of p stages takes 1 / p of a micro-batch, and fills and drains in (p − 1) / chunks turns of the longest one,
         which itself goes through all stages (1F1B, interleaved: Narayanan et al. 2021). The sum is exact, so that every
-        host gets the same. Of an update's copies half hide behind the last backward pass of several, as far as it goes.
+        host gets the same.
         """
         turns = self.turn_seconds(slowest)
         longest = max(turns, default=0.0)
         bubble = (self.stages - 1) / self.chunks
         seconds = max((math.fsum(turns) + bubble * longest) / self.stages, longest)
         room = sum(turns[:1]) * FORWARD_SHARE / self.stages - self.streaming_seconds
-        early = 0.0
-        if len(turns) > 1 and self.stages == 1 and not self.streaming_seconds:
-            early = min((1 - FORWARD_SHARE) * turns[-1], self.paging_seconds / 2)
-        return seconds + max(0.0, self.paging_seconds - max(0.0, room) - early)
+        return seconds + max(0.0, self.paging_seconds - max(0.0, room))
 
     def turn_seconds(self, slowest: Sequence[float]) -> list[float]:
         """Return the seconds in lockstep of each micro-batch, in the whole model: no less than the messages of sharded

@@ -430,9 +430,9 @@ class Machine:
         return self._add_host_seconds(cost, shape, settings).shared_by(settings.tp)
 
     def _add_host_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
-        """Add copies from and to the host. Weights of embedding and head hide behind nothing: they come before the
-        first layer, for a pass and for an update that hides behind the pass, and their gradients go after it. A later
-        pass finds the weights, but waits for gradients that come back.
+        """Add copies from and to the host. Those of embedding and head hide behind nothing: they come before the first
+        layer, for a pass and for an update that hides behind the pass, and their gradients go after it. A later pass
+        finds the weights, but waits for gradients that come back.
         """
         streamed, paged = (
             size / self.paging_bytes_per_second for size in (settings.streamed_bytes, settings.paged_bytes)
@@ -441,14 +441,13 @@ class Machine:
         root = 1 - layers / max(1, shape.stored_weights)
         ways = 1 if settings.frozen or cost.passes == "forward" else 2
         paged = 0.0 if cost.passes == "forward" else paged
-        first = root * paged if streamed else 0.0  # moments alone may come behind the backward pass before
         return replace(
             cost,
             micro_batch_seconds=cost.micro_batch_seconds + ways * root * streamed,
-            update_seconds=cost.update_seconds + first,
+            update_seconds=cost.update_seconds + root * paged,
             streaming_seconds=(1 - root) * streamed,
             gradient_seconds=(ways - 1) * (1 - root) * streamed,
-            paging_seconds=paged - first,
+            paging_seconds=(1 - root) * paged,
         )
 
     def _add_row_seconds(

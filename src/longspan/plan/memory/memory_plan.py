@@ -300,17 +300,12 @@ class MemoryPrices:
 
     def update_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of an update's copies, without those that hide behind a forward pass, where weights of
-        layers on the host need the bus too, and the last backward pass of several, where they do not.
+        layers on the host need the bus too.
         """
         seconds = memory.paged_bytes / self.machine.paging_bytes_per_second
         place = self.place
         layers = len(place.stage.layers)
-        work = layers * self._layer_work[0]
-        if not memory.offload_weights:
-            is_early = place.micro_batches > 1 and place.home.pp == 1
-            early = min((1 - FORWARD_SHARE) * work, seconds / 2) if is_early else 0.0
-            return max(0.0, seconds - FORWARD_SHARE * work - early)
-        room = max(0.0, FORWARD_SHARE * work - layers * self._layer_copy_seconds(memory))
+        room = layers * max(0.0, self._layer_work[0] * FORWARD_SHARE - self._layer_copy_seconds(memory))
         root = place.numbers.root_numbers(place.stage).trained / max(1.0, place.all_numbers.trained)
         return max(root * seconds, seconds - room)
 

@@ -18,7 +18,7 @@ and the layers before it keep what they keep then. So the peak of a step grows b
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -34,7 +33,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError, ModelError
 from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory, range_bytes
-from longspan.model.kinds import HOST_STORE, is_pipeline, waits_on_host
+from longspan.model.kinds import HOST_STORE, waits_on_host
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
@@ -238,11 +237,7 @@ class OffloadedStates(Optimizer):
         self._bucket_bytes = bucket_bytes
         self._model = hidden_in
         optimizer.param_groups = self.param_groups
-        self._groups: list[Any] = [] if hidden_in is None else [*reduction_groups(fsdp_modules(hidden_in))]
-        self._expects_update = False
-        self._copies = _Copies(device)
-        self._early = _EarlyMoments(self._copies)
-        self._arena = HostArena(device, total_state_bytes(optimizer))
+        self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states = optimizer.state
         optimizer.state = defaultdict(dict)
@@ -280,77 +275,21 @@ class OffloadedStates(Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.finish_step()
-        buckets, hidden = self._order_buckets()
+        groups = [] if self._model is None else [*reduction_groups(fsdp_modules(self._model))]
+        places = {p.sharded_param: place for place, group in enumerate(groups) for p in group.fsdp_params}
+        buckets = [*cut_buckets(self.inner, self._bucket_bytes, places)]
+        hidden = self.hides_updates and all(part.parameter in places for b in buckets for part in b.parts)
         if hidden:
             with_states = [group for group in self.param_groups if STATES[type(self.inner)](group)]
             for parameter in [p for group in with_states for p in group["params"] if p.grad is not None]:
                 self.host_states[parameter]  # takes its place: files of checkpoints have states in this order
-        self._update = _Update(self, self._copies, self._early, buckets)
+            buckets.sort(key=lambda bucket: places[bucket.parts[0].parameter])
+        self._update = _Update(self, self._copies, buckets)
         if hidden:
-            self._hook_groups()
-            self._update.begin(len(self._groups))
+            self._update.begin(groups)
         else:
             self.finish_step()
         return loss
-
-    def _order_buckets(self, *, every: bool = False) -> tuple[list[StateBucket], bool]:
-        """In the order in which FSDP2 gathers their parameters; and whether it gathers all of them."""
-        places = {p.sharded_param: place for place, group in enumerate(self._groups) for p in group.fsdp_params}
-        buckets = [*cut_buckets(self.inner, self._bucket_bytes, places, every=every)]
-        if not (self._groups and all(part.parameter in places for b in buckets for part in b.parts)):
-            return buckets, False
-        return sorted(buckets, key=lambda bucket: places[bucket.parts[0].parameter]), True
-
-    # ---- behind the next forward pass
-
-    @contextmanager
-    def expect_update(self) -> Iterator[None]:
-        """Let moments come while a step's last backward pass runs, for the `step` behind it; both run inside.
-
-        Where `step` is not called, because of an error or of what is not finite, they leave the device unchanged.
-        """
-        self._expects_update = bool(self._groups) and not is_pipeline(self._model)
-        self._hook_groups()
-        try:
-            yield
-        finally:
-            self._expects_update = False
-            if self._update is None:
-                self._early.drop()
-                self._unhook_groups()
-
-    def _hook_groups(self) -> None:
-        for group in self._groups:
-            vars(group)["unshard"] = partial(self._unshard, group)
-
-    def _unhook_groups(self) -> None:
-        for group in self._groups:
-            vars(group).pop("unshard", None)
-
-    def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
-        """Before FSDP2 gathers a group: its update, and room for its layer; in a step's last backward pass, for which
-        `defer_until_last_pass` lets FSDP2 sum over all ranks, the first moments for the next update.
-        """
-        state = group._training_state
-        is_last = group.reduce_grads and group.all_reduce_grads
-        if self._expects_update and is_last and state == TrainingState.PRE_BACKWARD:
-            self._open_early_moments()
-        elif self._update is not None:
-            if group is self._groups[0] and state == TrainingState.FORWARD:
-                self._early.begin_pass()
-            self._update.update_group(group)
-            self._early.make_room()
-        self._early.fetch()
-        return type(group).unshard(group, *args, **keywords)
-
-    def _open_early_moments(self) -> None:
-        if self._early.is_open and self._update is None:
-            return
-        self.finish_step()
-        buckets, hidden = self._order_buckets(every=True)
-        parts = (part.parameter for bucket in buckets for part in bucket.parts if hidden)
-        largest = max(sum(p.sharded_param.nbytes for p in group.fsdp_params) for group in self._groups)
-        self._early.open({p: self.host_states.get(p, {}) for p in parts}, margin=largest)
 
     def finish_step(self) -> None:
         """End the update that the last `step` began: whatever reads parameters, gradients or states now is behind it.
@@ -360,8 +299,6 @@ class OffloadedStates(Optimizer):
         if self._update is not None:
             self._update.finish()
             self._update = None
-            if not self._expects_update:
-                self._unhook_groups()
 
     def drop_failed_update(self) -> None:
         """Forget an update that failed between two buckets, once parameters and states are to be loaded anew."""
@@ -425,124 +362,13 @@ class OffloadedStates(Optimizer):
         return make_sharded_tensor(parameter.detach(), tensor)
 
 
-def allocated_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-class _EarlyMoments:
-    """Moments that come to the device before their update, while a step's last backward pass frees activations.
-
-    They take that memory, of the stream that computes, and no more of it: when that pass begins, a rank holds weights,
-    gradients and activations (W + G + A), and what comes keeps it below that, less a margin for the gradients of the
-    largest group, which come meanwhile. At a share x of the next forward pass it holds W + (1 − x) G + x A, as updates
-    free old gradients, and so has room for x G + (1 − x) A of moments, A at first and G at last: those that have left
-    for the host are waited for as far as a layer needs the room (`make_room`), and others come as far as there is some.
-    The next forward pass, with new gradients beside it, waits for the rest. With one micro-batch the backward pass
-    began with W + A, and all have left when the forward pass ends. So no peak grows.
-    """
-
-    def __init__(self, copies: "_Copies") -> None:
-        self._copies = copies
-        self._waiting = dict[nn.Parameter, dict[str, Tensor]]()
-        self._arrived = dict[nn.Parameter, tuple[dict[str, Tensor], torch.cuda.Event | None]]()
-        self._taken = dict[nn.Parameter, tuple[dict[str, Tensor], torch.cuda.Event | None]]()  # by an update
-        self._leaving = deque[tuple[list[Tensor], torch.cuda.Event | None]]()
-        self._level = 0  # bytes on the device when the backward pass began
-        self._margin = 0
-        self._has_pass = False  # of the model behind the update
-        self.is_open = False
-
-    def open(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, margin: int) -> None:
-        """Begin with the moments of these parameters, in this order, all of which are on the host."""
-        self.is_open = True
-        self._level = allocated_bytes(self._copies.device)
-        self._margin = margin
-        for parameter, state in states.items():
-            moments = {name: local_tensor(value) for name, value in state.items() if _is_moment(value)}
-            if moments and not waits_on_host(parameter):  # else the bus has its weights to bring
-                self._waiting[parameter] = moments
-
-    def begin_update(self, groups: int) -> None:
-        """From now on a group's part of what the next forward pass keeps is the margin."""
-        here = sum(moment.nbytes for moments, _ in self._arrived.values() for moment in moments.values())
-        self._margin = (self._level - allocated_bytes(self._copies.device) + here) // groups
-        self._has_pass = False
-
-    @property
-    def _room(self) -> int:
-        return self._level - self._margin - allocated_bytes(self._copies.device)
-
-    @torch.inference_mode(False)
-    def fetch(self) -> None:
-        """Fetch as many as there is room for, on the current stream, which computes."""
-        room = self._room if self._waiting else 0
-        while self._waiting:
-            parameter = next(iter(self._waiting))
-            moments = self._waiting[parameter]
-            room -= sum(moment.nbytes for moment in moments.values())
-            if room < 0:
-                break
-            del self._waiting[parameter]
-            copies = {name: torch.empty_like(host, device=self._copies.device) for name, host in moments.items()}
-            event = self._copies.fetch([(copies[name], host) for name, host in moments.items()])
-            self._arrived[parameter] = copies, event
-
-    def take(self, parameter: nn.Parameter) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """Return a parameter's moments, and the event after which they are there; none that wait come any more."""
-        self._waiting.pop(parameter, None)
-        if parameter in self._arrived:
-            self._taken[parameter] = self._arrived.pop(parameter)
-        return self._taken.get(parameter, ({}, None))
-
-    def leave(self, part: StatePart, moments: list[Tensor], stored: torch.cuda.Event | None) -> bool:
-        """Keep the updated moments of a part until they are on the host; returns whether they came early."""
-        if part.parameter not in self._taken:
-            return False
-        self._leaving.append((moments, stored))
-        if part.last:
-            del self._taken[part.parameter]
-        return True
-
-    def begin_pass(self) -> None:
-        """Early moments are for the first pass behind an update, if it is no evaluation, which may be a larger one."""
-        if self._has_pass or not torch.is_grad_enabled():
-            self.cancel()
-            while self._leaving:
-                self._free_first()
-        self._has_pass = True
-
-    def make_room(self) -> None:
-        while self._leaving and self._room < 0:
-            self._free_first()
-
-    def _free_first(self) -> None:
-        moments, stored = self._leaving.popleft()
-        self._copies.wait_for_event(stored)
-        moments.clear()
-
-    def cancel(self) -> None:
-        """Free what no update has taken: it comes with its bucket."""
-        if self._arrived:
-            self._copies.wait_for_fetches()
-        self._waiting.clear()
-        self._arrived.clear()
-
-    def drop(self) -> None:
-        """Free all, behind all copies."""
-        self._copies.wait_for_all()
-        self.cancel()
-        self._taken.clear()
-        self._leaving.clear()
-        self.is_open = False
-
-
 @dataclass(frozen=True)
 class _Fetched:
-    """Stand-ins of a bucket's parts, their states, and the events after which all are on the device (None: now)."""
+    """Stand-ins of a bucket's parts, their states, and the event after which all are on the device (None: now)."""
 
     stand_ins: list[nn.Parameter]
     states: list[dict[str, Any]]
-    arrived: list[torch.cuda.Event | None]
+    arrived: torch.cuda.Event | None
 
 
 class _Update:
@@ -552,16 +378,9 @@ class _Update:
     `before`, the states, so that all parts of a parameter start from the same count of steps.
     """
 
-    def __init__(
-        self,
-        optimizer: "OffloadedStates",
-        copies: "_Copies",
-        early: _EarlyMoments,
-        buckets: Sequence[StateBucket],
-    ) -> None:
+    def __init__(self, optimizer: "OffloadedStates", copies: "_Copies", buckets: Sequence[StateBucket]) -> None:
         self._optimizer = optimizer
         self._copies = copies
-        self._early = early
         self._waiting = deque(buckets)
         self._total = len(buckets)
         self._launched = 0
@@ -569,8 +388,7 @@ class _Update:
         self._last_bucket = {part.parameter: index for index, bucket in enumerate(buckets) for part in bucket.parts}
         self._event: torch.cuda.Event | None = None  # after the last bucket that was waited for
         self._stream: torch.cuda.Stream | None = None  # None: that of the caller
-        self._is_hidden = False
-        self._stores = list[Any]()  # of parameters on the host, in whose `fetch` one of here stands
+        self._replaced = dict[Any, str]()  # objects, and the method in whose place one of here stands
         self.failure = ""
         inner = optimizer.inner
         self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None
@@ -580,14 +398,16 @@ class _Update:
 
     # ---- when a bucket is updated
 
-    def begin(self, groups: int) -> None:
-        """Let FSDP2's groups (`update_group`), and copies of parameters on the host, wait for their updates."""
-        self._is_hidden = True
+    def begin(self, groups: Sequence[Any]) -> None:
+        """Let each of FSDP2's groups wait, before it is next gathered, for the updates of its parameters; and copies of
+        those on the host.
+        """
         self._stream = self._copies.begin_updates()
-        self._early.begin_update(groups)
-        self._early.fetch()
+        for group in groups:
+            self._replaced[group] = "unshard"
+            vars(group)["unshard"] = partial(self._unshard, group)
         for store in {vars(parameter)[HOST_STORE] for parameter in self._last_bucket if waits_on_host(parameter)}:
-            self._stores.append(store)
+            self._replaced[store] = "fetch"
             vars(store)["fetch"] = partial(self._fetch_shards, store)
         self._launch_buckets(self._ahead)
 
@@ -595,30 +415,32 @@ class _Update:
         """Update what waits; the current stream waits for it, and the host for the states."""
         if self.failure:
             raise ModelError(self.failure)
-        self._leave_stores()
+        self._leave_replaced()
         try:
             self._launch_buckets(self._total)
             self._buckets.close()
         finally:
-            self._early.drop()
+            self._copies.wait_for_all()
 
     @property
     def _ahead(self) -> int:
         return AHEAD if self._stream is not None else 0
 
-    def _leave_stores(self) -> None:
-        for store in self._stores:
-            vars(store).pop("fetch", None)
+    def _leave_replaced(self) -> None:
+        for waiter, method in self._replaced.items():
+            vars(waiter).pop(method, None)
 
     def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
         parameters = [*parameters]
         self._make_current(parameters)
         type(store).fetch(store, parameters)
 
-    def update_group(self, group: Any) -> None:
+    def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
+        del group.unshard
         self._make_current(group.fsdp_params)
         if self._event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
             group._wait_all_gather_streams_on_event(self._event)
+        return group.unshard(*args, **keywords)
 
     def _make_current(self, parameters: Iterable[Any]) -> None:
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
@@ -635,14 +457,14 @@ class _Update:
                 for _ in islice(self._buckets, missing):
                     self._launched += 1
         except BaseException as error:
-            if self._launched or self._is_hidden:
+            if self._launched or self._replaced:
                 self.failure = (
                     f"an update failed after {self._launched} of {self._total} buckets: their parameters and moments "
                     "are updated, the others are not; start again from a checkpoint"
                 )
                 error.add_note(self.failure)
-                self._leave_stores()
-                self._early.drop()
+                self._leave_replaced()
+                self._copies.wait_for_all()
             raise
 
     def _wait_for_buckets(self, count: int) -> None:
@@ -658,13 +480,11 @@ class _Update:
         try:
             while self._waiting:
                 bucket = self._waiting.popleft()
-                if device_tensors:
-                    self._copies.wait_for_stores()
-                    device_tensors.clear()  # frees the memory that the next bucket takes
+                self._copies.wait_for_stores()
+                device_tensors.clear()  # frees the memory that the next bucket takes
                 assert fetched is not None
                 next_fetched = self._fetch_bucket(self._waiting[0]) if self._waiting else None
-                for event in fetched.arrived:
-                    self._copies.wait_for_event(event)
+                self._copies.wait_for_event(fetched.arrived)
                 new_states = self._update_bucket(bucket, fetched)
                 device_tensors = self._store_bucket(bucket, fetched.stand_ins, new_states)
                 if self._stream is not None:  # otherwise gradients are the caller's
@@ -682,7 +502,6 @@ class _Update:
         # Each part but the last counts steps in a copy: the count of a parameter moves on once.
         states = list[dict[str, Any]]()
         pairs = list[tuple[Tensor, Tensor]]()
-        arrived = list[torch.cuda.Event | None]()
 
         def place(host: Tensor) -> Tensor:
             pairs.append((torch.empty_like(host, device=self._copies.device), host))
@@ -690,20 +509,14 @@ class _Update:
 
         for part in bucket.parts:
             state = dict[str, Any]()
-            early, event = self._early.take(part.parameter)
-            arrived.append(event)
             for name, value in self._before[part.parameter].items():
-                if name in early:
-                    state[name] = part.local_view(early[name])
-                elif _is_moment(value):
+                if _is_moment(value):
                     state[name] = place(part.local_view(local_tensor(value)))
                 else:  # a count, which the update of every part moves on
                     state[name] = value.clone() if isinstance(value, Tensor) and not part.last else value
             states.append(state)
         stand_ins = [part.make_stand_in(place) for part in bucket.parts]
-        if pairs:
-            arrived.append(self._copies.fetch(pairs))
-        return _Fetched(stand_ins, states, arrived)
+        return _Fetched(stand_ins, states, self._copies.fetch(pairs))
 
     def _update_bucket(self, bucket: StateBucket, fetched: _Fetched) -> list[dict[str, Any]]:
         """Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels."""
@@ -732,13 +545,13 @@ class _Update:
     def _store_bucket(
         self, bucket: StateBucket, stand_ins: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]
     ) -> list[Tensor]:
-        """Returns the tensors to keep on the device until all are copied, but for those that came early."""
-        pairs = list[tuple[Tensor, Tensor]]()
-        stored_parts = list[tuple[StatePart, list[Tensor]]]()
-        for part, stand_in, new_state in zip(bucket.parts, stand_ins, states, strict=True):
-            first = len(pairs)
-            if waits_on_host(part.parameter):
-                pairs.append((part.numbers, stand_in.detach()))
+        """Returns the tensors to keep on the device until all are copied."""
+        pairs = [
+            (part.numbers, stand_in.detach())
+            for part, stand_in in zip(bucket.parts, stand_ins, strict=True)
+            if waits_on_host(part.parameter)
+        ]
+        for part, new_state in zip(bucket.parts, states, strict=True):
             for name, value in new_state.items():
                 state = self._optimizer.host_states[part.parameter]
                 if _is_moment(value):
@@ -746,13 +559,8 @@ class _Update:
                     pairs.append((part.local_view(local_tensor(host)), value))
                 else:
                     state[name] = value
-            stored_parts.append((part, [value for _, value in pairs[first:]]))
-        stored = self._copies.store(pairs)
-        others = list[Tensor]()
-        for part, tensors in stored_parts:
-            if not self._early.leave(part, tensors, stored):
-                others += tensors
-        return others
+        self._copies.store(pairs)
+        return [value for _, value in pairs]
 
 
 class _Copies:
@@ -784,8 +592,8 @@ class _Copies:
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         return self._copy_pairs(pairs, self._to_device)
 
-    def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        return self._copy_pairs(pairs, self._to_host)
+    def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._copy_pairs(pairs, self._to_host)
 
     def _copy_pairs(
         self, pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
@@ -805,9 +613,6 @@ class _Copies:
     def wait_for_event(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
-
-    def wait_for_fetches(self) -> None:
-        self._wait_for_stream(self._to_device)
 
     def wait_for_stores(self) -> None:
         self._wait_for_stream(self._to_host)
