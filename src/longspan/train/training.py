@@ -455,7 +455,10 @@ def make_optimizer(
         group["initial_lr"] = group["lr"]
     on_host = config.train.offload_optimizer_states if memory is None else memory.offload_optimizer_states
     on_host = on_host or (_offloads_weights(config, memory) and not config.lora.rank)
-    return offload_optimizer_states(optimizer, world, hidden_in=model) if on_host else optimizer
+    if not on_host:
+        return optimizer
+    stay = 0 if memory is None else memory.states_on_device
+    return offload_optimizer_states(optimizer, world, hidden_in=model, bytes_on_device=stay)
 
 
 def _offloads_weights(config: RunConfig, memory: "MemoryPlan | None") -> bool:

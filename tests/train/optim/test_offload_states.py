@@ -21,6 +21,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import (
     STATES,
     OffloadedStates,
+    find_staying_parameters,
     offload_optimizer_states,
     total_state_bytes,
 )
@@ -93,12 +94,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "stay"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype, stay: int) -> None:
     models = [Model(dtype) for _ in range(2)]
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
-    offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET)
+    staying = find_staying_parameters(inner, total_state_bytes(inner) - 1 if stay else 0)
+    assert len(staying) == stay * 5, "all but the last, which are too large then"
+    offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET, staying=staying)
     for steps in (range(1), range(1, 4)):
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
