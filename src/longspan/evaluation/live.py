@@ -185,7 +185,7 @@ def _checked_step_inputs(
     choice = _choice_for_evaluation(choice, language_model, documents)
     rules = call_rules(language_model)
     share_prefixes = share_prefixes and documents.items is None and isinstance(documents.documents, Sequence)
-    share_prefixes = share_prefixes and not rules.separate_features(training=False, same_frequencies=True)
+    share_prefixes = share_prefixes and not rules.separate_features(training=False)
     plan = choice.plan_documents(
         documents.lengths,
         documents.documents if share_prefixes else None,

@@ -17,7 +17,7 @@ from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.evaluation.result import Evaluation
-from longspan.hub import find_local_path
+from longspan.hub import adapter_folder_advice, find_local_path
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
@@ -94,8 +94,6 @@ def find_saved_weights(target: str) -> SavedWeights:
         return SavedWeights(path, *split_target(path))
     if (path / "config.json").is_file():
         return SavedWeights(path)
-    from longspan.model.weights.hf_folder import adapter_folder_advice  # which imports torch
-
     advice = "give RUN, RUN/checkpoints/step-NNNNNN, or a folder with config.json and safetensors"
     raise CheckpointError(
         f"{path} is neither the folder of a run (it has no config.toml) nor a Hugging Face folder (no config.json); "

@@ -26,6 +26,7 @@ from longspan.config.sections import (
 from longspan.corpus.files import STDLIB, find_files
 from longspan.corpus.rows.sample import COLUMNS
 from longspan.errors import ConfigError, import_object, plural
+from longspan.hub import adapter_folder_advice
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
@@ -179,6 +180,8 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
         )
     if model.preset_name and model.preset_name not in PRESETS:
         raise ConfigError(f"model.preset is {model.preset!r}; {nearest_hint(model.preset, PRESETS)}")
+    if model.path and (advice := adapter_folder_advice(Path(model.path))):
+        raise ConfigError(f"model.path is {model.path!r}, and {advice}")
     if training and config.optimizer.lr == NOT_GIVEN:
         raise ConfigError(
             f"optimizer.lr is not given, and {model.source or model.preset} has no default; give --optimizer.lr: often "

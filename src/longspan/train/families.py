@@ -25,7 +25,7 @@ def share_where_exact(
     A line of the first rank says why they are the same, where documents would share some.
     """
     rules = call_rules(model)
-    features = rules.separate_features(training=training, same_frequencies=True)
+    features = rules.separate_features(training=training)
     reasons = [f"{rules.architecture} has {name}" for name in features]
     if choice.planner not in FAMILY_PLANNERS:
         reasons.append(f"planner {choice.planner!r} lays documents out alone")
