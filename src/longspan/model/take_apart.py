@@ -104,10 +104,6 @@ def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
         raise
 
 
-_LAYERS = ("depth", "num_hidden_layers")
-_WIDTHS = ("embed_dim", "hidden_size")  # embed_dim first: Qwen2-VL's hidden_size is the language model's width
-
-
 def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
     """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
 
@@ -129,22 +125,18 @@ def find_trained_part(encoder: nn.Module) -> Trained:
 
 
 def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
-    vision: Any = getattr(config, "vision_config", None)
-    width = _first_integer(vision, _WIDTHS)
-    layers = _first_integer(vision, _LAYERS)
-    in_blocks = sum(
-        p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1
+    vision = ConfigReader.read_whole_model(config).section("vision_config")
+    layers = vision.count("depth", "num_hidden_layers")
+    windows, side = read_window_layers(vision, layers)
+    in_blocks = (p for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+    return EncoderShape(
+        width=vision.count("embed_dim", "hidden_size"),  # Qwen2-VL's hidden_size is the language model's width
+        full_layers=layers - windows,
+        block_weights=sum(p.numel() for p in in_blocks),
+        merge=vision.count("spatial_merge_size") or 1,
+        window_layers=windows,
+        window=side,
     )
-    merge = getattr(vision, "spatial_merge_size", None) or 1
-    windows, side = read_window_layers(ConfigReader.read_whole_model(config).section("vision_config"), layers)
-    full_layers = layers - windows
-    in_windows = {"window_layers": windows, "window": side}
-    return EncoderShape(width=width, full_layers=full_layers, block_weights=in_blocks, merge=merge, **in_windows)
-
-
-def _first_integer(config: Any, names: tuple[str, ...]) -> int:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
