@@ -5,9 +5,9 @@ gathered before blocks and summed in parts after. A mixer's parameters are even 
 rows are gathered when it runs. Norms over groups that lie on several ranks sum squares over these.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial, wraps
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ from longspan.model.tensor_parallel.plan import (
 from longspan.model.tensor_parallel.styles import (
     LINEAR_STYLES,
     ROWS,
-    ReplacedAttributes,
     Transform,
     View,
     reasons_against_adapter,
@@ -126,9 +125,6 @@ def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, ke
     )
 
 
-Views = dict[nn.Module, dict[str, View]]
-
-
 def refuse_unsplittable_mixer(name: str, mixer: nn.Module, tp: int) -> None:
     """Raise ModelError for an unknown mixer, or one with an unknown norm over features; tp is checked elsewhere."""
     norm: Any = _find_feature_norm(mixer, mixer_parts(name, mixer, tp))
@@ -160,11 +156,13 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     parts = mixer_parts(name, mixer, tp)
     if norm := _find_feature_norm(mixer, parts):
         split_norm(norm, world)
-    views: Views = {}
+    views = defaultdict[nn.Module, dict[str, View]](dict)
     for owner, attribute, view in _shard_and_view_parts(mixer, parts, world):
-        views.setdefault(owner, {})[attribute] = view
+        if hasattr(owner, attribute):  # only some mixers of a kind may have it
+            views[owner][attribute] = view
     split_linear(mixer.get_submodule(parts.output), ROWWISE, world, sequence_parallel=sequence_parallel)
-    _wrap_forward_with_views(mixer, views)
+    for owner, views_of_owner in views.items():
+        wrap_forward(mixer, views=views_of_owner, owner=owner)
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
@@ -191,23 +189,6 @@ def _shard_and_view_parts(
             yield owner, attribute, whole_view
 
 
-def _wrap_forward_with_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
-    inner: Any = mixer.forward
-
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            # a view may name an attribute that only some mixers of a kind have
-            for owner, attributes in views.items():
-                values = {
-                    name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)
-                }
-                stack.enter_context(ReplacedAttributes(owner, values))
-            return inner(*args, **kwargs)
-
-    mixer.forward = forward
-
-
 def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], world: World) -> None:
     """Let norms and residuals work on 1 / tp of a slot's rows, from the embedding to the last norm.
 
@@ -217,14 +198,14 @@ def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], 
     key = world.key
     for depth in mtp_depths(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
-            _sum_row_gradients(module, key)
+            sum_partial_gradients(module, key)
         # `enorm` gets rows of the embedding, which hands on only this rank's
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_mtp_blocks(model).items():
-        norms, blocks_of_all_rows = single_and_full_row_modules(name, layer, styled_modules)
-        for norm in norms:
-            _sum_row_gradients(norm, key)
+        single_row_modules, blocks_of_all_rows = single_and_full_row_modules(name, layer, styled_modules)
+        for module in single_row_modules:
+            sum_partial_gradients(module, key)
         for block in blocks_of_all_rows:
             wrap_forward(
                 block,
@@ -235,11 +216,6 @@ def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], 
     if not isinstance(norm, Absent):  # a pipeline stage other than the last has no norm
         sum_partial_gradients(norm, key)
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
-
-
-def _sum_row_gradients(module: nn.Module, key: int) -> None:
-    for inner in module.modules():
-        sum_partial_gradients(inner, key)
 
 
 def single_and_full_row_modules(
