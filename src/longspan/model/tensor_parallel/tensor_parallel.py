@@ -61,7 +61,7 @@ from longspan.model.tensor_parallel.styles import (
     sum_partial_gradients,
     wrap_forward,
 )
-from longspan.model.weights.local_tensors import local_tensor
+from longspan.model.weights.local_tensors import local_tensor, tied_names
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
 
@@ -313,10 +313,7 @@ def split_over_ranks(
     """
     styled_modules = list_styles(model)
     _ = world.meshes.tp  # made by all ranks together
-    places: dict[int, list[tuple[nn.Module, str]]] = {}  # (module, name of the parameter there), by parameter
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
+    tied = tied_names(model)
     _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
     mixtures = tuple(
         f"{name}.{child}."
@@ -339,9 +336,9 @@ def split_over_ranks(
             wrap_forward(module, views={parameter: local_tensor})
         elif style in LINEAR_STYLES and (adapted or is_linear):
             split_linear(module, style, world, sequence_parallel=in_parts)
-    for (first_module, name), *other_places in places.values():  # all that share one take the first one's slice
-        for module, other_name in other_places:
-            module.register_parameter(other_name, getattr(first_module, name))
+    for name, first_name in tied.items():  # all that share a parameter take the first one's slice
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path).register_parameter(attribute, model.get_parameter(first_name))
     # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
     # outside of blocks of experts are given this rank's part of the rows, and gather all.
     copy_input: Transform = partial(tp_copy, world_key=world.key)
@@ -366,24 +363,22 @@ def _split_head_and_embedding(
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    if is_adapted(embedding) or is_adapted(head):
-        if sequence_parallel and not isinstance(embedding, Absent):  # absent: on another pipeline stage
-            wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
-        return
-    head = head if isinstance(head, nn.Linear) else None
-    embedding = embedding if isinstance(embedding, nn.Embedding) else None
     styles = {id(module): style for _, module, style, _ in styled_modules}
-    tied = head is not None and embedding is not None and head.weight is embedding.weight
-    tp = world.home.tp
-    head_fits = head is not None and head.weight.shape[0] % tp == 0
-    embedding_fits = embedding is not None and embedding.weight.shape[0] % tp == 0
-    if head is not None and head_fits and (style := styles.get(id(head))) in tp_style.GATHERED:
-        split_linear(head, style, world)
-        if embedding is not None and tied:
+    adapted = is_adapted(embedding) or is_adapted(head)
+
+    def splits(module: Any, *of_styles: str) -> bool:
+        has_rows = isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[0] % world.home.tp == 0
+        return has_rows and not adapted and styles.get(id(module)) in of_styles
+
+    both_here = isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding)
+    tied = both_here and head.weight is embedding.weight
+    if splits(head, *tp_style.GATHERED):
+        split_linear(head, styles[id(head)], world)
+        if tied:
             embedding.weight = head.weight
-    if embedding is not None and embedding_fits and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
+    if splits(embedding, tp_style.EMBEDDING) and not tied:
         slice_parameter(embedding, "weight", 0, world)
-    if embedding is not None and isinstance(embedding.weight, DTensor):  # split here, or with the head
+    if isinstance(getattr(embedding, "weight", None), DTensor):  # split here, or with the head
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
-    elif embedding is not None and sequence_parallel:
+    elif sequence_parallel and not isinstance(embedding, Absent):  # absent: on another pipeline stage
         wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
