@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -32,7 +33,7 @@ _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether 
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _DEFAULT = Sharding()  # of a module that was sharded elsewhere
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
-_BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
+_BUCKET_BYTES = 1 << 26  # gradients of unsharded models are summed in flat buffers of at most so many bytes
 
 
 def shard_over_slots(
@@ -390,20 +391,9 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         for parameter, count in zip(parameters, slots, strict=True):
             if parameter.grad is None and count > 0:  # all slots sum the same ones
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _gradient_buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        for bucket in _take_tensors(gradients, _BUCKET_BYTES):
             _sum_over_slots(bucket, world)
-
-
-def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS
-        if bucket and (full or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        yield bucket
 
 
 def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
