@@ -9,7 +9,6 @@ from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_de
 from longspan.config.keys import AUTO
 from longspan.config.sections import ON_HOST, RunConfig, chooses_measures, given_checkpointing
 from longspan.errors import ConfigError, PlanError, plural
-from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemoryPlan, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
@@ -144,10 +143,6 @@ def memory_settings_of_run(
         encoder_recomputed=config.encoder.activation_checkpointing,
         encoder_trained=config.encoder.trainable or encoder_default(config),
     )
-
-
-def can_be_free(config: RunConfig, home: Layout) -> bool:
-    return home.slots > 1 and config.parallel.pp == config.parallel.ep == 1
 
 
 def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:

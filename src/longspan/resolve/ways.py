@@ -30,10 +30,10 @@ from longspan.plan import (
     MemorySettings,
     Plan,
 )
-from longspan.plan.memory.memory_plan import choose_fastest_memory, leanest_plans, mean_step_seconds
+from longspan.plan.memory.memory_plan import choose_fastest_memory, leanest_plans
 from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import can_be_free, find_run_cost, fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.memory import find_run_cost, fixed_memory_keys, memory_settings_of_run
 from longspan.resolve.text import RankedWay
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
@@ -129,10 +129,16 @@ class Way:
         return choose_fastest_memory(self.memory_needs(plans), budget, self.fixed_memory)
 
     def step_seconds(self, plans: Sequence[Plan], memory: MemoryPlan | None) -> float:
+        """Return the mean seconds of a step over some plans: those by a cost, and those that its settings leave out.
+        What layers add in the largest micro-batch, which has `memory.rows` rows a slot, is scaled to a step's tokens.
+        """
         if memory is None:
             return mean(plan.predicted_seconds for plan in plans)
-        cost = self.cost(memory).shared_by(self.facts.home.tp)
-        return mean_step_seconds(plans, memory, self.memory_needs(plans), cost)
+        home = self.facts.home
+        cost = self.cost(memory).shared_by(home.tp)
+        layer_seconds = self.memory_needs(plans).prices.seconds_beyond_settings(memory)
+        token_seconds = layer_seconds / (memory.rows * home.slots)
+        return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens for plan in plans)
 
     def fullest_plans(self, *, rows_open: bool) -> list[Plan]:
         """The plans of coming steps that need most memory, and one that fills every slot where not all are seen.
@@ -338,7 +344,9 @@ def _best_fit_of_layout(layout: Way) -> Fit:
         if fit.seconds is not None:
             break
     fit = min(tried, key=lambda fit: fit.rank)
-    if context.mode != AUTO or fit.seconds is None or not (facts.gpu and can_be_free(layout.config, facts.home)):
+    parallel = layout.config.parallel
+    can_be_free = facts.gpu and facts.home.slots > 1 and parallel.pp == parallel.ep == 1
+    if context.mode != AUTO or fit.seconds is None or not can_be_free:
         return fit
     free = _fit_run(fit.way.with_context(mode="free"), rows_open=rows_open)
     return min(fit, free, key=lambda fit: fit.rank)

@@ -6,7 +6,7 @@ The first layers of each stage have one measure and the others a faster one: as 
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations_with_replacement, product
@@ -16,7 +16,7 @@ from typing import Any
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
-from longspan.plan.cost.cost import FORWARD_SHARE, Cost
+from longspan.plan.cost.cost import FORWARD_SHARE
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
 from longspan.plan.memory.settings import (
@@ -263,16 +263,6 @@ def _count_waiting_micro_batches(
 
 TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
 SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
-
-
-def mean_step_seconds(plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, cost: Cost) -> float:
-    """Return the mean seconds of a step over some plans: those by `cost`, and those that its settings leave out. `cost`
-    is of a rank, made with `MemoryPlan.cost_settings`. What layers add in the largest micro-batch, which has
-    `memory.rows` rows a slot, is scaled to the tokens of each step.
-    """
-    layer_seconds = needs.prices.seconds_beyond_settings(memory)
-    token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
-    return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens for plan in plans)
 
 
 @dataclass(frozen=True)
@@ -644,17 +634,3 @@ def fit_with_fewest_slow_layers(
         low, high = (low, count) if fits(count) else (count + 1, high)
     memory = needs.under(needs.measures_of_layers(slow, low, fast))
     return memory if memory.fits(budget) else None
-
-
-def largest_number_that_fits(fits: Callable[[int], bool], limit: float = math.inf) -> int:
-    """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do. Numbers double until
-    one does not fit or is at least `limit`; halving finds the last below that one.
-    """
-    low = 0
-    high = 1
-    while high < limit and fits(high):
-        low, high = high, 2 * high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
