@@ -350,7 +350,8 @@ def test_the_types_of_a_plan_are_those_that_attention_has() -> None:
 
 @pytest.mark.parametrize(("ranks", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (6, (1, 2, 6))])
 def test_degrees_that_are_compared(ranks: int, degrees: tuple[int, ...]) -> None:
-    assert degrees_to_compare(check_config(load_config(None, ONE), ranks)) == degrees
+    config = load_config(None, ONE)
+    assert degrees_to_compare(check_config(config, ranks), PlannerConfig.training(config)) == degrees
 
 
 def test_levels_follow_the_degree_that_is_compared() -> None:

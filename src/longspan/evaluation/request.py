@@ -177,7 +177,7 @@ def fit_evaluation_plans(
     entry = config.evaluation
     choice = PlannerConfig.evaluation(config)
     values = dict[str, Any]()
-    types = choice.comm_types
+    types = choice.options.types
     degree = choice.widest_degree(home)
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]

@@ -320,7 +320,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
             )
     for choice, cut_by, limit in _choices_and_limits(config, training=training):
         check_planner_exists(choice.planner, f"{choice.prefix}planner")
-        for kind in choice.comm_types:
+        for kind in choice.options.types:
             _check_known_or_dotted(f"{choice.prefix}cp_comm_type", kind, COMM_TYPES)
         if choice.has_one_degree and choice.degree and home.slots % choice.degree:  # degree 0 is chosen later
             ranks = choice.degree * home.tp * home.pp

@@ -562,8 +562,8 @@ def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> N
     layers = model.config.get_text_config().num_hidden_layers
     for section in (config.context, held_out_set(config), *config.evaluation.sets):
         choice = PlannerConfig.unpriced(section, config)
-        if len(choice.comm_types) not in (1, layers):
+        if len(choice.options.types) not in (1, layers):
             raise ConfigError(
-                f"{choice.prefix}cp_comm_type lists {plural(len(choice.comm_types), 'type')}, "
+                f"{choice.prefix}cp_comm_type lists {plural(len(choice.options.types), 'type')}, "
                 f"the model has {plural(layers, 'layer')}; give one type, or one for each layer"
             )
