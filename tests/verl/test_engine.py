@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from longspan.testing import run_ranks
+from tests.parity import shared_at_any_price
 
 pytestmark = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed here: make test-verl")
 EXACT = 1e-12
@@ -81,26 +82,18 @@ def test_updates_of_an_actor_are_those_of_a_dense_model(plan: str, tmp_path: Pat
 def shared_prompts_errors(rank: int, folder: Path, plan: str) -> dict[str, float]:
     """Of an actor, a reference and a critic whose prompts of three tokens and more are computed once."""
     from functools import partial
-    from unittest.mock import patch
 
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    from longspan.resolve import choice
     from tests.train.own_loss.test_families import casts_in_float64
     from tests.verl import workers as w
 
-    found, errors, find = list[int](), dict[str, float](), choice.find_families
-
-    def counted(documents: Any, **keywords: Any) -> Any:
-        families = find(documents, least_rows=3, **keywords)
-        found.append(len(families.lengths) - len(documents))
-        return families
-
+    errors = dict[str, float]()
     kinds: dict[str, Any] = {
         "language_model": (AutoModelForCausalLM, partial(w.actor_loss, entropy_coeff=0.1)),
         "value_model": (AutoModelForTokenClassification, w.critic_loss),
     }
-    with patch.object(choice, "find_families", counted):
+    with shared_at_any_price() as found:
         for kind, (stock, make_loss) in kinds.items():
             critic = kind == "value_model"
             path = w.write_model(folder / kind, head=critic)
