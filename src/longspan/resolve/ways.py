@@ -392,13 +392,20 @@ def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way
                 )
 
 
-def fastest_plan(choice: PlannerConfig, lengths: Sequence[int], home: Layout) -> Plan:
+def fastest_plan(
+    choice: PlannerConfig,
+    lengths: Sequence[int],
+    home: Layout,
+    *,
+    targets: int | None = None,
+    parents: Sequence[int] | None = None,
+) -> Plan:
     """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
     plans = list[tuple[float, Plan]]()
     refusal = None
     for one in list_choices(choice, home, len(set(lengths)) > 1):
         try:
-            plan = one.plan(lengths, home)
+            plan = one.plan(lengths, home, targets=targets, parents=parents)
         except PlanError as error:
             refusal = error
         else:

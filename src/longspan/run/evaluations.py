@@ -18,6 +18,7 @@ from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.model.stock_copy import StockCopy
+from longspan.plan.shape.positions import position_limit
 from longspan.resolve.choice import PlannerConfig, degrees_to_compare
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
@@ -37,8 +38,12 @@ def open_prompts(run: TrainingRun) -> Sequence[Prompt]:
     if not file:
         return ()
     StockCopy(run.model, run.world)
-    read = partial(read_prompt_rows, Path(file))
-    return run_on_first_rank(run.world, lambda: encode_prompts(read(), load_tokenizer(run.dir)), DataError)
+
+    def read_prompts() -> list[Prompt]:
+        rows = read_prompt_rows(Path(file))
+        return encode_prompts(rows, load_tokenizer(run.dir), position_limit(run.model.config))
+
+    return run_on_first_rank(run.world, read_prompts, DataError)
 
 
 @dataclass(frozen=True)
