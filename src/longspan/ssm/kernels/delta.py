@@ -124,8 +124,8 @@ class Pieces:
     def _follow_pieces(
         self, of_runs: Tensor, first: Integers, step: int, added: Tensor, transitions: Tensor
     ) -> Tensor:
-        """Return a value for each piece: those of `runs` at their pieces `first`, and through the map of each piece that
-        of the next, `step` further: M S + B, or backwards, with a `step` of −1, Mᵀ G + B.
+        """Return a value for each piece: those of runs at their pieces `first`, and through the map of each piece that
+        of the next: M S + B, or Mᵀ G + B where the next is the piece before (`step` −1).
         """
         result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
         put_rows(result, first, of_runs)
