@@ -95,7 +95,7 @@ def _forget_worlds() -> None:
 
 
 def serve_calls(rank: int, address: str) -> None:
-    """Answer calls that come through a socket, until it is closed; READY says that nothing is left of the one before."""
+    """Answer calls that come through a socket, until it closes; READY says that nothing is left of the one before."""
     state = ProcessState.now()
     with Client(address) as calls:
         calls.send(rank)

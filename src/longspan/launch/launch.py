@@ -99,8 +99,8 @@ class LocalRank:
 
 class LocalRanks:
     """Local ranks of one call, from start to end: `n` of them start at once, and `payload` is the pickled call of all.
-    Ranks write their stacks into `folder` and run with `threads` threads of torch. Signals that are `ignored` do nothing
-    in a rank until its function handles them.
+    Ranks write their stacks into `folder` and run with `threads` threads of torch. `ignored` signals do nothing in a
+    rank until its function handles them.
     """
 
     def __init__(self, n: int, folder: Path, threads: int, payload: bytes, *, ignored: Sequence[int] = ()) -> None:
