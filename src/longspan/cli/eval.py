@@ -65,6 +65,7 @@ from longspan.evaluation.result import HELD_OUT, evaluation_table
 from longspan.files import as_json, json_safe_values, os_error_text, read_json
 from longspan.hub import find_local_path
 from longspan.launch.output import outlive_output
+from longspan.launch.stop_signals import block_signals
 from longspan.layout import Layout
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
@@ -325,8 +326,9 @@ def eval_rank(
     config = request.subjects[0].config
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compile != "none")
-    from longspan.comm import World
-    from longspan.evaluation.evaluate_saved import evaluate_saved
+    with block_signals():  # some imports catch every exception, and that of a signal with them
+        from longspan.comm import World
+        from longspan.evaluation.evaluate_saved import evaluate_saved
 
     starts.end_part("imports")
     home = check_request(request, ranks)
