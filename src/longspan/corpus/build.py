@@ -150,7 +150,8 @@ class _CorpusOfRun:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
         tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
-        _check_saved_tokenizer(tokenizer, self._run_dir)
+        if tokenizer.folder is not None:  # one that was trained here has been read from here
+            _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in row_lines(recipe):
             self._log(line)
         build = partial(build_documents, recipe, log=self._log)

@@ -60,28 +60,29 @@ def resolve(config: RunConfig, facts: Facts, given: Given | None = None) -> Reso
     the bytes, where nothing fits, ConfigError where no degree is possible.
     """
     config, partition = choose_partition(config, facts)
-    facts, unplanned = _leave_out_unknown_bytes(config, facts)
+    unplanned = ""
+    if facts.budget is not None:
+        facts, unplanned = _leave_out_unknown_bytes(config, facts)
     if is_open(config, facts):
         resolved = settle(config, rank_ways(config, facts, given))
     else:
         notes = list[str]()
         way = Way(set_usual_mode(config), facts)
         resolved = Resolved(way.config, None, way.cost(notes=notes), Reasons(notes=tuple(notes)))
-    notes = (*unplanned, *resolved.reasons.notes)
+    notes = (*filter(None, [unplanned]), *resolved.reasons.notes)
     reasons = replace(resolved.reasons, partition=partition, notes=notes)
     return resolve_evaluations(replace(resolved, reasons=reasons), facts)
 
 
-def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
-    """Without a budget where the model's bytes cannot be counted; also returns a line that says why."""
-    if facts.budget is None:
-        return facts, ()
+def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, str]:
+    """Without a budget where the model's bytes cannot be counted; also returns a line that says why, "" otherwise."""
     try:
         ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
     except PlanError as error:
-        line = f"memory: not planned, and the keys of [train] hold as they are: {error}"
-        return replace(facts, budget=None), (line,)
-    return facts, ()
+        return replace(facts, budget=None), (
+            f"memory: not planned, and the keys of [train] hold as they are: {error}"
+        )
+    return facts, ""
 
 
 def is_open(config: RunConfig, facts: Facts) -> bool:
@@ -141,6 +142,8 @@ def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
 
 def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
     """Choose degree, type and levels for every evaluation set whose degree is open."""
+    if not any(entry.context_parallel_size in (0, AUTO) for entry in resolved.config.evaluations):
+        return resolved
     entries = list[EvalConfig]()
     lines = list[str]()
     for entry in resolved.config.evaluations:

@@ -160,7 +160,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         )
         run = set_up(config, world, display.log, starts, stop.stop_reason)
         with open_records(run, classes, display.log) as records:
-            evaluations = Evaluations(run, display, records, stop, open_prompts(run))
+            prompts = open_prompts(run) if config.evaluation.prompts else ()
+            evaluations = Evaluations(run, display, records, stop, prompts)
             display.set_length(run.config.train.steps, evaluations.list_work())
             result = _Loop(run, display, records, evaluations, starts).train(stop)
         write_facts(run, "summary.json", result.summary())

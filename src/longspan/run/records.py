@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,8 +71,11 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
         run_on_first_rank(world, partial((run.dir / "summary.json").unlink, missing_ok=True), RunFolderError)
         write_facts(run, "run.json", asdict(facts))
         log(facts.text())
-    open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
-    with run_on_every_rank(world, open_loggers, ConfigError) as loggers:
+    loggers = None
+    if run.config.run.loggers:
+        open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
+        loggers = run_on_every_rank(world, open_loggers, ConfigError)
+    with loggers or nullcontext():
         open_metrics = partial(MetricsLog, metrics_file, after_step=run.done, loggers=loggers)
         open_plans = partial(PlanLog, plans_file, after_step=run.done)
         open_completions = partial(CompletionsLog, completions_file, after_step=run.done, loggers=loggers)

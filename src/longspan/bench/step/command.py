@@ -98,7 +98,7 @@ def make_training(settings: StepSettings, world: World) -> Training:
     resolved = resolve_on_ranks(settings.config, facts, world, log, decide)
     config = resolved.config
     memory = resolved.memory
-    loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
+    loaded = load_run_model(config, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
     if (execution := model_execution(model)).mixers:
