@@ -70,11 +70,6 @@ class ModelConfig(Section):
     as they are read), stored (in 4 or 8 bits, as the folder holds them), whole (in dtype), or auto: stored where the
     folder is quantised, else whole (docs/fine-tuning.md)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if 0 < self.rope_factor <= 1:
-            raise ConfigError(f"model.rope_factor is {self.rope_factor:g}; it must be above 1, or 0 to be chosen")
-
     @property
     def source(self) -> str:
         """The folder, or config.json, that names the model; empty if a preset does."""
@@ -167,15 +162,10 @@ class EncoderSection(EncoderLayout):
     trainable: Literal["", "all", "projector", "none"] = ""
     """What of it is trained: all (tower and projector), projector, or none. Default: all; with adapters (lora.rank):
     none."""
-    lr: NonNegativeFloat = 0.0
+    lr: Annotated[NonNegativeFloat, Needs("encoder.trainable", ("all", "projector"))] = 0.0
     """Its peak learning rate, scheduled as optimizer.lr; 0: optimizer.lr."""
     activation_checkpointing: bool = False
     """Encode images again before their backward pass, so that activations of one wave are kept at a time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.trainable == "none" and self.lr:
-            raise ConfigError(f'encoder.lr is {self.lr:g} and encoder.trainable is "none"; leave out one of them')
 
 
 MAX_TEXT_BYTES = 1 << 26
@@ -370,11 +360,6 @@ class OptimizerSection(Section):
     """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
     mean."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for text in self.groups:
-            NamedGroup.from_text(text)
-
 
 @dataclass(frozen=True)
 class TrainConfig(Section):
@@ -496,11 +481,6 @@ class CheckpointSection(Section):
     preempted_exit_code: Annotated[int, AtLeast(0, most=255)] = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.keep_best:
-            BestFigure.from_text(self.keep_best)
 
 
 @dataclass(frozen=True)

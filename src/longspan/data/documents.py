@@ -184,10 +184,8 @@ class Corpus:
         return values[positions + start].astype(np.int64)
 
 
-def encode_labels(ids: Integers, labels: Integers | None) -> Integers | None:
+def encode_labels(ids: Integers, labels: Integers) -> Integers:
     """Return codes of tokens with these labels (n,): 0 for the token's own id, 1 for none, else the label + 2."""
-    if labels is None:
-        return None
     codes = np.where(labels == NO_TARGET, NOTHING, labels + OTHER_TOKEN)
     return np.where(labels == ids, OWN_TOKEN, codes)
 

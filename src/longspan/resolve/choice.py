@@ -268,8 +268,6 @@ class PlannerConfig:
         if not (self.has_one_degree or self.planner == "dynamic"):
             self.plan((longest,), home)
             return
-        if self._surely_fits(longest, home):
-            return
         options = self.options
         if self.has_one_degree:
             degree = self.degree or smallest_fitting_degree((longest,), home, options)
@@ -278,16 +276,6 @@ class PlannerConfig:
         else:
             request = Request.from_arguments((longest,), home, options)
             request.check_degrees(self.min_degree, self.max_degree or None)
-
-    def _surely_fits(self, longest: int, home: Layout) -> bool:
-        """Whether slots and rows hold a document, and no heads or levels limit degrees; False: ask the planner."""
-        options = self.options
-        if "a2a" in self.comm_types or options.hierarchical_context_parallel_sizes:
-            return False
-        degree = (self.degree if self.has_one_degree else min(self.max_degree, home.slots)) or home.slots
-        rows = options.rows
-        holds = rows is None or longest <= rows * degree
-        return holds and (home.slots % degree == 0 if self.has_one_degree else self.min_degree <= degree)
 
 
 def degrees_to_compare(home: Layout, choice: PlannerConfig | None = None) -> tuple[int, ...]:
