@@ -8,7 +8,7 @@ import inspect
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -358,7 +358,7 @@ def _file_sections(flag_names: Collection[str], words: Sequence[str]) -> Mapping
         return {}
     file = read_file(words[0])
     if "--train.steps" in flag_names and "--train.epochs" not in flag_names:
-        file = replace(file, train=replace(file.train, epochs=0.0, epochs_of=""))
+        file = file.with_keys("train", epochs=0.0, epochs_of="")
     return vars(file)
 
 

@@ -530,9 +530,13 @@ class RunConfig:
         """The documents that are held out, as the set without a name, and the sets [[evaluation.sets]]."""
         return (held_out_set(self), *self.evaluation.sets)
 
+    def with_keys(self, section: str, **values: Any) -> "RunConfig":
+        """Return this configuration with other values of fields of a section."""
+        return replace(self, **{section: replace(getattr(self, section), **values)})
+
     def with_sets(self, sets: Iterable[EvalConfig]) -> "RunConfig":
         """Return this configuration with other evaluation sets."""
-        return replace(self, evaluation=replace(self.evaluation, sets=tuple(sets)))
+        return self.with_keys("evaluation", sets=tuple(sets))
 
     def tables(self) -> dict[str, Any]:
         """Return the values of all keys by section, as TOML and JSON keep them; of tables a list."""
@@ -557,7 +561,7 @@ def held_out_set(config: RunConfig) -> EvalConfig:
 def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
     """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
     held_out, *sets = entries
-    return replace(config, evaluation=replace(config.evaluation, **held_out.plan_keys, sets=tuple(sets)))
+    return config.with_keys("evaluation", **held_out.plan_keys, sets=tuple(sets))
 
 
 Checkpointing = Literal["none", "full", "selective"]

@@ -108,7 +108,7 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
     choice = best.way.choice
     notes = [*best.notes]
     if config.context.planner == AUTO and not choice.has_one_degree:
-        chosen = replace(chosen, context=replace(chosen.context, context_parallel_size=1))
+        chosen = chosen.with_keys("context", context_parallel_size=1)
     chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)
     ways = tuple(fit.ranked_way for fit in ranking.fits if fit.seconds is not None)
     if not leaves_plans_open(config) or best.way.facts.home.slots == 1:
@@ -133,7 +133,7 @@ def _follow_training(config: RunConfig) -> RunConfig:
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
     """Put these rows of a slot in place of "auto" of evaluations, which keep less of a row than training."""
     if config.evaluation.max_tokens_per_slot == AUTO:
-        config = replace(config, evaluation=replace(config.evaluation, max_tokens_per_slot=rows))
+        config = config.with_keys("evaluation", max_tokens_per_slot=rows)
     sets = (
         replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.evaluation.sets
     )
@@ -221,7 +221,7 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
 
 def set_default_partition(config: RunConfig) -> RunConfig:
     if config.context.partition == AUTO:
-        config = replace(config, context=replace(config.context, partition="contiguous"))
+        config = config.with_keys("context", partition="contiguous")
     return config
 
 

@@ -293,9 +293,7 @@ def open_run_documents(
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; return its configuration, the one to write as config.toml, and the data."""
     if state and config.evaluation.documents == AUTO:
-        config = replace(
-            config, evaluation=replace(config.evaluation, documents=state["config"]["evaluation"]["documents"])
-        )
+        config = config.with_keys("evaluation", documents=state["config"]["evaluation"]["documents"])
     node_size = config.context.node_size
     config = set_node_size(config, world.node_size)
     set_world_machine(world, partial(read_run_machine, config), KEY)
@@ -310,7 +308,7 @@ def open_run_documents(
             log(line)
         run_on_first_rank(world, partial(keep_base, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
-    config = replace(config, evaluation=replace(config.evaluation, documents=data.order.held_out_texts))
+    config = config.with_keys("evaluation", documents=data.order.held_out_texts)
     config = set_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     # not node_size: a run that goes on may be on other hosts
