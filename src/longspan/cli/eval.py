@@ -260,7 +260,7 @@ def _make_subject(
     # a degree that a flag gives brings its planner, and "auto" its type
     values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
     evaluation = inherit_keys(PlanSection(**values), own.evaluation, own.context)
-    return Subject(weights, replace(config, evaluation=replace(config.evaluation, **evaluation.plan_keys)))
+    return Subject(weights, config.with_keys("evaluation", **evaluation.plan_keys))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -313,7 +313,7 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:  # before heads and documents are read
         config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
-        check_config(replace(config, data=replace(config.data, max_document_tokens=0)), ranks, training=False)
+        check_config(config.with_keys("data", max_document_tokens=0), ranks, training=False)
     return home
 
 

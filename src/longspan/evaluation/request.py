@@ -196,7 +196,7 @@ def fit_evaluation_plans(
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
         values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
     values = {key: value for key, value in values.items() if cap == AUTO or f"evaluation.{key}" not in flag_keys}
-    return replace(config, evaluation=replace(config.evaluation, **values))
+    return config.with_keys("evaluation", **values)
 
 
 def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:

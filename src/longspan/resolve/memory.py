@@ -47,7 +47,7 @@ def set_node_size(config: RunConfig, slots: int) -> RunConfig:
             f"context.node_size is {number}, and this world has {plural(slots, 'slot')} a host "
             f'(LOCAL_WORLD_SIZE / tp); use {slots}, or "{AUTO}", its default'
         )
-    return replace(config, context=replace(config.context, node_size=slots))
+    return config.with_keys("context", node_size=slots)
 
 
 def find_run_cost(

@@ -182,6 +182,8 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
         raise ConfigError(f"model.preset is {model.preset!r}; {nearest_hint(model.preset, PRESETS)}")
     if model.path and (advice := adapter_folder_advice(Path(model.path))):
         raise ConfigError(f"model.path is {model.path!r}, and {advice}")
+    if 0 < model.rope_factor <= 1:
+        raise ConfigError(f"model.rope_factor is {model.rope_factor:g}; it must be above 1, or 0 to be chosen")
     if training and config.optimizer.lr == NOT_GIVEN:
         raise ConfigError(
             f"optimizer.lr is not given, and {model.source or model.preset} has no default; give --optimizer.lr: often "
@@ -261,6 +263,7 @@ def check_parallel(home: Layout) -> None:
 
 def check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
+    named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
     if not config.train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(optimizer, config.train.steps)
     if optimizer.class_ != "adamw" or optimizer.arguments:
@@ -281,7 +284,6 @@ def check_optimizer(config: RunConfig) -> None:
                 f"optimizer.moments is {optimizer.moments!r}, {EIGHT_BIT_NEEDS}; optimizer.arguments are "
                 f"{list(optimizer.arguments)}: leave one of both out"
             )
-        named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
         groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay, None, named_groups)
         choice.build(groups)  # does it accept its arguments?
     keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []

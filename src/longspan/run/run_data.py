@@ -206,12 +206,11 @@ def open_data(
         for entry in config.evaluation.sets:
             _corpus_settings(config, entry).find_source_files(Path(config.run.dir))
 
+    with_metrics = [entry for entry in config.evaluations if entry.metrics]
+
     def load_metrics_of_sets() -> dict[str, dict[str, Metric]]:
         metrics = dict[str, dict[str, Metric]]()
-        for entry in (held_out_set(config), *config.evaluation.sets):
-            metrics[entry.name] = {}
-            if not entry.metrics:
-                continue
+        for entry in with_metrics:
             metrics[entry.name] = load_metrics(entry.metrics, entry.metrics_key)
             try:
                 check_metric_names(metrics[entry.name])
@@ -222,7 +221,7 @@ def open_data(
     # before a corpus is built
     if config.evaluation.sets:
         run_on_first_rank(world, list_files, DataError)
-    metrics = run_on_every_rank(world, load_metrics_of_sets, ConfigError)
+    metrics = run_on_every_rank(world, load_metrics_of_sets, ConfigError) if with_metrics else {}
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
@@ -231,7 +230,9 @@ def open_data(
 
     def add_images() -> tuple[EvaluationSet, ...]:
         return tuple(
-            replace(s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics[s.config.name])
+            replace(
+                s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics.get(s.name, {})
+            )
             for s in sets
         )
 

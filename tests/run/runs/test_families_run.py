@@ -193,8 +193,8 @@ def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pyt
     show_rows(alone[0], 7)
     *_, tree = capsys.readouterr().out.partition("begin alike, and are computed once")
     lines = [line.split(", ")[0] for line in tree.splitlines()[1:]]
-    first = ["prefix", *(f"   └─ shown as {i}" for i in (1, 2, 3, 4))]
-    assert lines == [*first, "prefix", *(f"   └─ shown as {i}" for i in (5, 6, 7))]
+    first = ["prefix", *(f"├─ shown as {i}" for i in (1, 2, 3)), "└─ shown as 4"]
+    assert lines == [*first, "prefix", *(f"├─ shown as {i}" for i in (5, 6)), "└─ shown as 7"]
     show_rows(alone[1], 7)
     assert "begin alike" not in capsys.readouterr().out
     plan = plans_of(alone[0])[0]

@@ -166,7 +166,7 @@ class Packer:
         yield self._place_bins(self._balance_groups(fewest_bins))
         groups = len(self.inside)
         multiple = self.request.micro_batch_multiple
-        fewest_micro_batches = self._round_up_to_multiple(1 + int(fewest_bins.max()) // groups)
+        fewest_micro_batches = self._count_micro_batches(fewest_bins)
         for count in (fewest_micro_batches, fewest_micro_batches + multiple):
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
@@ -265,11 +265,9 @@ class Packer:
         )
 
     def _count_micro_batches(self, assignment: Integers) -> int:
-        return self._round_up_to_multiple(1 + int(assignment.max()) // len(self.inside))
-
-    def _round_up_to_multiple(self, micro_batches: int) -> int:
+        count = 1 + int(assignment.max()) // len(self.inside)
         multiple = self.request.micro_batch_multiple
-        return -(-micro_batches // multiple) * multiple
+        return -(-count // multiple) * multiple
 
 
 @expand_option_signature
