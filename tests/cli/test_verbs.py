@@ -117,7 +117,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "model", "phi3")
     rows_as("jsonl", tmp_path / "rows", ROWS)
-    return ["train", "--data.path", "rows", "--data.tokenizer", "model", "--data.cache_dir", str(tmp_path / "cache")]
+    return ["train", "--data.path", "rows", "--data.tokenizer", "model"]
 
 
 def test_first_rows_with_their_targets(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,12 +90,10 @@ class SavedModel:
     compute_dtype: Literal["", "auto", "float32", "bfloat16", "float64"] = ""
     """Arithmetic: auto (bfloat16 on GPUs, as dtype on CPUs), float32, bfloat16 or float64. Default: as in the run; of a
     folder: auto."""
-    rope_scaling: Literal["", "yarn", "linear"] = ""
-    """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings. Default: as the
-    model has been trained."""
-    rope_factor: float = 0.0
-    """Factor by which --model.rope_scaling extends the model's context; 0: as large as the longest document needs,
-    rounded up to 0.25."""
+    rope_scaling: str = ""
+    """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings, by the factor
+    that the longest document needs, rounded up to 0.25, or by one of your own, as in yarn:4. Default: as the model has
+    been trained."""
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     parent = held_out_set(config)
     sets = list[EvalConfig]()
     for entry in config.evaluation.sets:
-        keys = [
-            key for key in ("max_document_tokens", "every", "metrics") if getattr(entry, key) in (NOT_GIVEN, ())
-        ]
+        keys = [key for key in ("max_document_tokens", "every") if getattr(entry, key) == NOT_GIVEN]
         entry = replace(entry, **{key: getattr(parent, key) for key in keys})
         sets.append(inherit_keys(entry, config.evaluation, config.context))
     return config.with_sets(sets)
@@ -128,14 +126,14 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     tokenizer = find_model(data.tokenizer, "data.tokenizer")
     rows = find_data(data.path, "data.path")
     prompts = absolute_path(config.evaluation.prompts) if weights else config.evaluation.prompts
-    others = {key: absolute_path(getattr(data, key)) for key in ("chat_template", "cache_dir") if weights}
+    template = absolute_path(data.chat_template) if weights else data.chat_template
     return replace(
         config,
         train=replace(config.train, epochs_of=find_data(config.train.epochs_of, "train.epochs_of")),
         model=replace(model, path=path, config=source),
         evaluation=replace(config.evaluation, prompts=prompts),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
-        data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, **others),
+        data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, chat_template=template),
     ).with_sets(
         replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets
     )
@@ -224,7 +222,7 @@ def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> N
 
 # The arguments of each train.loss, with TRL's names and defaults; simpo's cpo_alpha is that of SimPO itself.
 LOSS_ARGUMENTS: Mapping[str, Mapping[str, float]] = {
-    "": {},
+    "": {"center_rewards_coefficient": 0.0},  # of a model with one score, over pairs
     "dpo": {"beta": 0.1, "label_smoothing": 0.0},
     "sigmoid": {"beta": 0.1, "label_smoothing": 0.0},
     "ipo": {"beta": 0.1},

@@ -63,7 +63,7 @@ class _CorpusOfRun:
         self._folder = run_dir / settings.folder
         self._old_record = read_record(self._folder)
         self._files = settings.find_source_files(run_dir)
-        self._cache = _open_cache(settings.data, run_dir, log)
+        self._cache = _open_cache(run_dir, log)
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         # one file of sums for all sources together
         all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
@@ -159,7 +159,7 @@ class _CorpusOfRun:
             )
         except OSError as error:
             raise cache_error(self._cache.folder, error) from error
-        self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (data.cache_dir)")
+        self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (XDG_CACHE_HOME)")
         record = Record(
             documents=str(documents),
             key=recipe.key,
@@ -173,14 +173,12 @@ class _CorpusOfRun:
         return Corpus(self._folder)
 
 
-def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache:
-    """Open the cache that `data.cache_dir` names; one in the run's folder if the user's own cannot be written."""
-    folder = cache_folder(data.cache_dir)
+def _open_cache(run_dir: Path, log: LogLine) -> Cache:
+    """Open the user's cache; one in the run's folder if it cannot be written."""
+    folder = cache_folder()
     try:
         return Cache(folder)
     except OSError as error:
-        if data.cache_dir:
-            raise cache_error(folder, error) from error
         log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
         return Cache((run_dir / "cache").absolute())
 

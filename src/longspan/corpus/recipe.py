@@ -133,7 +133,7 @@ class CorpusSettings:
 
         With data.sources, the name of a file in a source's folder begins with the name of that folder.
         """
-        leave_out = (run_dir, cache_folder(self.data.cache_dir))
+        leave_out = (run_dir, cache_folder())
         files = list[CorpusFile]()
         sources = zip(self.source_paths(), self.data.sources or (self.data,), strict=True)
         for number, ((key, path), source) in enumerate(sources):

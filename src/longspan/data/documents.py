@@ -52,7 +52,7 @@ class Corpus:
         if record is not None and not documents_folder.is_dir():
             raise DataError(
                 f"{folder} is not a corpus: its documents are not in {documents_folder} any more; start its run again, "
-                "which makes them anew, with data.cache_dir as a folder on storage that all its machines share"
+                "which makes them anew, with XDG_CACHE_HOME on storage that all its machines share"
             )
         try:
             self.documents_folder: Path = documents_folder  # shared by runs

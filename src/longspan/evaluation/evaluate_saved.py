@@ -282,10 +282,10 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     configuration = checked.configuration
     flag_keys = request.flag_keys
     model = subject.config.model
-    if flag_keys & {"model.rope_scaling", "model.rope_factor"}:
+    if "model.rope_scaling" in flag_keys:
         configuration = read_model_configuration(subject.config, configuration.get_text_config().vocab_size)
     else:  # the saved configuration has what the run was trained with
-        model = replace(model, rope_scaling="", rope_factor=0.0)
+        model = replace(model, rope_scaling="")
     configuration = scale_positions(configuration, model, longest, origin, log, cut_by="--max-document-tokens")
     if folder := checked.tokenizer.folder:
         sets = {name: documents_with_images(documents, configuration, folder) for name, documents in sets.items()}

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longspan.checkpoint.files import step_of
-from longspan.config.keys import AUTO, NOT_GIVEN, with_key_values
-from longspan.config.plan_section import ONE_DEGREE
+from longspan.config.keys import AUTO, NOT_GIVEN, key_values, with_key_values
+from longspan.config.plan_section import ONE_DEGREE, EvaluationPlan
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.evaluation.result import Evaluation
@@ -157,8 +157,9 @@ def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str])
     if values["parallel.tp"] == 1:
         values["parallel.sequence_parallel"] = False
     slots = max(1, ranks // (values["parallel.tp"] * values["parallel.pp"]))
-    least = config.evaluation.min_dynamic_context_parallel_size
-    values |= {"evaluation.min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
+    least = min(config.context.min_dynamic_context_parallel_size, slots)  # evaluation's is the same
+    values |= {f"{section}.min_dynamic_context_parallel_size": least for section in ("context", "evaluation")}
+    values["context.node_size"] = AUTO
     values["encoder.tp"] = math.gcd(config.encoder.tp, ranks)
     for name in values.keys() - flag_keys:
         section, _, key = name.partition(".")
@@ -204,7 +205,7 @@ def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
     old = before.tables()
     new = now.tables()
     keys = {section: new[section] for section in ("parallel", "context", "encoder")}
-    keys["evaluation"] = now.evaluation.plan_keys
+    keys["evaluation"] = key_values(EvaluationPlan(**now.evaluation.plan_keys))
     names = ((section, key) for section in keys for key in keys[section])
     changes = (Change(f"{section}.{key}", old[section][key], new[section][key]) for section, key in names)
     return tuple(change for change in changes if change.before not in (change.now, AUTO))

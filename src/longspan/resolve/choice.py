@@ -11,7 +11,14 @@ from typing import Any, Unpack
 
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import FAMILY_PLANNERS, ONE_DEGREE, PLANNERS, EvalConfig, PlanSection
+from longspan.config.plan_section import (
+    FAMILY_PLANNERS,
+    ONE_DEGREE,
+    PLANNERS,
+    EvalConfig,
+    PlanSection,
+    name_of_key,
+)
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
@@ -188,7 +195,7 @@ class PlannerConfig:
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
-            make = partial(plan_by_custom_planner, self.planner, f"{self.prefix}planner", lengths, home)
+            make = partial(plan_by_custom_planner, self.planner, name_of_key(self.prefix, "planner"), lengths, home)
         else:
             widest = self.degree or smallest_fitting_degree(lengths, home, options)
             if not self.degree:
@@ -240,12 +247,12 @@ class PlannerConfig:
         try:
             self.check_fits(longest, home)
         except LongDocumentError as error:
-            rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
+            rows = f"{name_of_key(self.prefix, 'max_tokens_per_slot')} {self.options.max_tokens_per_slot or 0}"
             degree = f"{self.degree_key} {self.degree or AUTO}"
             keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
         except LongspanError as error:
-            keys = {argument: self.prefix + key for argument, key in KEYS.items()}
+            keys = {argument: name_of_key(self.prefix, key) for argument, key in KEYS.items()}
             raise ConfigError(replace_argument_names(str(error), keys)) from error
 
     def check_fits(self, longest: int, home: Layout) -> None:

@@ -140,7 +140,7 @@ def memory_settings_of_run(
         gpu=gpu,
         scan_kernels=computed == "bfloat16",
         encoder_rows=encoder_rows,
-        encoder_recomputed=config.encoder.activation_checkpointing,
+        encoder_recomputed=config.encoder.max_tokens > 0,
         encoder_trained=config.encoder.trainable or encoder_default(config),
     )
 

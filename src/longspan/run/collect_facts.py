@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from longspan.comm import World
-from longspan.config.defaults import loss_text
+from longspan.config.defaults import loss_arguments, loss_text
 from longspan.config.sections import NamedGroup
 from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
@@ -213,9 +213,9 @@ def _scores_text(run: TrainingRun, columns: int) -> str:
     from longspan.train.terms.scores import usual_problem
 
     scores = run.config.model.num_labels
-    coefficient = run.config.train.center_rewards_coefficient
     loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, columns)
     if run.corpus.unit > 1:
+        coefficient = loss_arguments(run.config.train)["center_rewards_coefficient"]
         loss = "-log σ(chosen - rejected - margin)"
         loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""
     return f"{plural(scores, 'score')} of the last token before padding (id {run.corpus.pad}); loss: {loss}"

@@ -177,8 +177,8 @@ def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLi
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
-# A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
-_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir", "data.share_prefixes")
+# A checkpoint holds the parameters in model.dtype.
+_FREE_KEYS = ("model.compute_dtype", "model.download", "data.share_prefixes")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
 _FIXED_KEYS += ("train.freeze", "train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
 

@@ -20,9 +20,9 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings_of_other_ranks
-from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
+from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given, loss_arguments
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import EvalConfig
+from longspan.config.plan_section import EvalConfig, name_of_key
 from longspan.config.sections import (
     ON_HOST,
     ModelConfig,
@@ -90,15 +90,16 @@ def scale_positions(
             f"limits nothing: attention of {configuration.model_type} has no positions"
         )
     factor = 1.0
-    if model.rope_scaling:
-        factor = model.rope_factor or smallest_scaling_factor(configuration, longest)
-        scaled = scale_rope(configuration, model.rope_scaling, factor)
+    kind, own_factor = model.rope
+    if kind:
+        factor = own_factor or smallest_scaling_factor(configuration, longest)
+        scaled = scale_rope(configuration, kind, factor)
     if factor > 1:
         log(
-            f"rope: {model.rope_scaling} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
+            f"rope: {kind} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
             f"model knows {old_limit:,}, and the longest document has {longest:,}"
         )
-    elif model.rope_scaling:
+    elif kind:
         log(
             f"rope: the longest document has {longest:,} tokens and the model knows {old_limit:,}: "
             f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
@@ -121,12 +122,12 @@ def check_set_length(
     # The corpus has been checked and its lines logged: "" and the empty log are not read.
     limit = position_limit(scale_positions(configuration, model, longest, "", lambda _: None))
     if limit is not None and tokens > limit:
-        factor = f"model.rope_factor = {smallest_scaling_factor(configuration, tokens):g}"
-        longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
+        scaling = f"{model.rope[0] or 'yarn'}:{smallest_scaling_factor(configuration, tokens):g}"
         cut = f"cut documents with evaluation.sets.{name}.max_document_tokens = {limit}"
         raise ConfigError(
             f"the longest document has {tokens} tokens (of set {name!r}), and the model knows {limit} positions "
-            f"(max_position_embeddings of its configuration, and model.rope_scaling); set {longer}, or {cut}"
+            f"(max_position_embeddings of its configuration, and model.rope_scaling); set model.rope_scaling = "
+            f'"{scaling}", or {cut}'
         )
 
 
@@ -134,12 +135,8 @@ def _document_too_long_text(
     configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int
 ) -> str:
     need = smallest_scaling_factor(configuration, longest)
-    scaling = (
-        f"raise model.rope_factor to {need:g}, or leave it out"
-        if model.rope_scaling
-        else f'set model.rope_scaling = "yarn" (a factor of {need:g})'
-    )
-    scaling_text = f" under model.rope_factor {model.rope_factor:g}" if model.rope_scaling else ""
+    scaling = f'set model.rope_scaling = "{model.rope[0] or "yarn"}" (a factor of {need:g})'
+    scaling_text = f' under model.rope_scaling = "{model.rope_scaling}"' if model.rope_scaling else ""
     return (
         f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{scaling_text} "
         f"(max_position_embeddings of its configuration); {scaling}"
@@ -427,7 +424,7 @@ def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
     return EncoderHome(
         home=Layout(world.home.ranks, tp=encoder.tp),
         max_rows_per_slot=encoder.max_tokens or None,
-        recompute=encoder.activation_checkpointing,
+        recompute=encoder.max_tokens > 0,
         **settings,
     )
 
@@ -550,7 +547,7 @@ def loss_of_documents(documents: Any, train: TrainConfig) -> "DocumentLoss | Non
     from longspan.train.terms.scores import reward_loss
 
     pairs = [(2 * i, 2 * i + 1) for i in range(len(margins))]
-    return reward_loss(pairs, margins=margins, center_rewards_coefficient=train.center_rewards_coefficient)
+    return reward_loss(pairs, margins=margins, **loss_arguments(train))
 
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
@@ -559,6 +556,6 @@ def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> N
         choice = PlannerConfig.unpriced(section, config)
         if len(choice.options.types) not in (1, layers):
             raise ConfigError(
-                f"{choice.prefix}cp_comm_type lists {plural(len(choice.options.types), 'type')}, "
+                f"{name_of_key(choice.prefix, 'cp_comm_type')} lists {plural(len(choice.options.types), 'type')}, "
                 f"the model has {plural(layers, 'layer')}; give one type, or one for each layer"
             )

@@ -78,7 +78,6 @@ def config_of(folder: Path, path: Path, name: str, **changes: Any) -> RunConfig:
     keys |= {"evaluation__every": 2, "evaluation__documents": 1, "checkpoint__every": 0}
     keys |= {"context__context_parallel_size": 1, "evaluation__context_parallel_size": 1}
     keys |= {"context__max_tokens_per_slot": 1024, "evaluation__max_tokens_per_slot": 1024}
-    keys |= {"data__cache_dir": str(folder / "tokens")}
     return small_config(folder, **keys | changes)
 
 
