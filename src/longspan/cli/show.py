@@ -76,10 +76,9 @@ def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
         number, mark, margin = waiting.pop()
         name = f"shown as {number + 1}" if number < len(documents) else "prefix"
         yield f"{mark}{name}, {plural(families.lengths[number], 'token')}"
-        *others, last = branches.get(number, [None])
-        if last is not None:
-            waiting.append((last, f"{margin}└─ ", f"{margin}   "))
-        waiting += [(branch, f"{margin}├─ ", f"{margin}│  ") for branch in reversed(others)]
+        continued = branches.get(number, [])
+        waiting += [(branch, f"{margin}└─ ", f"{margin}   ") for branch in continued[-1:]]
+        waiting += [(branch, f"{margin}├─ ", f"{margin}│  ") for branch in reversed(continued[:-1])]
 
 
 def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:

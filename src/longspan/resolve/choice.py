@@ -185,8 +185,9 @@ class PlannerConfig:
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
         do not fit.
         """
-        given: PlanKeywords = {} if targets is None else {"targets": targets}
-        options = replace(self.home_options(home), parents=parents, **given)
+        options = replace(self.home_options(home), parents=parents)
+        if targets is not None:
+            options = replace(options, targets=targets)
         if self.planner == "dynamic":
             from longspan.plan.dynamic.planner import plan_dynamic
 

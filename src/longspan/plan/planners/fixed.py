@@ -212,7 +212,9 @@ class Packer:
         new_assignment = assignment.copy()
         documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, documents in enumerate(documents_of_batches):
-            lengths, work = ([column[i] for i in documents.tolist()] for column in (self.lengths, self.work))
+            indices: list[int] = documents.tolist()
+            lengths = [self.lengths[i] for i in indices]
+            work = [self.work[i] for i in indices]
             bins = pack_least_loaded(lengths, work, groups, self.room)
             if bins is not None:
                 new_assignment[documents] = m * groups + np.array(bins, dtype=np.int64)
