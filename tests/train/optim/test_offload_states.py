@@ -21,7 +21,6 @@ from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import (
     STATES,
     OffloadedStates,
-    find_staying_parameters,
     offload_optimizer_states,
     total_state_bytes,
 )
@@ -99,9 +98,9 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype, stay: int) -> None:
     models = [Model(dtype) for _ in range(2)]
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
-    staying = find_staying_parameters(inner, total_state_bytes(inner) - 1 if stay else 0)
-    assert len(staying) == stay * 5, "all but the last, which are too large then"
-    offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET, staying=staying)
+    stay *= total_state_bytes(inner) - 1
+    offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET, bytes_on_device=stay)
+    assert len(offloaded.staying) == (5 if stay else 0), "all but the last"
     for steps in (range(1), range(1, 4)):
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
@@ -119,7 +118,9 @@ def test_states_are_loaded_from_either_place(kind: str) -> None:
         _take_steps(model, optimizer, range(3))
     expected = _everything(models[0], optimizers[0])
     again = [Model(torch.bfloat16) for _ in range(2)]
-    resumed = [OffloadedStates(_make(again[0], *KINDS[kind]), CPU, bucket_bytes=BUCKET), _make(again[1], *KINDS[kind])]
+    resumed = [_make(model, *KINDS[kind]) for model in again]
+    resumed[0] = OffloadedStates(resumed[0], CPU, bucket_bytes=BUCKET, bytes_on_device=BUCKET)
+    assert len(resumed[0].staying) == 4, "all but two"
     for model, optimizer, saved in zip(again, resumed, optimizers, strict=True):
         model.load_state_dict(models[0].state_dict())
         copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved.state_dict())

@@ -99,13 +99,12 @@ def offload_optimizer_states(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
         )
-    staying = find_staying_parameters(optimizer, bytes_on_device)
+    size -= sum(_find_staying_parameters(optimizer, bytes_on_device).values())
     check_free_host_memory(
-        size - sum(staying.values()),
-        world,
-        "moments of the optimizer on the host (train.offload_optimizer_states) take",
+        size, world, "moments of the optimizer on the host (train.offload_optimizer_states) take"
     )
-    return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes, hidden_in=hidden_in, staying=staying)
+    settings: Any = {"bucket_bytes": bucket_bytes, "hidden_in": hidden_in, "bytes_on_device": bytes_on_device}
+    return OffloadedStates(optimizer, world.device, **settings)
 
 
 def _state_bytes(optimizer: Optimizer) -> dict[nn.Parameter, int]:
@@ -121,7 +120,7 @@ def total_state_bytes(optimizer: Optimizer) -> int:
     return sum(_state_bytes(optimizer).values())
 
 
-def find_staying_parameters(optimizer: Optimizer, bytes_on_device: int) -> dict[nn.Parameter, int]:
+def _find_staying_parameters(optimizer: Optimizer, bytes_on_device: int) -> dict[nn.Parameter, int]:
     """Return the first parameters whose moments together take no more, and the bytes of each one's."""
     staying = dict[nn.Parameter, int]()
     for parameter, size in _state_bytes(optimizer).items():
@@ -249,7 +248,7 @@ class OffloadedStates(Optimizer):
         *,
         bucket_bytes: int = STATE_BUCKET_BYTES,
         hidden_in: nn.Module | None = None,
-        staying: Mapping[nn.Parameter, int] | None = None,
+        bytes_on_device: int = 0,
     ) -> None:
         self._update: _Update | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -257,7 +256,7 @@ class OffloadedStates(Optimizer):
         self._bucket_bytes = bucket_bytes
         self._model = hidden_in
         optimizer.param_groups = self.param_groups
-        self.staying = staying or {}
+        self.staying = _find_staying_parameters(optimizer, bytes_on_device)
         self._copies = _Copies(device)
         self._arena = HostArena(device, total_state_bytes(optimizer) - sum(self.staying.values()))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange | None, Tensor]]()
