@@ -173,6 +173,7 @@ def references_of(config: RunConfig) -> list[Path]:
     return [*Corpus(Path(config.run.dir) / "corpus").documents_folder.glob("reference-*.npy")]
 
 
+@pytest.mark.usefixtures("token_cache")
 @pytest.mark.parametrize("keys", [{}, pytest.param(LORA, marks=pytest.mark.whole)], ids=["full", "lora"])
 def test_a_run_that_goes_on_compares_with_the_model_it_began_with(base: Path, tmp_path: Path, keys: Row) -> None:
     """By what is kept; where that is gone, by the base model, which is read again before the checkpoint."""
