@@ -270,7 +270,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"mtp.num_layers": 1, "mtp.train_whole": True}, "mtp.train_whole is True, .* lora.rank is 0"),
     ({"mtp.num_layers": 1, "mtp.weights": "nowhere"}, "'nowhere', which is no folder"),
     ({"encoder.tp": 3}, r"encoder\.tp is 3, and there are 4 ranks; use 1, 2, 4"),
-    ({"encoder.lr": 0.1, "encoder.trainable": "none"}, r'encoder.lr is 0.1 and encoder.trainable is "none"'),
+    ({"encoder.lr": 0.1, "encoder.trainable": "none"}, r"encoder.lr is 0.1, which needs encoder.trainable 'all' or"),
     ({"train.profile_steps": (10, 0)}, r"train.profile_steps is \(10, 0\); it must be at least 1"),
     ({"checkpoint.keep_best": "loss"}, "is 'loss'; give a figure .* as metrics.jsonl has it, such as eval_loss"),
     ({"checkpoint.keep_best": "eval_loss:best"}, "is 'eval_loss:best'; give a figure"),
@@ -350,7 +350,8 @@ def test_the_types_of_a_plan_are_those_that_attention_has() -> None:
 
 @pytest.mark.parametrize(("ranks", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (6, (1, 2, 6))])
 def test_degrees_that_are_compared(ranks: int, degrees: tuple[int, ...]) -> None:
-    assert degrees_to_compare(check_config(load_config(None, ONE), ranks)) == degrees
+    config = load_config(None, ONE)
+    assert degrees_to_compare(check_config(config, ranks), PlannerConfig.training(config)) == degrees
 
 
 def test_levels_follow_the_degree_that_is_compared() -> None:

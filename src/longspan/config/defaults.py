@@ -82,14 +82,14 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
     if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
-        config = replace(config, context=replace(config.context, planner=planner))
+        config = config.with_keys("context", planner=planner)
     if config.evaluation.planner_of_degrees == "dynamic" and config.evaluation.context_parallel_size == NOT_GIVEN:
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
     train = config.train
     if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
-        config = replace(config, train=replace(train, epochs=1.0))
+        config = config.with_keys("train", epochs=1.0)
     if not config.train.epochs:
         config = _set_defaults(config, {"train.steps": STEPS})
         config = config if is_demo(config.model) else set_steps(config, config.train.steps)
@@ -180,7 +180,7 @@ def _set_partitions(config: RunConfig) -> RunConfig:
     """ "auto" for hybrids, whose type and partition are chosen together; elsewhere "auto" is zigzag."""
     if not is_hybrid(config.model):
         partition = "zigzag" if config.context.partition == AUTO else config.context.partition
-        return replace(config, context=replace(config.context, partition=partition))
+        return config.with_keys("context", partition=partition)
     config = _set_defaults(config, {"context.partition": AUTO})
     if config.context.partition != "zigzag":
         config = _set_defaults(config, {"context.cp_comm_type": AUTO})
@@ -190,7 +190,7 @@ def _set_partitions(config: RunConfig) -> RunConfig:
 
 def set_steps(config: RunConfig, steps: int) -> RunConfig:
     """Set the steps of a run and, if no warm-up is given, a twentieth of them as its warm-up, at most MOST_WARMUP."""
-    config = replace(config, train=replace(config.train, steps=steps))
+    config = config.with_keys("train", steps=steps)
     return _set_defaults(config, {"optimizer.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 

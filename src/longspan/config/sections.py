@@ -173,13 +173,8 @@ class EncoderSection(EncoderLayout):
     trainable: Literal["", "all", "projector", "none"] = ""
     """What of it is trained: all (tower and projector), projector, or none. Default: all; with adapters (lora.rank):
     none."""
-    lr: NonNegativeFloat = 0.0
+    lr: Annotated[NonNegativeFloat, Needs("encoder.trainable", ("all", "projector"))] = 0.0
     """Its peak learning rate, scheduled as optimizer.lr; 0: optimizer.lr."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.trainable == "none" and self.lr:
-            raise ConfigError(f'encoder.lr is {self.lr:g} and encoder.trainable is "none"; leave out one of them')
 
 
 MAX_TEXT_BYTES = 1 << 26
@@ -374,8 +369,6 @@ class OptimizerSection(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.schedule
-        for text in self.groups:
-            NamedGroup.from_text(text)
 
     @property
     def schedule(self) -> tuple[str, float]:
@@ -505,11 +498,6 @@ class CheckpointSection(Section):
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.keep_best:
-            BestFigure.from_text(self.keep_best)
-
 
 @dataclass(frozen=True)
 class MachineSection(Section):
@@ -558,9 +546,13 @@ class RunConfig:
         """The documents that are held out, as the set without a name, and the sets [[evaluation.sets]]."""
         return (held_out_set(self), *self.evaluation.sets)
 
+    def with_keys(self, section: str, **values: Any) -> "RunConfig":
+        """Return this configuration with other values of fields of a section."""
+        return replace(self, **{section: replace(getattr(self, section), **values)})
+
     def with_sets(self, sets: Iterable[EvalConfig]) -> "RunConfig":
         """Return this configuration with other evaluation sets."""
-        return replace(self, evaluation=replace(self.evaluation, sets=tuple(sets)))
+        return self.with_keys("evaluation", sets=tuple(sets))
 
     def tables(self) -> dict[str, Any]:
         """Return the values of all keys by section, as TOML and JSON keep them; of tables a list."""
@@ -584,7 +576,7 @@ def held_out_set(config: RunConfig) -> EvalConfig:
 def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
     """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
     held_out, *sets = entries
-    return replace(config, evaluation=replace(config.evaluation, **held_out.plan_keys, sets=tuple(sets)))
+    return config.with_keys("evaluation", **held_out.plan_keys, sets=tuple(sets))
 
 
 Checkpointing = Literal["none", "full", "selective"]

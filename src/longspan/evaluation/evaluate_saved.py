@@ -253,11 +253,7 @@ def load_saved_model(
     encoders = run_on_first_rank(world, has_encoders, CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
-    load = (
-        partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size)
-        if adapts
-        else make_model_without_weights
-    )
+    load = load_run_model if adapts else make_model_without_weights
     model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=encoders), ModelError)
     prepared = prepare_run_model(config, world, model, training=False, images=encoders)
     if not adapts or config.lora.rank:  # without its adapter a model is the base model, which `prepare` has read

@@ -17,7 +17,7 @@ from longspan.config.plan_section import ONE_DEGREE, EvaluationPlan
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.evaluation.result import Evaluation
-from longspan.hub import find_local_path
+from longspan.hub import adapter_folder_advice, find_local_path
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
@@ -94,8 +94,6 @@ def find_saved_weights(target: str) -> SavedWeights:
         return SavedWeights(path, *split_target(path))
     if (path / "config.json").is_file():
         return SavedWeights(path)
-    from longspan.model.weights.hf_folder import adapter_folder_advice  # which imports torch
-
     advice = "give RUN, RUN/checkpoints/step-NNNNNN, or a folder with config.json and safetensors"
     raise CheckpointError(
         f"{path} is neither the folder of a run (it has no config.toml) nor a Hugging Face folder (no config.json); "
@@ -180,7 +178,7 @@ def fit_evaluation_plans(
     entry = config.evaluation
     choice = PlannerConfig.evaluation(config)
     values = dict[str, Any]()
-    types = choice.comm_types
+    types = choice.options.types
     degree = choice.widest_degree(home)
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
@@ -199,7 +197,7 @@ def fit_evaluation_plans(
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
         values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
     values = {key: value for key, value in values.items() if cap == AUTO or f"evaluation.{key}" not in flag_keys}
-    return replace(config, evaluation=replace(config.evaluation, **values))
+    return config.with_keys("evaluation", **values)
 
 
 def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:

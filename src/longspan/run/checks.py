@@ -26,6 +26,7 @@ from longspan.config.sections import (
 from longspan.corpus.files import STDLIB, find_files
 from longspan.corpus.rows.sample import COLUMNS
 from longspan.errors import ConfigError, import_object, plural
+from longspan.hub import adapter_folder_advice
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
@@ -184,6 +185,8 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
         )
     if model.preset_name and model.preset_name not in PRESETS:
         raise ConfigError(f"model.preset is {model.preset!r}; {nearest_hint(model.preset, PRESETS)}")
+    if model.path and (advice := adapter_folder_advice(Path(model.path))):
+        raise ConfigError(f"model.path is {model.path!r}, and {advice}")
     if training and config.optimizer.lr == NOT_GIVEN:
         raise ConfigError(
             f"optimizer.lr is not given, and {model.source or model.preset} has no default; give --optimizer.lr: often "
@@ -263,6 +266,7 @@ def check_parallel(home: Layout) -> None:
 
 def check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
+    named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
     if not config.train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(optimizer, config.train.steps)
     if optimizer.class_ != "adamw" or optimizer.arguments:
@@ -283,7 +287,6 @@ def check_optimizer(config: RunConfig) -> None:
                 f"optimizer.moments is {optimizer.moments!r}, {EIGHT_BIT_NEEDS}; optimizer.arguments are "
                 f"{list(optimizer.arguments)}: leave one of both out"
             )
-        named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
         groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay, None, named_groups)
         choice.build(groups)  # does it accept its arguments?
     keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
@@ -322,7 +325,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
             )
     for choice, cut_by, limit in _choices_and_limits(config, training=training):
         check_planner_exists(choice.planner, name_of_key(choice.prefix, "planner"))
-        for kind in choice.comm_types:
+        for kind in choice.options.types:
             _check_known_or_dotted(name_of_key(choice.prefix, "cp_comm_type"), kind, COMM_TYPES)
         if choice.has_one_degree and choice.degree and home.slots % choice.degree:  # degree 0 is chosen later
             ranks = choice.degree * home.tp * home.pp

@@ -218,7 +218,7 @@ def open_data(
     # before a corpus is built
     if config.evaluation.sets:
         run_on_first_rank(world, list_files, DataError)
-    metrics = run_on_every_rank(world, load_own_metrics, ConfigError)
+    metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))

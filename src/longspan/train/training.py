@@ -170,14 +170,11 @@ def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedCo
     return configuration
 
 
-def load_run_model(
-    config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
-) -> PreTrainedModel:
+def load_run_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
     """Load the model that [model] names, with the depths of [mtp] and, with `images`, its towers; not yet prepared.
 
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here.
     """
-    configuration = configuration or read_model_configuration(config, vocabulary)
     model = config.model
     seed = config.train.seed
     tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
@@ -222,7 +219,7 @@ def _check_before_prepare(
     from longspan.model.lora import adapter_lines
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
-        model = load_run_model(config, config.data.vocab_size, configuration, images=images)
+        model = load_run_model(config, configuration, images=images)
         _choose_trained_parts(config, model, images=images)
     lines = [*adapter_lines(model)] if config.lora.rank else []
     _check_comm_types_fit_layers(config, model)
@@ -349,8 +346,10 @@ def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: 
 
         freeze_image_modules(model, config.encoder.trainable or encoder_default(config))
     if training:
-        freeze_by_name(model, config.train.freeze)
-        check_named_groups(model, config.optimizer.groups, stages=config.parallel.pp)
+        if config.train.freeze:
+            freeze_by_name(model, config.train.freeze)
+        if config.optimizer.groups:
+            check_named_groups(model, config.optimizer.groups, stages=config.parallel.pp)
     return adapted_model
 
 
@@ -399,7 +398,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
     """Return `prepare`'s options for what layers keep for backward, and where and how often parameters are whole."""
     if memory is not None:
         return {
-            "offload_weights": training and _offloads_weights(config, memory),
+            "offload_weights": training and memory.offload_weights,
             "checkpoint_policies": memory.measures,
             "offload_bytes": memory.host.kept,
             "reshard_after_forward": not memory.gathered_once,
@@ -409,7 +408,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
             "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,
         }
     return {
-        "offload_weights": training and _offloads_weights(config, memory),
+        "offload_weights": training and config.train.offload_weights,
         "activation_checkpointing": given_checkpointing(config.train) or "none",
         "offload_activations": config.train.activation_checkpointing.endswith(ON_HOST) and training,
         "reshard_after_forward": config.parallel.reshard_after_forward,
@@ -450,13 +449,9 @@ def make_optimizer(
     optimizer = choice.build(groups, rounding=rounding)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    on_host = config.train.offload_optimizer_states if memory is None else memory.offload_optimizer_states
-    on_host = on_host or (_offloads_weights(config, memory) and not config.lora.rank)
+    chosen = config.train if memory is None else memory
+    on_host = chosen.offload_optimizer_states or (chosen.offload_weights and not config.lora.rank)
     return offload_optimizer_states(optimizer, world, hidden_in=model) if on_host else optimizer
-
-
-def _offloads_weights(config: RunConfig, memory: "MemoryPlan | None") -> bool:
-    return config.train.offload_weights if memory is None else memory.offload_weights
 
 
 @dataclass(frozen=True)
@@ -559,8 +554,8 @@ def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> N
     layers = model.config.get_text_config().num_hidden_layers
     for section in (config.context, held_out_set(config), *config.evaluation.sets):
         choice = PlannerConfig.unpriced(section, config)
-        if len(choice.comm_types) not in (1, layers):
+        if len(choice.options.types) not in (1, layers):
             raise ConfigError(
-                f"{name_of_key(choice.prefix, 'cp_comm_type')} lists {plural(len(choice.comm_types), 'type')}, "
+                f"{name_of_key(choice.prefix, 'cp_comm_type')} lists {plural(len(choice.options.types), 'type')}, "
                 f"the model has {plural(layers, 'layer')}; give one type, or one for each layer"
             )
