@@ -138,28 +138,26 @@ def test_a_frozen_tower_under_a_trained_projector() -> None:
 
 
 @pytest.mark.whole
-def test_an_encoders_adapter_is_left_out_too() -> None:
+def test_an_encoders_adapter_is_left_out_too(world: World) -> None:
     documents = documents_of(image_tokens(config_of("qwen2.5-vl")))
-    with World(Layout(1)) as world:
-        peft_model = adapted("qwen2.5-vl", ENCODER)
-        model, bare = (prepare(x, world, encoder=Layout(1)) for x in (peft_model, tiny("qwen2.5-vl")))
-        plan = Case("qwen2.5-vl", Layout(1), Layout(1), 1).plan(documents.lengths, documents.targets)
-        expected = run_step(bare, plan, documents, world, backward=False).loss
-        for left_out in (peft_model.disable_adapter(), disable_adapter(model)):
-            with left_out:
-                loss = run_step(model, plan, documents, world, backward=False).loss
-                with pytest.raises(ModelError, match="the model's adapter is left out"):
-                    run_step(model, plan, documents, world)
-            assert abs(loss / expected - 1) < 1e-12
+    peft_model = adapted("qwen2.5-vl", ENCODER)
+    model, bare = (prepare(x, world, encoder=Layout(1)) for x in (peft_model, tiny("qwen2.5-vl")))
+    plan = Case("qwen2.5-vl", Layout(1), Layout(1), 1).plan(documents.lengths, documents.targets)
+    expected = run_step(bare, plan, documents, world, backward=False).loss
+    for left_out in (peft_model.disable_adapter(), disable_adapter(model)):
+        with left_out:
+            loss = run_step(model, plan, documents, world, backward=False).loss
+            with pytest.raises(ModelError, match="the model's adapter is left out"):
+                run_step(model, plan, documents, world)
+        assert abs(loss / expected - 1) < 1e-12
 
 
-def test_what_an_encoder_refuses() -> None:
-    with World(Layout(1)) as world:
-        for change, message in (
-            (lambda module: module.requires_grad_(True), "have adapters, and weights that are trained too"),
-            (lambda module: setattr(module, "merged_adapters", ["default"]), "is merged into its weight"),
-        ):
-            peft_model = adapted("qwen2.5-vl", (TOWER,))
-            change(peft_model.get_base_model().model.visual.blocks[0].attn.qkv)
-            with pytest.raises(ModelError, match=message):
-                prepare(peft_model, world, encoder=Layout(1))
+def test_what_an_encoder_refuses(world: World) -> None:
+    for change, message in (
+        (lambda module: module.requires_grad_(True), "have adapters, and weights that are trained too"),
+        (lambda module: setattr(module, "merged_adapters", ["default"]), "is merged into its weight"),
+    ):
+        peft_model = adapted("qwen2.5-vl", (TOWER,))
+        change(peft_model.get_base_model().model.visual.blocks[0].attn.qkv)
+        with pytest.raises(ModelError, match=message):
+            prepare(peft_model, world, encoder=Layout(1))
