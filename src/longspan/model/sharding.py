@@ -27,12 +27,12 @@ from longspan.model.options import Sharding
 from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.weights.fill import has_meta_parameters
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
+from longspan.plan.messages import SUMMED_NUMBERS
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _DEFAULT = Sharding()  # of a module that was sharded elsewhere
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
-_BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
 
 def shard_over_slots(
@@ -403,7 +403,7 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
 def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     for gradient in gradients:
-        full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS
+        full = sum(g.numel() for g in bucket) + gradient.numel() > SUMMED_NUMBERS
         if bucket and (full or gradient.dtype != bucket[0].dtype):
             yield bucket
             bucket = []
