@@ -264,8 +264,9 @@ def main() -> None:
         "command": "python bench/plans/planner.py" + (f" --megatron {flags.megatron.name}" if megatron else ""),
         "note": (
             f"Batches of {flags.tokens_per_slot} tokens a slot, longest {LONGEST}, seed {flags.seed}; `files` are "
-            "those of this Python's library. The bound is area and longest document. Plans of one degree (plan_fixed) have the "
-            f"fastest of three degrees and of all communication types, of a model with {HEADS} query heads; the others "
+            "those of this Python's library. The bound is area and longest document. Plans of one degree (plan_fixed) "
+            "have the fastest of three degrees and of all communication types, of a model with "
+            f"{HEADS} query heads; the others "
             "are rings. In brackets, CPU seconds of one core; other jobs may have shared the caches."
         ),
         "rows": rows,
