@@ -566,14 +566,13 @@ class AttentionCache:
     """What attention derives from a shard, for all layers (`cache_of`).
 
     `calls` by their tensors' shapes and arguments; `members` by the group's index, the number of neighbours that act as
-    one member, and the mask; `automatic`, the type that "auto" stands for, by the group's index and the call.
+    one member, and the mask.
     """
 
     def __init__(self, listed_by_layer: bool) -> None:
         self.listed_by_layer = listed_by_layer  # whether a group's types are a list with one per layer
         self.calls: dict[Any, AttendCall] = {}
         self.members: dict[tuple[int, int, Mask], Members] = {}
-        self.automatic: dict[Any, tuple[str, int]] = {}  # what "auto" chose: a type and its a2a size
 
 
 _caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their shards

@@ -38,7 +38,7 @@ from longspan.model.sharding import (
     fsdp_modules,
     leave_out_idle_hooks,
     reduction_groups,
-    reset_fsdp_groups,
+    reshard,
     reshards_after_forward,
 )
 from longspan.plan import MicroBatch, Plan
@@ -73,7 +73,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
         for module in modules:
             # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
             module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
-        reset_fsdp_groups(modules)
+        reshard(model)
 
 
 def gathered_bytes(model: nn.Module) -> int:

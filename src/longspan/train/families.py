@@ -37,7 +37,7 @@ def share_where_faster(
     documents that begin alike are computed whole.
     """
     rules = call_rules(model)
-    features = rules.separate_features(training=training, same_frequencies=True)
+    features = rules.separate_features(training=training)
     reasons = [f"{rules.architecture} has {name}" for name in features]
     searching = choice
     if choice.planner not in FAMILY_PLANNERS:

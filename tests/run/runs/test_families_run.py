@@ -78,7 +78,6 @@ def config_of(folder: Path, path: Path, name: str, **changes: Any) -> RunConfig:
     keys |= {"evaluation__every": 2, "evaluation__documents": 1, "checkpoint__every": 0}
     keys |= {"context__context_parallel_size": 1, "evaluation__context_parallel_size": 1}
     keys |= {"context__max_tokens_per_slot": 1024, "evaluation__max_tokens_per_slot": 1024}
-    keys |= {"data__cache_dir": str(folder / "tokens")}
     return small_config(folder, **keys | changes)
 
 
@@ -193,8 +192,8 @@ def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pyt
     show_rows(alone[0], 7)
     *_, tree = capsys.readouterr().out.partition("begin alike, and are computed once")
     lines = [line.split(", ")[0] for line in tree.splitlines()[1:]]
-    first = ["prefix", *(f"   └─ shown as {i}" for i in (1, 2, 3, 4))]
-    assert lines == [*first, "prefix", *(f"   └─ shown as {i}" for i in (5, 6, 7))]
+    first = ["prefix", *(f"├─ shown as {i}" for i in (1, 2, 3)), "└─ shown as 4"]
+    assert lines == [*first, "prefix", *(f"├─ shown as {i}" for i in (5, 6)), "└─ shown as 7"]
     show_rows(alone[1], 7)
     assert "begin alike" not in capsys.readouterr().out
     plan = plans_of(alone[0])[0]

@@ -42,7 +42,6 @@ def _kernel_interface() -> Any:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
-    assert call.dropout is None
     tensors, lengths = _kernel_arguments(launch, q, k, v)
     out, lse, *_ = _kernel_interface()._flash_attn_fwd(
         *tensors,
@@ -59,7 +58,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    assert call.dropout is None
     q, k, v, out, lse = saved
     options: dict[str, Any] = {}
     # `out` may be the deltas, dout · out. The kernel computes dout · out − dlse: with out 0 and dlse −deltas the same.

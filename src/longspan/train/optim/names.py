@@ -22,8 +22,6 @@ def freeze_by_name(model: PreTrainedModel, patterns: Sequence[str]) -> None:
     """Freeze the parameters that patterns meet, outside towers of images. Raises ConfigError for a pattern that meets
     none, and where nothing is left to train.
     """
-    if not patterns:
-        return
     of_towers = {parameter for tower in towers_beside_text_model(model) for parameter in tower.parameters()}
     names = {p: own_names for p, own_names in names_of_parameters(model).items() if p not in of_towers}
     _check_patterns_meet("train.freeze", patterns, names.values())
