@@ -75,7 +75,7 @@ def _tail(options: argparse.Namespace, seed: int) -> list[int]:
     if not options.tail:
         return []
     longest = min(options.tail_longest, options.tail)
-    *lengths, last = sample_lengths("lognorm", options.tail, seed=seed, longest=longest, shortest=2).tolist()
+    *lengths, last = sample_lengths("lognorm", options.tail, seed=seed, longest=longest).tolist()
     rest = last - (sum(lengths) + last - options.tail)
     if rest < 2 and lengths:  # a document has two tokens at least
         lengths[0] += rest

@@ -190,7 +190,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
             patch.setattr(owner, name, noted)
 
         note(steps, "read_documents_of_batch", "rows")
-        note(steps.StepsPart, "_make_plan", "plans")
+        note(steps.StepsPart, "_plan_documents", "plans")
         trainer = make(SFTTrainer, folder, accumulate, callbacks=[reads])
         note(trainer, "data_collator", "collated")
         trainer.train()

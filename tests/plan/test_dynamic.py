@@ -305,7 +305,8 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
             Request.from_arguments(lengths, Layout(slots), options), range(min_cp, slots + 1)
         )
         few = plan_few_items(of_slots)
-        assert few is not None and few[0] == pytest.approx(timeline(few[1], slots, cost).step_seconds)
+        assert few is not None
+        assert sorted(d for batch in few for d in batch.documents) == [*range(len(lengths))]
         candidate = search_candidate(of_slots, steps=4)
         seconds, division = divide_bins(candidate, level=True)
         ends = np.zeros(len(candidate.durations))

@@ -102,6 +102,7 @@ def _generate_on_rank(
         from longspan.corpus.rows.sample import Row
         from longspan.evaluation.completions import CompletionSettings, complete_prompts
         from longspan.evaluation.evaluate_saved import check_saved_weights, load_saved_model
+        from longspan.plan.shape.positions import position_limit
 
     (subject,) = request.subjects
     home = check_request(request, ranks)
@@ -117,7 +118,7 @@ def _generate_on_rank(
 
         def read_prompts() -> list[Prompt]:
             of_file = read_prompt_rows(Path(flags.prompts)) if flags.prompts else []
-            prompts = encode_prompts([*rows, *of_file], checked.tokenizer)
+            prompts = encode_prompts([*rows, *of_file], checked.tokenizer, position_limit(checked.configuration))
             return [
                 prompt._replace(temperature=flags.temperature) if prompt.temperature is None else prompt
                 for prompt in prompts

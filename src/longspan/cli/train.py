@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
         ranks = count_ranks(flags.world, flags.device)
         return show_dry_run(config, ranks=ranks, on_gpus=flags.device != "cpu", as_json=flags.json)
-    check_flags_at_least(flags, show=0)
     if flags.show:
         from longspan.cli.show import show_rows
 
+        check_flags_at_least(flags, show=0)
         check_data(config)
         check_paths_exist(config)
         if prints_results():

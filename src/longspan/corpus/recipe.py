@@ -51,7 +51,7 @@ class Recipe:
             TEXT_VERSION if is_text else VERSION,
             digests,
             data.max_document_tokens,
-            self.settings.skips_bad,
+            data.on_bad_row == "skip",
         ]
         # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
         if data.max_text_bytes != MAX_TEXT_BYTES:
@@ -81,7 +81,8 @@ class Recipe:
         """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         longest = self.settings.data.max_document_tokens
-        return DocumentEncoder(self.encodings, longest, "<u2" if fits_uint16 else "<u4", self.settings.skips_bad)
+        skip_bad = self.settings.data.on_bad_row == "skip"
+        return DocumentEncoder(self.encodings, longest, "<u2" if fits_uint16 else "<u4", skip_bad)
 
     @property
     def processes(self) -> int:
@@ -121,11 +122,6 @@ class CorpusSettings:
         data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
         return replace(cls.for_run(replace(config, data=data)), **names)
 
-    @property
-    def skips_bad(self) -> bool:
-        """Whether a bad row is left out; else it is an error."""
-        return self.data.on_bad_row == "skip"
-
     def source_paths(self) -> tuple[tuple[str, str], ...]:
         """Return the key and the path of each source; without any, the standard library is the only one."""
         if not self.data.sources:
@@ -137,7 +133,7 @@ class CorpusSettings:
 
         With data.sources, the name of a file in a source's folder begins with the name of that folder.
         """
-        leave_out = (run_dir, cache_folder(self.data.cache_dir))
+        leave_out = (run_dir, cache_folder())
         files = list[CorpusFile]()
         sources = zip(self.source_paths(), self.data.sources or (self.data,), strict=True)
         for number, ((key, path), source) in enumerate(sources):
@@ -175,7 +171,8 @@ def make_recipe(
     encodings = list[RowEncoding]()
     for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
-        kind = kind_of_files(source_files, settings.skips_bad, data.max_text_bytes, data.rename_columns)
+        skip_bad = data.on_bad_row == "skip"
+        kind = kind_of_files(source_files, skip_bad, data.max_text_bytes, data.rename_columns)
         encodings.append(RowEncoding(kind, tokenizer, row_settings))
     kinds = {encoding.kind for encoding in encodings}
     paths = " and ".join(path for _, path in settings.source_paths())

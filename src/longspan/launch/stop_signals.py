@@ -51,7 +51,8 @@ def raise_on_stop_signals() -> Iterator[None]:
             raised_at[0] = now
             raise Interrupted(number)
 
-    old_handlers = _set_handler(interrupt, [number for number in SIGNALS if not _is_ignored(number)])
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    old_handlers = _set_handler(interrupt, heeded)
     try:
         yield
     finally:
@@ -67,7 +68,7 @@ def ignore_signals(numbers: Collection[int]) -> None:
 
 def signals_that_stop() -> tuple[signal.Signals, ...]:
     """The signals that stop, without those notices that are ignored here, as nohup ignores SIGHUP."""
-    return (*KILLS, *(number for number in NOTICES if not _is_ignored(number)))
+    return (*KILLS, *(number for number in NOTICES if signal.getsignal(number) is not signal.SIG_IGN))
 
 
 def block_signals() -> AbstractContextManager[None]:
@@ -124,10 +125,6 @@ class Forwarding:
         self.received = number
         self.sent.append(to_ranks)
         self._send(to_ranks)
-
-
-def _is_ignored(number: int) -> bool:
-    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _set_handler(handler: Any, numbers: Collection[int]) -> dict[int, Any]:

@@ -206,23 +206,19 @@ def open_data(
         for entry in config.evaluation.sets:
             _corpus_settings(config, entry).find_source_files(Path(config.run.dir))
 
-    def load_metrics_of_sets() -> dict[str, dict[str, Metric]]:
-        metrics = dict[str, dict[str, Metric]]()
-        for entry in (held_out_set(config), *config.evaluation.sets):
-            metrics[entry.name] = {}
-            if not entry.metrics:
-                continue
-            metrics[entry.name] = load_metrics(entry.metrics, entry.metrics_key)
-            try:
-                check_metric_names(metrics[entry.name])
-            except EvaluationError as error:
-                raise ConfigError(f"{entry.metrics_key}: {error}") from error
+    def load_own_metrics() -> dict[str, Metric]:
+        key = "evaluation.metrics"
+        metrics = load_metrics(config.evaluation.metrics, key)
+        try:
+            check_metric_names(metrics)
+        except EvaluationError as error:
+            raise ConfigError(f"{key}: {error}") from error
         return metrics
 
     # before a corpus is built
     if config.evaluation.sets:
         run_on_first_rank(world, list_files, DataError)
-    metrics = run_on_every_rank(world, load_metrics_of_sets, ConfigError)
+    metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
@@ -231,8 +227,7 @@ def open_data(
 
     def add_images() -> tuple[EvaluationSet, ...]:
         return tuple(
-            replace(s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics[s.config.name])
-            for s in sets
+            replace(s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics) for s in sets
         )
 
     sets = run_on_every_rank(world, add_images, DataError)

@@ -16,7 +16,7 @@ def share_by_model(order: StepOrder, model: Any, log: LogLine) -> None:
     """Let none share prefixes where the prepared model is exact for separate documents alone."""
     rules = call_rules(find_language_model(model))
     order.length_limits = rules.length_limits
-    share_none(order, log, *rules.separate_features(training=True, same_frequencies=True))
+    share_none(order, log, *rules.separate_features(training=True))
 
 
 def shared_line(plan: Plan, shape: ModelShape | None) -> str:

@@ -32,7 +32,6 @@ from longspan.plan.memory.memory_plan import (
     MemoryPrices,
     fit_with_fewest_slow_layers,
     memory_choices,
-    seconds_beyond_settings,
 )
 from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
@@ -246,7 +245,7 @@ H200 = MemoryBudget(device=129 * GIB, host=128 * GIB)
 def needs_of(rows: int, kind: str = "a2a", **settings: Any) -> tuple[MemoryNeeds, MemoryPrices]:
     plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type=kind)
     needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(**settings))
-    return needs, MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
+    return needs, needs.prices
 
 
 def chosen(rows: int, budget: MemoryBudget = H200, **fixed: Any) -> MemoryPlan:
@@ -348,10 +347,10 @@ def test_seconds_of_measures() -> None:
 
 def test_what_a_cost_leaves_out() -> None:
     """A cost has what most recomputed layers do, second exchanges too; the others' difference comes on top."""
-    needs, machine = needs_of(32768)[0], Machine()
+    needs, prices = needs_of(32768)
 
     def left_out(*words: str) -> float:
-        return seconds_beyond_settings(QWEN3_8B, needs.under(words), needs, machine)
+        return prices.seconds_beyond_settings(needs.under(words))
 
     for word in ("exchanged", "selective", "full", "none"):
         memory = needs.under(word)
@@ -452,7 +451,7 @@ def test_seconds_of_weights_on_the_host() -> None:
     def added(rows: int, **settings: Any) -> float:
         plan = plan_fixed([rows], one, cp=1)
         needs = MemoryNeeds.of(QWEN3_8B, one, plan, MemorySettings(offload_weights=True, **settings))
-        prices = MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
+        prices = needs.prices
         return prices.streaming_seconds(needs.under("full"))
 
     root = 2 * 151936 * 4096 * 4 / 51e9
@@ -469,7 +468,7 @@ def test_seconds_of_an_update_on_the_host() -> None:
 
     def added(rows: int, **settings: Any) -> float:
         needs = MemoryNeeds.of(QWEN3_8B, Layout(1), plan_fixed([rows], Layout(1), cp=1), MemorySettings(**settings))
-        prices = MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
+        prices = needs.prices
         memory = needs.under("full")
         cost = Machine().cost(QWEN3_8B, memory.cost_settings(CostSettings(shards=1)))
         plain = Machine().cost(QWEN3_8B, CostSettings(shards=1, recomputation="full", recomputed_layers=36))

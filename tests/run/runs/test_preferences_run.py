@@ -170,7 +170,7 @@ def test_dpo_and_kto_are_those_of_trl(base: Path, tmp_path: Path, exact: None) -
 
 
 def references_of(config: RunConfig) -> list[Path]:
-    return [*Path(config.data.cache_dir).glob("*/reference-*.npy")]
+    return [*Corpus(Path(config.run.dir) / "corpus").documents_folder.glob("reference-*.npy")]
 
 
 @pytest.mark.parametrize("keys", [{}, pytest.param(LORA, marks=pytest.mark.whole)], ids=["full", "lora"])
