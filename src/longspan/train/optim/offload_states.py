@@ -352,12 +352,8 @@ class OffloadedStates(Optimizer):
         self.state = defaultdict(dict)  # pyright: ignore[reportIncompatibleVariableOverride]
         for key, state in states.items():
             parameter = parameters[key]
-            casts = parameter.is_floating_point()
             values = {
-                name: (value.to(parameter.dtype) if casts and name != "step" else value)
-                if _is_moment(value)
-                else loaded[parameter][name]
-                for name, value in state.items()
+                name: value if _is_moment(value) else loaded[parameter][name] for name, value in state.items()
             }
             self.state[parameter] = self._copy_state(parameter, values)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -369,21 +365,20 @@ class OffloadedStates(Optimizer):
         values = dict(state)
         for name, value in state.items():
             if _is_moment(value):
-                values[name] = moment = self.find_moment(parameter, name, value.dtype)
+                values[name] = moment = self.find_moment(parameter, name)
                 local_tensor(moment).copy_(local_tensor(value))
         return values
 
-    def find_moment(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
+    def find_moment(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return the memory of a moment, in the parameter's type, as torch has it; the first call takes it."""
         local = local_tensor(parameter.detach())
-        _, tensor = self._places.get((parameter, name), (None, None))
-        if tensor is None or tensor.dtype != dtype:
+        if (parameter, name) not in self._places:
             if parameter in self.staying:
-                place = None
-                tensor = torch.empty_like(local, dtype=dtype)
+                self._places[parameter, name] = None, torch.empty_like(local)
             else:
-                place = self._arena.take_range(local.numel() * dtype.itemsize)
-                tensor = place.view_like(torch.empty_like(local, dtype=dtype, device="meta"))
-            self._places[parameter, name] = place, tensor
+                place = self._arena.take_range(local.nbytes)
+                self._places[parameter, name] = place, place.view_like(local)
+        _, tensor = self._places[parameter, name]
         return make_sharded_tensor(parameter.detach(), tensor)
 
 
@@ -581,7 +576,7 @@ class _Update:
             for name, value in new_state.items():
                 state = self._optimizer.host_states[part.parameter]
                 if _is_moment(value):
-                    state[name] = moment = self._optimizer.find_moment(part.parameter, name, value.dtype)
+                    state[name] = moment = self._optimizer.find_moment(part.parameter, name)
                     target = part.local_view(local_tensor(moment))
                     if part.parameter not in self._optimizer.staying:
                         pairs.append((target, value))
