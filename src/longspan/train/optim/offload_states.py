@@ -121,12 +121,19 @@ def total_state_bytes(optimizer: Optimizer) -> int:
 
 
 def _find_staying_parameters(optimizer: Optimizer, bytes_on_device: int) -> dict[nn.Parameter, int]:
-    """Return the first parameters whose moments together take no more, and the bytes of each one's."""
+    """Return parameters whose moments together take no more, and the bytes of each one's: those of an equal share of
+    every layer, so that the bus has as much to bring for each.
+    """
+    sizes = _state_bytes(optimizer)
+    total = sum(sizes.values())
     staying = dict[nn.Parameter, int]()
-    for parameter, size in _state_bytes(optimizer).items():
-        if size <= bytes_on_device and not waits_on_host(parameter):
+    kept = 0
+    seen = 0
+    for parameter, size in sizes.items():
+        seen += size
+        if (kept + size) * total <= bytes_on_device * seen and not waits_on_host(parameter):
             staying[parameter] = size
-            bytes_on_device -= size
+            kept += size
     return staying
 
 
