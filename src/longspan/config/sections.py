@@ -455,12 +455,6 @@ class TrainConfig(Section):
     took the time (docs/gpu.md). Such a step is slower."""
 
     @property
-    def row_form(self) -> RowForm:
-        """What rows become for the loss: pairs, for orpo pairs whose chosen document is learnt whole, or for kto
-        answers with labels; "" for no preferences."""
-        return self.loss if self.loss in ("", "orpo", "kto") else "pairs"
-
-    @property
     def needs_reference(self) -> bool:
         """Whether the loss compares log-probabilities with those of a reference model."""
         return self.loss not in ("", "simpo", "orpo")

@@ -103,7 +103,8 @@ class CorpusSettings:
     """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
     `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages;
-    `num_labels` is the model's, `preference` what rows become for train.loss.
+    `num_labels` is the model's, `preference` what rows become for train.loss: pairs, for orpo pairs whose chosen
+    document is learnt whole, or for kto answers with labels; "" for no preferences.
     """
 
     data: DataConfig
@@ -114,7 +115,9 @@ class CorpusSettings:
 
     @classmethod
     def for_run(cls, config: RunConfig) -> "CorpusSettings":
-        return cls(config.data, num_labels=config.model.num_labels, preference=config.train.row_form)
+        loss = config.train.loss
+        form: RowForm = loss if loss in ("", "orpo", "kto") else "pairs"
+        return cls(config.data, num_labels=config.model.num_labels, preference=form)
 
     @classmethod
     def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Saved
+from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
 
@@ -56,8 +56,7 @@ _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of it
 def unsupported_reason(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "needs triton, which torch's builds for GPUs bring"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major >= 8 else f"needs compute capability 8.0, got {major}.{minor}"
+    return unsupported_capability_reason(device, range(8, 100), "8.0")
 
 
 @cache
