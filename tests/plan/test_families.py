@@ -132,7 +132,7 @@ def test_families_that_are_wide_get_wide_groups(planner):
     lengths = [400, *[20] * 8] * 3 + [37] * 40
     parents = [p for root in (0, 9, 18) for p in (-1, *[root] * 8)] + [-1] * 40
     plan = PLANNERS[planner](lengths, Layout(4), max_tokens_per_slot=300, parents=parents)
-    widths = {g.documents[0]: g.degree for batch in plan.micro_batches for g in batch.groups if g.parents}
+    widths = {g.documents[0]: g.degree for g in plan.groups if g.parents}
     assert all(width >= 2 for width in widths.values())
 
 

@@ -41,7 +41,7 @@ def test_every_plan(planner: str, request: tuple[list[int], Layout, int, dict[st
     documents, home, cp, options = request
     plan = PLANNERS[planner](documents, home, cp, **options)
     assert sorted(d for batch in plan.micro_batches for d in batch.documents) == list(range(len(documents)))
-    groups = [group for batch in plan.micro_batches for group in batch.groups]
+    groups = plan.groups
     assert all(group.lengths == tuple(documents[d] for d in group.documents) for group in groups)
     assert {group.partition for group in groups} == {options["partition"] if cp > 1 else "zigzag"}
     assert all(max(group.shares.counts) == group.rows_per_slot for group in groups)
@@ -120,7 +120,7 @@ def test_padded_rows_share_a_group_where_the_cap_allows() -> None:
     documents, places = [9, 10, 3, 4, 5, 6, 7], [[[0, 2], [1, 3]], [[4, 6], [5]]]
     plan = plan_padded(documents, Layout(4), 2, max_tokens_per_slot=10)
     assert [[[*group.documents] for group in batch.groups] for batch in plan.micro_batches] == places
-    assert {group.pad_to for batch in plan.micro_batches for group in batch.groups} == {10}
+    assert {group.pad_to for group in plan.groups} == {10}
     assert slot_rows(plan.micro_batches, 4).tolist() == [[10, 10, 10, 10], [10, 10, 5, 5]]
     alone = plan_padded(documents, Layout(4), 2, max_tokens_per_slot=9)
     assert [len(batch.documents) for batch in alone.micro_batches] == [2, 2, 2, 1]

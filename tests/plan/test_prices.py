@@ -97,7 +97,7 @@ def test_a2a_p2p_without_sizes_has_the_best_sizes(cost: Cost) -> None:
     assert dynamic.predicted_seconds <= best.predicted_seconds and dynamic.lower_bound_seconds > 0
     layered = plan_fixed(lengths, home, 16, options=options, cp_comm_type=["p2p", "a2a+p2p", "a2a+p2p"])
     for plan in (best, layered):
-        found = {group.hierarchical_context_parallel_sizes for batch in plan.micro_batches for group in batch.groups}
+        found = {group.hierarchical_context_parallel_sizes for group in plan.groups}
         assert found - {None} and found <= {*sizes, None}
 
 

@@ -469,7 +469,7 @@ def test_no_plan_beats_it(mode: Mode, data: st.DataObject) -> None:
     )
     heads = 8 if kind == "auto" else 27720  # "auto" leaves out what its heads forbid; these every degree here divides
     cost, plan = cost.under(kind, inner, heads=heads), retype(plan, kind, inner)
-    widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
+    widest = max(group.degree for group in plan.groups)
     for cap in (None, plan.max_tokens_per_slot):
         for max_cp in (None, widest):
             limits = {"max_cp": max_cp, "node_size": plan.node_size}
