@@ -207,7 +207,7 @@ def run_train(options: argparse.Namespace) -> StepClock:
         world.control.barrier()
         keys = {"model.config": str(folder / "model"), "model.dtype": "float32", "run.dir": str(folder / "run")}
         keys |= {"data.path": str(folder / "rows.jsonl"), "data.tokenizer": str(folder / "model")}
-        keys |= {"data.cache_dir": str(folder / "tokens"), "evaluation.documents": 0, "data.max_document_tokens": 0}
+        keys |= {"evaluation.documents": 0, "data.max_document_tokens": 0}
         keys |= {"context.context_parallel_size": options.cp, "context.max_tokens_per_slot": _rows(options)}
         keys |= {"context.cp_comm_type": "auto", "context.planner": "fixed", "train.plan_memory": options.plan_memory}
         keys |= {"train.steps": count_steps(options) + 1, "train.tokens_per_step": sum(lengths_of(options))}

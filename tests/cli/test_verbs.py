@@ -117,7 +117,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "model", "phi3")
     rows_as("jsonl", tmp_path / "rows", ROWS)
-    return ["train", "--data.path", "rows", "--data.tokenizer", "model", "--data.cache_dir", str(tmp_path / "cache")]
+    return ["train", "--data.path", "rows", "--data.tokenizer", "model"]
 
 
 def test_first_rows_with_their_targets(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +154,33 @@ def test_a_text_is_all_targets_but_its_first_token(tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out.splitlines()[-1]
     assert shown.startswith("a·⟦") and shown.endswith("<|endoftext|>⟧") and "\\x1b" in shown
     assert not (tmp_path / "run").exists()
+
+
+FAMILY = """\
+prefix, {0} tokens
+├─ shown as 1, {1} tokens
+├─ prefix, 300 tokens
+│  ├─ shown as 2, {1} tokens
+│  └─ prefix, 300 tokens
+│     ├─ shown as 3, {1} tokens
+│     └─ shown as 4, {1} tokens
+└─ prefix, 300 tokens
+   ├─ shown as 5, {1} tokens
+   └─ shown as 6, {1} tokens
+"""
+
+
+@pytest.mark.parametrize("depths", [0, 2])
+def test_generations_of_a_family_are_drawn(depths: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ways = [[1], [4, 2], [4, 3, 3], [4, 3, 4], [2, 2], [2, 3]]
+    rows = [[*[9] * 300, *(token for part in way[:-1] for token in [part] * 300), way[-1], 5, 6] for way in ways]
+    labels = [[-100] * (len(ids) - 2) + [5, 6] for ids in rows]
+    values = [{"input_ids": ids, "labels": learnt} for ids, learnt in zip(rows, labels, strict=True)]
+    path = rows_as("jsonl", tmp_path / "rows", values)
+    words = ["train", "--data.path", str(path), "--mtp.num_layers", str(depths), "--run.dir", str(tmp_path / "run")]
+    assert main([*words, "--show", "6"]) == 0
+    *_, tree = capsys.readouterr().out.partition("(data.share_prefixes):\n")
+    assert tree == FAMILY.format(300 - depths, 3 + depths)  # depths read tokens behind a prefix
 
 
 def test_bad_rows_are_errors_or_left_out(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
             patch.setattr(owner, name, noted)
 
         note(steps, "read_documents_of_batch", "rows")
-        note(steps.StepsPart, "_make_plan", "plans")
+        note(steps.StepsPart, "_plan_documents", "plans")
         trainer = make(SFTTrainer, folder, accumulate, callbacks=[reads])
         note(trainer, "data_collator", "collated")
         trainer.train()
@@ -225,6 +225,6 @@ def test_a_step_reads_its_device_once_and_prepares_the_next_before(tmp_path: Pat
         assert ours["after", "sum_over_ranks"] <= 3
         for place, at_most in (("is_finite", 1), ("host_array", 2), ("_loss_on_host", 1)):
             assert ours.pop(("after", place)) <= at_most * accumulate
-        assert {name for _, name in ours} <= {"_read_pieces", "<listcomp>", "sum_over_ranks", "sum_array_over_ranks"}
+        assert {name for _, name in ours} <= {"finish_step", "<listcomp>", "sum_over_ranks", "sum_array_over_ranks"}
         assert set(others) <= {"compute_loss", "_run_epoch"} and sum(others.values()) <= 7 * accumulate, others
         assert all(len(done) > 1 and all(done) for done in work.values()), work

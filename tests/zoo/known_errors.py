@@ -183,13 +183,13 @@ GROUPS: dict[str, dict[str, KnownError]] = {
     "Weights in 4 bits": {
         "codes pass for numbers": KnownError(
             checks.codes_in_bfloat16,
-            "model.frozen.formats.four_bit",
+            "model.frozen.formats.stored_weight",
             "codes[start * units : stop * units].view(torch.uint8)",
             "codes[start * units : stop * units].float().to(codes.dtype).view(torch.uint8)",
         ),
         "a shard without its own scales": KnownError(
             checks.scales_of_a_shard,
-            "model.frozen.formats.stored_format",
+            "model.frozen.formats.stored_weight",
             "scales = self.scales(part)",
             "scales = self.scales(slice(part.stop and part.stop - part.start))",
         ),

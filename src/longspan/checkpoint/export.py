@@ -33,13 +33,13 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
+from longspan.hub import ADAPTER_CONFIGURATION
 from longspan.model.adapters import Adapter, find_adapter
 from longspan.model.add_depths import add_mtp
 from longspan.model.kinds import belongs_to_adapter, name_without_adapter
 from longspan.model.layers import MTP, mtp_blocks
 from longspan.model.load import find_score_class, torch_dtype
 from longspan.model.lora import (
-    CONFIGURATION,
     WEIGHTS,
     AdaptedWeight,
     adapted_weights,
@@ -153,7 +153,7 @@ def merge_weights_by_layer(
     """
     _check_random_weights(run, configuration)
     images = image_text_class_of_architectures(configuration) is not None
-    model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
+    model = load_run_model(run, configuration, images=images)
     _refuse_adapted_tie(saved, model)
     base = run.model.source or run.model.preset_name
     formats = sorted({packed.name for packed in stored_formats(model).values()})
@@ -309,7 +309,7 @@ def check_export_folder(folder: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ModelError(f"{folder} is not empty; name another folder, or replace the model in it with --overwrite")
-    if not any((folder / name).is_file() for name in ("config.json", CONFIGURATION)):
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIGURATION)):
         raise ModelError(f"{folder} is not empty and holds no model (no config.json), so nothing in it is replaced")
 
 

@@ -16,8 +16,7 @@ from longspan.config.defaults import loss_text
 from longspan.config.file import load_config
 from longspan.errors import plural
 from longspan.files import read_json
-from longspan.hub import hub_name
-from longspan.model.lora import CONFIGURATION
+from longspan.hub import ADAPTER_CONFIGURATION, hub_name
 from longspan.run.facts import LAST_STEPS
 from longspan.run.metrics import read_metrics
 
@@ -35,7 +34,7 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     model = config.model
     data = [config.data.path] if config.data.path else [x.path for x in config.data.sources]
     base = hub_name(Path(model.path))
-    adapter = Path(exported.folder, CONFIGURATION).is_file()
+    adapter = Path(exported.folder, ADAPTER_CONFIGURATION).is_file()
     datasets = [name for path in data for folder in Path(path, "file").parents if (name := hub_name(folder))]
     metadata = ModelCardData(
         base_model=base or None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -383,11 +383,7 @@ class Channels:
                 f"the home's ranks {excerpt(descending)} descend along its pipeline stages, but torch orders the "
                 "members of a group by rank; with pp, give the home its ranks in ascending order"
             )
-        self._groups.make_parent("pipeline", pipelines, "pipeline")
-        ranks = next(ranks for ranks in pipelines if self._rank in ranks)
-        channel = Channel(self._groups, ranks, ranks.index(self._rank), self._device, "pipeline")
-        self._warm_up_channel(channel)
-        return channel
+        return self._make_channel("pipeline", pipelines)
 
     @cached_property
     def tp(self) -> Channel:
@@ -407,8 +403,13 @@ class Channels:
         home = self._home
         if self._plane == home.ranks:
             return self.find_channel(range(home.slots))
-        self._groups.make_parent("everyone", [home.ranks], "everyone")
-        channel = Channel(self._groups, home.ranks, home.ranks.index(self._rank), self._device, "everyone")
+        return self._make_channel("everyone", [home.ranks])
+
+    def _make_channel(self, kind: Literal["pipeline", "everyone"], lines: Sequence[tuple[int, ...]]) -> Channel:
+        """Make a group of each of these tuples of ranks; return the channel of the one that this rank is in."""
+        self._groups.make_parent(kind, lines, kind)
+        ranks = next(ranks for ranks in lines if self._rank in ranks)
+        channel = Channel(self._groups, ranks, ranks.index(self._rank), self._device, kind)
         self._warm_up_channel(channel)
         return channel
 

@@ -17,12 +17,8 @@ _POLL_SECONDS = 0.2
 _WAIT_NEWS_SECONDS = 30.0
 
 
-def cache_folder(setting: str) -> Path:
-    """Return the folder that `data.cache_dir` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
-    if setting == "none":
-        raise DataError('data.cache_dir is "none", and tokens are always kept; name a folder, or leave it empty')
-    if setting:
-        return Path(setting).expanduser().absolute()
+def cache_folder() -> Path:
+    """Return longspan/corpora in the user's cache (XDG_CACHE_HOME), where runs keep their tokens."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "longspan" / "corpora"
 
 
@@ -89,6 +85,6 @@ def cache_error(folder: Path, error: OSError) -> DataError:
     with suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
     return DataError(
-        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache_dir to a folder with "
-        "room for its tokens"
+        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set XDG_CACHE_HOME to a folder "
+        "with room for its tokens"
     )

@@ -160,7 +160,7 @@ class StepOrder:
         self._steps = StepBegins(self._end_of_step)
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
-        units = self._unit_ids(step)
+        units = self._ids_between(*self._steps.begin_and_end(step))
         if self.groups is not None:
             return tuple(np.concatenate([self.groups[unit] for unit in units]).tolist())
         return documents_of_units(units.tolist(), self.unit)
@@ -182,7 +182,7 @@ class StepOrder:
         return None if self.sharing is None else self.select(self.sharing, step)
 
     def source_tokens(self, step: int) -> list[int]:
-        ids = self._unit_ids(step)
+        ids = self._ids_between(*self._steps.begin_and_end(step))
         return self.stream.tokens_of_sources(ids, self.stream.lengths[ids])
 
     def count_steps(self) -> int:
@@ -196,9 +196,6 @@ class StepOrder:
     def begin_of_step(self, step: int) -> int:
         """Return how many documents, or units, the steps before a step take."""
         return self._steps.begin_and_end(step)[0]
-
-    def _unit_ids(self, step: int) -> Integers:
-        return self._ids_between(*self._steps.begin_and_end(step))
 
     def _ids_between(self, start: int, end: int) -> Integers:
         ids = list[Integers]()

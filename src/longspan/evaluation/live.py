@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,6 @@ from torch import nn
 from longspan.comm import World, raise_first_error
 from longspan.comm.device_memory import measure_added_peak, unused_bytes
 from longspan.data.scored_document import LABEL
-from longspan.data.shared_prefixes import cut_documents
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import (
     EvaluationOptions,
@@ -32,7 +30,6 @@ from longspan.evaluation.metrics import (
     with_sums_of_sets,
 )
 from longspan.evaluation.result import Evaluation
-from longspan.layout import Layout
 from longspan.model.kinds import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
 from longspan.model.layers import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
@@ -41,11 +38,12 @@ from longspan.model.sharding import (
     fsdp_modules,
     leave_out_idle_hooks,
     reduction_groups,
-    reset_fsdp_groups,
+    reshard,
     reshards_after_forward,
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.resolve.choice import PlannerConfig
+from longspan.train.families import cached_plan, share_where_faster
 from longspan.train.passes import Passes, run_passes
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
@@ -75,7 +73,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
         for module in modules:
             # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
             module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
-        reset_fsdp_groups(modules)
+        reshard(model)
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -183,19 +181,15 @@ def _checked_step_inputs(
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
     choice = _choice_for_evaluation(choice, language_model, documents)
-    rules = call_rules(language_model)
-    share_prefixes = share_prefixes and documents.items is None and isinstance(documents.documents, Sequence)
-    share_prefixes = share_prefixes and not rules.separate_features(training=False, same_frequencies=True)
-    plan = choice.plan_documents(
-        documents.lengths,
-        documents.documents if share_prefixes else None,
-        world.home,
-        length_limits=rules.length_limits,
-        plan=partial(_cached_plan, choice),
-    )
-    if plan.parents is not None:
-        documents = cut_documents(documents.documents, plan.lengths, plan.parents)
-    return check_step_arguments(model, plan, documents, world, backward=False)
+    read: Any = documents
+    if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
+        shared, plan = share_where_faster(
+            language_model, documents.documents, documents.lengths, choice, world, training=False
+        )
+        read = documents if plan.parents is None else shared
+    else:
+        plan = cached_plan(choice, documents.lengths, world.home)
+    return check_step_arguments(model, plan, read, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
@@ -291,11 +285,6 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 
 
 # ---- the plan of an evaluation, priced for forward passes only
-
-
-@lru_cache(maxsize=8)
-def _cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, **options: Any) -> Plan:
-    return choice.plan(lengths, home, **options)
 
 
 def _choice_for_evaluation(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:

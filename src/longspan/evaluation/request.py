@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longspan.checkpoint.files import step_of
-from longspan.config.keys import AUTO, NOT_GIVEN, with_key_values
-from longspan.config.plan_section import ONE_DEGREE
+from longspan.config.keys import AUTO, NOT_GIVEN, key_values, with_key_values
+from longspan.config.plan_section import ONE_DEGREE, EvaluationPlan
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.evaluation.result import Evaluation
-from longspan.hub import find_local_path
+from longspan.hub import adapter_folder_advice, find_local_path
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
@@ -94,8 +94,6 @@ def find_saved_weights(target: str) -> SavedWeights:
         return SavedWeights(path, *split_target(path))
     if (path / "config.json").is_file():
         return SavedWeights(path)
-    from longspan.model.weights.hf_folder import adapter_folder_advice  # which imports torch
-
     advice = "give RUN, RUN/checkpoints/step-NNNNNN, or a folder with config.json and safetensors"
     raise CheckpointError(
         f"{path} is neither the folder of a run (it has no config.toml) nor a Hugging Face folder (no config.json); "
@@ -159,8 +157,9 @@ def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str])
     if values["parallel.tp"] == 1:
         values["parallel.sequence_parallel"] = False
     slots = max(1, ranks // (values["parallel.tp"] * values["parallel.pp"]))
-    least = config.evaluation.min_dynamic_context_parallel_size
-    values |= {"evaluation.min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
+    least = min(config.context.min_dynamic_context_parallel_size, slots)  # evaluation's is the same
+    values |= {f"{section}.min_dynamic_context_parallel_size": least for section in ("context", "evaluation")}
+    values["context.node_size"] = AUTO
     values["encoder.tp"] = math.gcd(config.encoder.tp, ranks)
     for name in values.keys() - flag_keys:
         section, _, key = name.partition(".")
@@ -198,7 +197,7 @@ def fit_evaluation_plans(
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
         values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
     values = {key: value for key, value in values.items() if cap == AUTO or f"evaluation.{key}" not in flag_keys}
-    return replace(config, evaluation=replace(config.evaluation, **values))
+    return config.with_keys("evaluation", **values)
 
 
 def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
@@ -206,7 +205,7 @@ def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
     old = before.tables()
     new = now.tables()
     keys = {section: new[section] for section in ("parallel", "context", "encoder")}
-    keys["evaluation"] = now.evaluation.plan_keys
+    keys["evaluation"] = key_values(EvaluationPlan(**now.evaluation.plan_keys))
     names = ((section, key) for section in keys for key in keys[section])
     changes = (Change(f"{section}.{key}", old[section][key], new[section][key]) for section, key in names)
     return tuple(change for change in changes if change.before not in (change.now, AUTO))

@@ -54,7 +54,7 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.train.families import share_where_exact
+from longspan.train.families import share_where_faster
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch
@@ -280,7 +280,6 @@ class StepsPart(StockTrainer):
     _guessed_documents: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
     _guessed_gradients: Sequence[Tensor | None] = ()  # theirs: `.grad` holds what the Trainer's loss itself leaves
     _pass_nodes = range(0)  # of autograd's graph: those of the newest step's passes
-    _last_plan: tuple[Any, Any] = None, None  # what the newest plan is made for, and the plan
     _cost: Cost  # by which plans are made
     _was_cut_short = False  # whether a callback ended an epoch before all batches of a step came to the model
 
@@ -298,30 +297,21 @@ class StepsPart(StockTrainer):
             False: PlannerConfig.evaluation(config, cost=cost, heads=heads),
         }
 
-    def _share_prefixes(self, model: Any, documents: Sequence[Document], *, training: bool) -> Sequence[Document]:
-        return share_where_exact(model, documents, self._choices[training], self.world, training=training)
-
-    def _cached_plan(self, documents: Sequence[Document], *, training: bool) -> Any:
-        """The last plan is kept, as both passes of a step have the same."""
-        key = training, [(len(document), document.targets, document.parent) for document in documents]
-        if self._last_plan[0] != key:
-            self._last_plan = key, self._make_plan(documents, training=training)
-        return self._last_plan[1]
-
-    def _make_plan(self, documents: Sequence[Document], *, training: bool) -> Plan:
+    def _plan_documents(
+        self, model: Any, documents: Sequence[Document], *, training: bool
+    ) -> tuple[Sequence[Document], Plan]:
+        """Return documents, whose common prefixes may be apart, and their plan, which all passes of a step have."""
+        lengths = tuple(map(len, documents))
         targets = sum(document.targets for document in documents)
-        lengths = [len(document) for document in documents]
-        parents = [document.parent for document in documents]
-        families = {"parents": parents} if max(parents, default=-1) >= 0 else {}
-        return self._choices[training].plan(lengths, self.world.home, targets=targets, **families)
+        choice = self._choices[training]
+        return share_where_faster(model, documents, lengths, choice, self.world, training=training, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         self._compare_rows_on_ranks(documents)
         prepared = facade.inner_model
         head = facade.head
         training = facade.inner_model.training
-        shared = self._share_prefixes(prepared, documents, training=training)
-        plan = self._cached_plan(shared, training=training)
+        shared, plan = self._plan_documents(prepared, documents, training=training)
         read_values = token_log_probs
         values = {"also": head.values, "temperature": head.temperature}
         if score_columns(prepared):
@@ -431,8 +421,7 @@ class StepsPart(StockTrainer):
         rows, documents, firsts = read_step_documents(batches, items)
         if not documents:
             return None
-        shared = self._share_prefixes(self._facade.inner_model, documents, training=True)
-        plan = self._make_plan(shared, training=True)
+        shared, plan = self._plan_documents(self._facade.inner_model, documents, training=True)
         versions = [write_counts(document_entries(batch)) for batch in batches]
         return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
 
@@ -506,8 +495,9 @@ class StepsPart(StockTrainer):
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade = self._facade
         model = facade.inner_model
-        shared = coming.shared if coming else self._share_prefixes(model, documents, training=True)
-        plan = coming.plan if coming else self._cached_plan(shared, training=True)
+        shared, plan = (
+            (coming.shared, coming.plan) if coming else self._plan_documents(model, documents, training=True)
+        )
         refuse_other_parameters(model, self._torch_optimizer())
         first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens([len(document) for document in documents], names)
@@ -580,7 +570,8 @@ class EvaluationPart(StockTrainer):
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
         self._compare_rows_on_ranks(documents)
-        plan = self._cached_plan(documents, training=False)
+        targets = sum(document.targets for document in documents)
+        plan = self._choices[False].plan([*map(len, documents)], self.world.home, targets=targets)
         with torch.autocast(self.args.device.type, enabled=False):
             return gather_logits(facade.inner_model, plan, documents, self.world)
 

@@ -16,10 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter
-from longspan.model.layers import MTP, base_model, decoder_layers, final_norm, mtp_blocks, mtp_depths
+from longspan.model.layers import MTP, decoder_layers, final_norm, mtp_blocks, mtp_depths
 from longspan.model.mtp import MtpBlocks, MtpDepth, MtpDepths, record_layer_inputs, translate_published_name
 from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
+from longspan.model.seams.row_loss import find_output_embedding
 from longspan.model.weights.fill import (
     DrawnWeights,
     JoinedWeights,
@@ -116,8 +117,7 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
         depth = len(mtp_depths(model))
         obstacle = f"multi-token prediction of depth {depth}" if depth else f"a module at {MTP!r}"
         raise ModelError(f"{name} has {obstacle} already; add depths once, to a stock model")
-    if model.get_output_embeddings() is None or base_model(model) is model:
-        raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
+    find_output_embedding(model)
     embedding = next(model.get_input_embeddings().parameters())
     size = model.config.get_text_config().hidden_size
     if embedding.shape[1] != size:

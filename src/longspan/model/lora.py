@@ -344,7 +344,6 @@ def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
 
 
 WEIGHTS = "adapter_model.safetensors"
-CONFIGURATION = "adapter_config.json"
 
 
 def write_adapter(

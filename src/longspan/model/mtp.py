@@ -168,6 +168,20 @@ class LayerInputs:
             )
         return call
 
+    def compute_mtp_states(self, hidden: Tensor, future_ids: Tensor, shard: Any) -> tuple[Tensor, ...]:
+        """Compute the hidden states (T, D) of each depth, of the model's (1, T, D) and ids (depths, T) of later tokens.
+
+        A placeholder of images has the image's row, which the `shard` holds, as its embedding.
+        """
+        embedding: Any = self._model.get_input_embeddings()
+        states = list[Tensor]()
+        args, kwargs = self.make_call()
+        for number, (depth, ids) in enumerate(zip(mtp_depths(self._model), future_ids, strict=True), 1):
+            embedded = embedding(ids[None], **embedding_arguments(shard, number))
+            hidden = depth(embedded, hidden, *args, **kwargs)
+            states.append(hidden.squeeze(0))
+        return tuple(states)
+
 
 @contextmanager
 def record_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
@@ -229,23 +243,6 @@ def refuse_bypassing_mtp(model: nn.Module, reached: Sequence[nn.Module]) -> None
                 f"{type(model).__name__}: {MTP}.layers.{i}.mtp_block ({type(depth.mtp_block).__name__}) reaches no "
                 "attention over the sharded sequence; train the model without add_mtp"
             )
-
-
-def compute_mtp_states(
-    model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, inputs: LayerInputs, shard: Any = None
-) -> tuple[Tensor, ...]:
-    """Compute the hidden states (T, D) of each depth, from the model's (1, T, D) and ids (depths, T) of later tokens.
-
-    A placeholder of images has the image's row, which the `shard` holds, as its embedding.
-    """
-    embedding: Any = model.get_input_embeddings()
-    states = list[Tensor]()
-    for number, (depth, ids) in enumerate(zip(mtp_depths(model), future_ids, strict=True), 1):
-        embedded = embedding(ids[None], **embedding_arguments(shard, number))
-        args, kwargs = inputs.make_call()
-        hidden = depth(embedded, hidden, *args, **kwargs)
-        states.append(hidden.squeeze(0))
-    return tuple(states)
 
 
 def unwrap_trained_mtp(model: nn.Module) -> nn.Module | None:

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from longspan.errors import ModelError
 from longspan.model.features import Feature
 from longspan.model.layers import SCORE_HEADS, architecture_name, base_model, base_name
-from longspan.model.weights.fill import GivenWeights, JoinedWeights, fill_when_prepared, find_deferred_weights
+from longspan.model.weights.fill import DrawnWeights, JoinedWeights, fill_when_prepared, find_deferred_weights
 
 _MAPPINGS: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification),
@@ -165,7 +165,7 @@ def add_score_head(
         setattr(head, name, nn.Parameter(value if deferred is None else value.to("meta")))
     if deferred is not None:
         (path,) = (name for name, module in scored.named_modules() if module is head)
-        added = GivenWeights({f"{path}.{name}": value for name, value in values.items()})
+        added = DrawnWeights({f"{path}.{name}": value for name, value in values.items()})
         fill_when_prepared(scored, JoinedWeights(deferred.source, added))
     if isinstance(getattr(scored, "dropout", None), nn.Dropout):
         scored.dropout.p = 0.0  # of a token classifier, 0.1 by default, which training over slots would draw anew

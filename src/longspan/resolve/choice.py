@@ -11,7 +11,14 @@ from typing import Any, Unpack
 
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import FAMILY_PLANNERS, ONE_DEGREE, PLANNERS, EvalConfig, PlanSection
+from longspan.config.plan_section import (
+    FAMILY_PLANNERS,
+    ONE_DEGREE,
+    PLANNERS,
+    EvalConfig,
+    PlanSection,
+    name_of_key,
+)
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
@@ -178,8 +185,9 @@ class PlannerConfig:
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
         do not fit.
         """
-        given: PlanKeywords = {} if targets is None else {"targets": targets}
-        options = replace(self.home_options(home), parents=parents, **given)
+        options = replace(self.home_options(home), parents=parents)
+        if targets is not None:
+            options = replace(options, targets=targets)
         if self.planner == "dynamic":
             from longspan.plan.dynamic.planner import plan_dynamic
 
@@ -188,7 +196,7 @@ class PlannerConfig:
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
-            make = partial(plan_by_custom_planner, self.planner, f"{self.prefix}planner", lengths, home)
+            make = partial(plan_by_custom_planner, self.planner, name_of_key(self.prefix, "planner"), lengths, home)
         else:
             widest = self.degree or smallest_fitting_degree(lengths, home, options)
             if not self.degree:
@@ -201,16 +209,20 @@ class PlannerConfig:
     def find_families(
         self, documents: Sequence[Any], home: Layout, length_limits: Sequence[LengthLimit] = ()
     ) -> Families | None:
-        """Find prefixes that documents share, as these plans may have them; None if there are none.
+        """Find prefixes that documents share, as these plans may have them; None if no documents begin alike.
 
         Documents are read as far as they begin alike. `length_limits` are those of the model's rotary frequencies.
         """
         if self.planner not in FAMILY_PLANNERS:
             return None
-        rows = self.options.rows  # of a slot
-        most_rows = rows and rows * self.widest_even_degree(home)
+        most_rows = self.most_family_rows(home)
         families = find_families(documents, max_rows=most_rows, depths=self.depths, length_limits=length_limits)
-        return families if max(families.parents, default=-1) >= 0 else None
+        return families if families.left_out or families.parents != (-1,) * len(documents) else None
+
+    def most_family_rows(self, home: Layout) -> int | None:
+        """Return the most rows of all documents that share some, those that a group holds; None: no limit."""
+        rows = self.options.rows  # of a slot
+        return rows and rows * self.widest_even_degree(home)
 
     def plan_documents(
         self,
@@ -220,19 +232,13 @@ class PlannerConfig:
         *,
         targets: int | None = None,
         length_limits: Sequence[LengthLimit] = (),
-        plan: Callable[..., Plan] | None = None,
     ) -> Plan:
         """Plan documents of these lengths, with common prefixes computed once where that is predicted to be faster.
 
-        Without `documents` each is computed whole. `plan` makes plans as `self.plan` does, such as one that keeps them.
+        Without `documents` each is computed whole.
         """
-        plan = plan or self.plan
-        separate = plan(lengths, home, targets=targets)
         families = None if documents is None else self.find_families(documents, home, length_limits)
-        if families is None:
-            return separate
-        shared = plan(families.lengths, home, targets=targets, parents=families.parents)
-        return min(shared, separate, key=lambda plan: plan.predicted_seconds)
+        return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:
         return replace(self.options, cost=self.options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
@@ -242,12 +248,12 @@ class PlannerConfig:
         try:
             self.check_fits(longest, home)
         except LongDocumentError as error:
-            rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
+            rows = f"{name_of_key(self.prefix, 'max_tokens_per_slot')} {self.options.max_tokens_per_slot or 0}"
             degree = f"{self.degree_key} {self.degree or AUTO}"
             keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
         except LongspanError as error:
-            keys = {argument: self.prefix + key for argument, key in KEYS.items()}
+            keys = {argument: name_of_key(self.prefix, key) for argument, key in KEYS.items()}
             raise ConfigError(replace_argument_names(str(error), keys)) from error
 
     def check_fits(self, longest: int, home: Layout) -> None:
@@ -264,6 +270,25 @@ class PlannerConfig:
         else:
             request = Request.from_arguments((longest,), home, options)
             request.check_degrees(self.min_degree, self.max_degree or None)
+
+
+def plan_families(
+    plan: Callable[..., Plan],
+    lengths: Sequence[int],
+    families: Families | None,
+    home: Layout,
+    *,
+    targets: int | None = None,
+) -> Plan:
+    """Return the plan of families or that of separate documents, whichever is predicted to be faster.
+
+    `plan` makes both, as `PlannerConfig.plan` does.
+    """
+    separate = plan(lengths, home, targets=targets)
+    if families is None or max(families.parents, default=-1) < 0:
+        return separate
+    shared = plan(families.lengths, home, targets=targets, parents=families.parents)
+    return min(shared, separate, key=lambda plan: plan.predicted_seconds)
 
 
 def degrees_to_compare(home: Layout, choice: PlannerConfig) -> tuple[int, ...]:

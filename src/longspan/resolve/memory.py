@@ -47,7 +47,7 @@ def set_node_size(config: RunConfig, slots: int) -> RunConfig:
             f"context.node_size is {number}, and this world has {plural(slots, 'slot')} a host "
             f'(LOCAL_WORLD_SIZE / tp); use {slots}, or "{AUTO}", its default'
         )
-    return replace(config, context=replace(config.context, node_size=slots))
+    return config.with_keys("context", node_size=slots)
 
 
 def find_run_cost(
@@ -140,7 +140,7 @@ def memory_settings_of_run(
         gpu=gpu,
         scan_kernels=computed == "bfloat16",
         encoder_rows=encoder_rows,
-        encoder_recomputed=config.encoder.activation_checkpointing,
+        encoder_recomputed=config.encoder.max_tokens > 0,
         encoder_trained=config.encoder.trainable or encoder_default(config),
     )
 

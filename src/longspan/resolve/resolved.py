@@ -60,7 +60,9 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     the bytes, where nothing fits, ConfigError where no degree is possible.
     """
     config, partition = choose_partition(config, facts)
-    facts, unplanned = _leave_out_unknown_bytes(config, facts)
+    unplanned = ""
+    if facts.budget is not None:
+        facts, unplanned = _leave_out_unknown_bytes(config, facts)
     rows_are_open = config.context.max_tokens_per_slot == AUTO
     if leaves_plans_open(config) or rows_are_open or facts.budget is not None:
         resolved = settle(config, rank_ways(config, facts))
@@ -68,21 +70,20 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
         notes = list[str]()
         way = Way(set_usual_mode(config), facts)
         resolved = Resolved(way.config, None, way.cost(notes=notes), Reasons(notes=tuple(notes)))
-    notes = (*unplanned, *resolved.reasons.notes)
+    notes = (*filter(None, [unplanned]), *resolved.reasons.notes)
     reasons = replace(resolved.reasons, partition=partition, notes=notes)
     return resolve_evaluations(replace(resolved, reasons=reasons), facts)
 
 
-def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
-    """Without a budget where the model's bytes cannot be counted; also returns a line that says why."""
-    if facts.budget is None:
-        return facts, ()
+def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, str]:
+    """Without a budget where the model's bytes cannot be counted; also returns a line that says why, "" otherwise."""
     try:
         ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
     except PlanError as error:
-        line = f"memory: not planned, and the keys of [train] hold as they are: {error}"
-        return replace(facts, budget=None), (line,)
-    return facts, ()
+        return replace(facts, budget=None), (
+            f"memory: not planned, and the keys of [train] hold as they are: {error}"
+        )
+    return facts, ""
 
 
 def leaves_plans_open(config: RunConfig) -> bool:
@@ -103,7 +104,7 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
     choice = best.way.choice
     notes = [*best.notes]
     if config.context.planner == AUTO and not choice.has_one_degree:
-        chosen = replace(chosen, context=replace(chosen.context, context_parallel_size=1))
+        chosen = chosen.with_keys("context", context_parallel_size=1)
     chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)
     ways = tuple(fit.ranked_way for fit in ranking.fits if fit.seconds is not None)
     if not leaves_plans_open(config) or best.way.facts.home.slots == 1:
@@ -128,7 +129,7 @@ def _follow_training(config: RunConfig) -> RunConfig:
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
     """Put these rows of a slot in place of "auto" of evaluations, which keep less of a row than training."""
     if config.evaluation.max_tokens_per_slot == AUTO:
-        config = replace(config, evaluation=replace(config.evaluation, max_tokens_per_slot=rows))
+        config = config.with_keys("evaluation", max_tokens_per_slot=rows)
     sets = (
         replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.evaluation.sets
     )
@@ -137,6 +138,8 @@ def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
 
 def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
     """Choose degree, type and levels for every evaluation set whose degree is open."""
+    if not any(entry.context_parallel_size in (0, AUTO) for entry in resolved.config.evaluations):
+        return resolved
     entries = list[EvalConfig]()
     lines = list[str]()
     for entry in resolved.config.evaluations:
@@ -213,8 +216,9 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
 
 
 def set_default_partition(config: RunConfig) -> RunConfig:
-    is_open = config.context.partition == AUTO
-    return replace(config, context=replace(config.context, partition="contiguous")) if is_open else config
+    if config.context.partition == AUTO:
+        config = config.with_keys("context", partition="contiguous")
+    return config
 
 
 def _choose_fastest_partition(way: Way) -> PartitionChoice:

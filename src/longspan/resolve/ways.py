@@ -71,7 +71,7 @@ class Way:
         return replace(self.with_context(cp_comm_type="p2p"), is_ring=True)
 
     def with_context(self, **keys: Any) -> "Way":
-        return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
+        return replace(self, config=self.config.with_keys("context", **keys))
 
     @cached_property
     def choice(self) -> PlannerConfig:
@@ -80,7 +80,7 @@ class Way:
         facts = self.facts
         if config.context.node_size == AUTO:
             node_size = max(1, facts.machine.node_size // facts.home.tp)
-            config = replace(config, context=replace(config.context, node_size=node_size))
+            config = config.with_keys("context", node_size=node_size)
         return PlannerConfig.training(config, cost=self.cost(), heads=facts.heads)
 
     def cost(self, memory: MemoryPlan | None = None, notes: list[str] | None = None) -> Cost:
@@ -206,8 +206,7 @@ class Way:
 
 def set_usual_mode(config: RunConfig) -> RunConfig:
     """Put lockstep in place of a mode "auto"."""
-    is_open = config.context.mode == AUTO
-    return replace(config, context=replace(config.context, mode="lockstep")) if is_open else config
+    return config.with_keys("context", mode="lockstep") if config.context.mode == AUTO else config
 
 
 def _round_up(rows: int, unit: int) -> int:
@@ -392,13 +391,20 @@ def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way
                 )
 
 
-def fastest_plan(choice: PlannerConfig, lengths: Sequence[int], home: Layout) -> Plan:
+def fastest_plan(
+    choice: PlannerConfig,
+    lengths: Sequence[int],
+    home: Layout,
+    *,
+    targets: int | None = None,
+    parents: Sequence[int] | None = None,
+) -> Plan:
     """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
     plans = list[tuple[float, Plan]]()
     refusal = None
     for one in list_choices(choice, home, len(set(lengths)) > 1):
         try:
-            plan = one.plan(lengths, home)
+            plan = one.plan(lengths, home, targets=targets, parents=parents)
         except PlanError as error:
             refusal = error
         else:
@@ -416,6 +422,6 @@ def _homes_with_expert_degrees(config: RunConfig, facts: Facts, given: Given) ->
     ep = max(d for d in range(1, MOST_EP + 1) if copy_slots % d == 0 and facts.expert_count % d == 0)
     if ep == 1:
         return
-    changed = replace(config, parallel=replace(config.parallel, ep=ep))
+    changed = config.with_keys("parallel", ep=ep)
     with suppress(LongspanError):  # a degree that does not suit the others
         yield changed, home_of(changed.parallel, len(facts.home.ranks))

@@ -43,7 +43,9 @@ class Halo:
     def __init__(self, chains: Chains, width: int) -> None:
         self._runs = chains.runs
         self._group = chains.part.group
-        self._bases = np.asarray(self._group.bases, dtype=np.int64)[chains.runs.document]
+        self._starts = chains.runs.start  # positions, behind the rows of documents that a run's continues
+        if self._group.parents is not None:
+            self._starts = self._starts + np.asarray(self._group.bases)[chains.runs.document]
         self._width = width
         self._device = chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
@@ -70,7 +72,7 @@ class Halo:
         """
         runs = self._runs
         local = self._runs.member_runs(member)
-        start = runs.start[local] + self._bases[local]
+        start = self._starts[local]
         first_position = np.maximum(start - self._width, 0)
         position = expand_runs(first_position, start)
         document = np.repeat(runs.document[local], start - first_position)
@@ -92,13 +94,12 @@ class Halo:
         `owners` are the members that send the rows, run by run; rows arrive ordered by owner. A run near its document's
         start has fewer rows before it: these take its last columns.
         """
-        runs = self._runs
         local_indices = chains.local_indices
         width = self._width
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
         table = np.full((len(local_indices), width), -1, dtype=np.int64)
-        sizes = np.minimum((runs.start + self._bases)[local_indices], width)
+        sizes = np.minimum(self._starts[local_indices], width)
         table[np.arange(width) >= width - sizes[:, None]] = arrived
         return table
 

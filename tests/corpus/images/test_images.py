@@ -58,11 +58,7 @@ MESSAGES = {
 
 
 def build(folder: Path, model: Path, *, resumed: bool = False, log: Any = lambda _: None, **data: Any) -> Corpus:
-    keys: dict[str, Any] = {
-        "path": str(folder / "rows.jsonl"),
-        "cache_dir": str(folder / "cache"),
-        "max_document_tokens": 0,
-    }
+    keys: dict[str, Any] = {"path": str(folder / "rows.jsonl"), "max_document_tokens": 0}
     corpus_settings, tokenizer = CorpusSettings(replace(DataConfig(), **keys | data)), load_tokenizer(model)
     return open_or_build_run_corpus(corpus_settings, folder / "run", tokenizer=tokenizer, resumed=resumed, log=log)
 

@@ -11,10 +11,11 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
 from longspan.model.float8 import products
 from longspan.model.float8.products import (
+    ExpertRows,
     Float8Weight,
     Scaled,
-    experts_in_float8,
     linear_in_float8,
+    multiply_in_float8,
     quantise_columns,
     quantise_rows,
 )
@@ -119,21 +120,15 @@ def test_experts_by_grouped_products_are_those_one_by_one(transposed: bool) -> N
     weight = nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02)
     results = list[list[Tensor]]()
     for given in (counts, None):
-        y = experts_in_float8(x, weight, ends, given, transposed=transposed, float8_weight=Float8Weight())
+        y = multiply_in_float8(x, weight, None, Float8Weight(), ExpertRows(ends, given, transposed))
         results.append([y.detach(), *torch.autograd.grad(y, (x, weight), dy)])
     one_by_one, grouped = results
     assert worst_row(grouped[0], one_by_one[0].double()) <= 0.004
     assert worst_row(grouped[1], one_by_one[1].double()) <= 0.004
     error = (grouped[2].double() - one_by_one[2].double()).norm() / one_by_one[2].double().norm()
     assert error <= 0.004 and not grouped[2][1].any()
-    alone = experts_in_float8(
-        x[130:137],
-        weight,
-        torch.tensor([0, 0, 7] + [7] * 5, device="cuda", dtype=torch.int32),
-        None,
-        transposed=transposed,
-        float8_weight=Float8Weight(),
-    )
+    ends = torch.tensor([0, 0, 7] + [7] * 5, device="cuda", dtype=torch.int32)
+    alone = multiply_in_float8(x[130:137], weight, None, Float8Weight(), ExpertRows(ends, None, transposed))
     assert torch.equal(alone, grouped[0][130:137])
 
 

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from longspan.model.float8 import products
 from longspan.model.float8.products import (
+    ExpertRows,
     Float8Weight,
-    experts_in_float8,
     linear_in_float8,
+    multiply_in_float8,
     quantise_columns,
     quantise_rows,
 )
@@ -76,7 +77,7 @@ def test_experts_are_linears_of_their_rows(transposed: bool) -> None:
     x, dy = numbers(15, 64).requires_grad_(), numbers(15, 96)
     weight = nn.Parameter(numbers(4, 64, 96) if transposed else numbers(4, 96, 64))
     ends = loads.cumsum(0).to(torch.int32)
-    y = experts_in_float8(x, weight, ends, loads.tolist(), transposed=transposed, float8_weight=Float8Weight())
+    y = multiply_in_float8(x, weight, None, Float8Weight(), ExpertRows(ends, loads.tolist(), transposed))
     matrices = (matrix.t() if transposed else matrix for matrix in weight)
     pieces = [DenseLinear.apply(rows, w) for rows, w in zip(x.split(loads.tolist()), matrices, strict=True)]
     exact = torch.cat(pieces)

@@ -6,8 +6,8 @@ import peft
 import torch
 import transformers
 
+from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.frozen_weights import weights_to_pack
-from longspan.model.frozen.nf4 import NF4
 from tests.model.lora.adapted import drawn
 from tests.model.stock import SIZES, random_model
 

@@ -16,8 +16,8 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model, weights_by_name
 from longspan.model.execution import model_execution
+from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.frozen_weights import weights_to_pack
-from longspan.model.frozen.nf4 import NF4
 from longspan.model.kinds import packed_weights, unwrap_peft_model
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -30,7 +30,11 @@ from tests.mutation import Change, mutated
 LENGTHS = (13, 1, 30, 7)
 MUTATIONS: dict[str, Change] = {  # noticed in losses and gradients
     "columns of the first rank": ("model.frozen.packed_param", "columns_here.start, packed", "0, packed"),
-    "scales of other rows": ("model.frozen.formats.four_bit", "view(rows, -1)[part]", "view(rows, -1).flip(0)[part]"),
+    "scales of other rows": (
+        "model.frozen.formats.stored_weight",
+        "view(rows, -1)[part]",
+        "view(rows, -1).flip(0)[part]",
+    ),
 }
 HOMES: Mapping[str, tuple[str, Layout]] = {
     "one rank": ("llama", Layout(ranks=1)),

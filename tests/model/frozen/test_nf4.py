@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from longspan.model.frozen import nf4
-from longspan.model.frozen.nf4 import NF4
+from longspan.model.frozen.four_bit import NF4, VALUES
 from tests.mutation import Change, mutated
 
-PATH = "model.frozen.nf4"
+PATH = "model.frozen.four_bit"
 MUTATIONS: dict[str, Change] = {  # noticed beside bitsandbytes
     "the lower half first": (PATH, "codes[:, ::2] << 4 | codes[:, 1::2]", "codes[:, 1::2] << 4 | codes[:, ::2]"),
     "halves swapped": (PATH, "(codes >> 4, codes & 15)", "(codes & 15, codes >> 4)"),
@@ -23,7 +22,7 @@ def _weight(dtype: torch.dtype) -> torch.Tensor:
     weight[3, 64:128] = 0.0  # a block of zeros
     weight[4, 5] = 30.0
     weight[5] *= 1e-30
-    limits = torch.tensor(nf4.VALUES)
+    limits = torch.tensor(VALUES["nf4"])
     weight[6, :15], weight[6, 15] = (limits[:-1] + limits[1:]) / 2, 1.0  # between two codes
     return weight.to(dtype)
 

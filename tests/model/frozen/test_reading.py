@@ -15,8 +15,8 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, weights_by_name
 from longspan.model.frozen import packed_param
+from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.frozen_weights import weights_to_pack
-from longspan.model.frozen.nf4 import NF4
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from tests.model.frozen.packed_models import MOE, WIDE

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, T5Config
 
 from longspan import Layout, World, load_model, prepare, save_model
+from longspan.cli.main import main
 from longspan.errors import ModelError
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.fill import empty_model
@@ -164,6 +165,33 @@ def test_an_adapter_beside_a_model_is_refused(copied: Path) -> None:
     """Transformers would load what the adapter names as its base, and no file of the folder's weights."""
     (copied / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(copied)}))
     assert "holds a model and an adapter of peft" in _refusal_of(copied)
+
+
+ADAPTER_COMMANDS = {
+    "dry run": ["train", "--world", "1", "--model.path", "FOLDER", "--data.path", "d.jsonl", "--dry-run"],
+    "run": ["train", "--world", "1", "--model.path", "FOLDER", "--data.path", "d.jsonl", "--run.dir", "run"],
+    "eval": ["eval", "FOLDER", "--data", "d.jsonl"],
+    "generate": ["generate", "FOLDER", "--prompt", "Hello"],
+    "doctor": ["doctor", "--model", "FOLDER"],
+    "plan": ["plan", "--model", "FOLDER", "--gpu", "h100", "--longest"],
+}
+
+
+@pytest.mark.parametrize("command", ADAPTER_COMMANDS)
+def test_a_folder_of_an_adapter_alone_names_its_base_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "d.jsonl").write_text('{"text": "Hello"}\n')
+    assert main([str(folder) if word == "FOLDER" else word for word in ADAPTER_COMMANDS[command]]) == 2
+    error = capsys.readouterr().err
+    assert str(folder) in error
+    assert "an adapter of peft, for Qwen/Qwen3-8B (base_model_name_or_path of adapter_config.json)" in error
+    assert 'Set model.path = "Qwen/Qwen3-8B", and lora.rank for a new adapter over it; to use this one, merge' in error
 
 
 def test_a_configuration_of_no_causal_model_is_refused(tmp_path: Path) -> None:

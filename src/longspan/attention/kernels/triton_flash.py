@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Saved
+from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
 
@@ -56,8 +56,7 @@ _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of it
 def unsupported_reason(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "needs triton, which torch's builds for GPUs bring"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major >= 8 else f"needs compute capability 8.0, got {major}.{minor}"
+    return unsupported_capability_reason(device, range(8, 100), "8.0")
 
 
 @cache
@@ -67,7 +66,6 @@ def _flash_kernels() -> Any:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
-    assert call.dropout is None
     q, k, v = (contiguous_heads(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -89,7 +87,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this block: dq (Tq, N, H) by one kernel, dk (Tk, K, H) and dv (Tk, K, Hv) by another."""
-    assert call.dropout is None
     q, k, v, dout = (contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     tensors = (q, k, v, dout, saved.lse.contiguous(), saved.deltas(dout).contiguous())

@@ -115,8 +115,7 @@ class _ObservedPass:
     """Inputs and outputs of modules in one pass, and how far they are from those of the pass `before`.
 
     Compared rows leave each layer as in the pass before, so that each layer is judged by its own effect. `errors` are
-    shares of what is allowed; `_places` the indices of compared rows in a tensor and in the earlier one, by their
-    sizes.
+    shares of what is allowed.
     """
 
     def __init__(self, rows: _TrialRows, allowed: _Allowed, before: "_ObservedPass | None") -> None:
@@ -125,7 +124,6 @@ class _ObservedPass:
         self.before = before
         self.tensors, self.errors = dict[_CallKey, Tensor](), dict[_CallKey, Tensor]()
         self._calls = dict[str, int]()
-        self._places = dict[tuple[int, int], Any]()
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -134,8 +132,9 @@ class _ObservedPass:
                 observe_outputs: Callable[..., Any] = partial(self._observe_outputs, name, name in layers)
                 observe_inputs = partial(self._observe_inputs, name)
                 before = module.register_forward_pre_hook(observe_inputs, prepend=True, with_kwargs=True)
+                after = module.register_forward_hook(observe_outputs)
                 stack.callback(before.remove)
-                stack.callback(module.register_forward_hook(observe_outputs).remove)
+                stack.callback(after.remove)
             yield
 
     def _observe_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -145,21 +144,17 @@ class _ObservedPass:
     def _observe_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
         """A layer's callers get the rows of the pass before, so that an error counts in the layer that makes it."""
         call = self._calls[name]
-        self.observe(
-            name, out, call, added_to=self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None
-        )
-        before = self.before
-        if not is_layer or before is None:
+        inputs = self.tensors.get(_CallKey(name, call, False, 0)) if is_layer else None
+        self.observe(name, out, call, added_to=inputs)
+        if not is_layer or self.before is None:
             return None
         leaves = count()
 
         def replace_rows(value: Any) -> Any:
             if (x := self.rows.as_rows(value)) is None:
                 return value
-            earlier = before.tensors.get(_CallKey(name, call, True, next(leaves)))
-            if earlier is None or (places := self._compared_indices(before, x, earlier)) is None:
-                return value
-            return x.index_copy(0, places[0], earlier[places[1]].to(x.dtype)).view_as(value)
+            places, earlier = self._compared_rows(_CallKey(name, call, True, next(leaves)), x)
+            return value if places is None else x.index_copy(0, places, earlier.to(x.dtype)).view_as(value)
 
         return tree_map(replace_rows, out)
 
@@ -174,25 +169,24 @@ class _ObservedPass:
         for leaf, x in enumerate(tensors):
             key = _CallKey(name, call, out, leaf)
             x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
-            if self.before is None or (earlier := self.before.tensors.get(key)) is None:
-                continue
-            if (places := self._compared_indices(self.before, x, earlier)) is not None:
-                inputs = None if added_to is None or added_to.shape != x.shape else added_to[places[0]]
-                self.errors[key] = self._relative_error(x[places[0]], earlier[places[1]], inputs)
+            places, earlier = self._compared_rows(key, x)
+            if places is not None:
+                inputs = None if added_to is None or added_to.shape != x.shape else added_to[places]
+                self.errors[key] = self._relative_error(x[places], earlier, inputs)
 
-    def _compared_indices(
-        self, before: "_ObservedPass", x: Tensor, earlier: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        sizes = len(x), len(earlier)
-        if sizes not in self._places:
-            here = self.rows.row_numbers(sizes[0])
-            there = before.rows.row_numbers(sizes[1])
-            assert here is not None and there is not None
-            compared = np.flatnonzero(_compared_mask(here))
-            _, *indices = np.intersect1d(here[compared], there, assume_unique=True, return_indices=True)
-            places = (to_device(index, x.device) for index in (compared[indices[0]], indices[1]))
-            self._places[sizes] = (*places,) if len(indices[0]) else None
-        return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
+    def _compared_rows(self, key: _CallKey, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The indices of compared rows in a tensor, and what they were in the pass before; None without any."""
+        before = self.before
+        earlier = x if before is None else before.tensors.get(key, x)
+        if before is None or earlier is x or x.shape[1:] != earlier.shape[1:]:
+            return None, x
+        here = self.rows.row_numbers(len(x))
+        there = before.rows.row_numbers(len(earlier))
+        assert here is not None and there is not None
+        compared = np.flatnonzero(_compared_mask(here))
+        _, indices, earlier_indices = np.intersect1d(here[compared], there, assume_unique=True, return_indices=True)
+        places = to_device(compared[indices], x.device) if len(indices) else None
+        return places, earlier[to_device(earlier_indices, x.device)]
 
     def _relative_error(self, x: Tensor, earlier: Tensor, inputs: Tensor | None) -> Tensor:
         """What differs beyond rounding over what was added to `inputs`, in norm, as a share of what is allowed."""
@@ -356,9 +350,8 @@ class _RowTrial:
             return _Allowed(self.dtype, 0.01 if self.coarse else 1e-4, 0, median=False)
         if not self.coarse:
             return _Allowed(self.dtype, 1e-4, 16, median=False)
-        return _Allowed(
-            self.dtype, 0.05 if same_shapes or not self.experts else 0.1, 2, self.experts and not same_shapes
-        )
+        other_experts = self.experts and not same_shapes
+        return _Allowed(self.dtype, 0.1 if other_experts else 0.05, 2, median=other_experts)
 
     def _run_pass(self, stage: Any, observed: _ObservedPass) -> None:
         rows = observed.rows

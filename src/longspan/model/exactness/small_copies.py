@@ -34,6 +34,9 @@ from longspan.plan.shape.families import find_family
 
 WINDOW = 5
 CHUNK = 7
+_SMALL_HEADS = 4
+_SMALL_HEAD_SIZE = 16
+_SMALL_VOCABULARY = 61
 SCALED_FROM = 16
 POSITIONS = 512
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim")
@@ -78,6 +81,8 @@ _NETWORK = re.compile(
 )
 _TOKEN = re.compile(r"_token_(id|index)$|^(mask|unk)_index$")
 _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernels, tables of hashed ids
+    **dict.fromkeys(_HEADS, _SMALL_HEADS), **dict.fromkeys(_WINDOWS, WINDOW),
+    **dict.fromkeys(_VOCABULARIES, _SMALL_VOCABULARY),
     "topk_group": 1, "original_max_position_embeddings": SCALED_FROM,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "o_lora_rank": 16, "qk_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
@@ -97,13 +102,10 @@ _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernel
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a small copy; with `true_heads`, heads are as large as those of the configuration."""
+    """What may be chosen of a small copy; with `true_heads`, heads are as large as those of the configuration."""
 
-    head_dim: int = 16
     true_heads: bool = False
-    heads: int = 4
     experts: int = 4
-    vocabulary: int = 61
     pad: int | None = None
     grouped: bool = True  # False: as many key heads as queries
     narrow: bool = True  # the hidden size may differ from the heads' widths together, where it did
@@ -114,15 +116,18 @@ class _Rules:
 
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         self.values = values
+        self.sizes = sizes
         self.hidden, self.heads, self.head_dim, self.experts = (
             next((x for name in names if type(x := values.get(name)) is int and x), None)
             for names in (_HIDDEN, _HEADS, _HEAD_SIZES, _EXPERTS)
         )
-        if sizes.true_heads and self.hidden and self.heads:
-            sizes = replace(sizes, head_dim=self.head_dim or self.hidden // self.heads)
-        self.sizes = sizes
-        full = sizes.heads * sizes.head_dim
-        differs = bool(self.head_dim and self.hidden and self.heads and self.heads * self.head_dim != self.hidden)
+        self.small_head_size = _SMALL_HEAD_SIZE
+        differs = False
+        if self.hidden and self.heads:
+            head_dim = self.head_dim or self.hidden // self.heads
+            differs = self.head_dim is not None and self.heads * head_dim != self.hidden
+            self.small_head_size = head_dim if sizes.true_heads else _SMALL_HEAD_SIZE
+        full = _SMALL_HEADS * self.small_head_size
         latent = values.get("kv_lora_rank") is not None
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
@@ -137,23 +142,22 @@ class _Rules:
         if name == "pad_token_id" and value is None:
             return self.sizes.pad
         if _TOKEN.search(name):
-            fits = isinstance(value, int) and value < self.sizes.vocabulary
+            fits = isinstance(value, int) and value < _SMALL_VOCABULARY
             return value if fits or not value else 2  # None or an empty list: no such token
         if value is None:
             if name in _HEAD_SIZES and self.hidden and self.heads:
-                return self.sizes.head_dim
-            return self.sizes.heads if name in _KV_HEADS else None
+                return self.small_head_size
+            return _SMALL_HEADS if name in _KV_HEADS else None
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
         # by Granite's default, 1, a softmax sees one key alone
         if isinstance(value, float) and name in _SCORE_SCALES:
-            return min(value, 1.5 / math.sqrt(self.sizes.head_dim))
+            return min(value, 1.5 / math.sqrt(self.small_head_size))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
             return value
         return self._small_integer(name, value)
 
     def _small_integer(self, name: str, value: int) -> int:
-        sizes = self.sizes
         true_heads = self.sizes.true_heads
         if true_heads and name in _OF_LATENTS:
             return value
@@ -164,20 +168,16 @@ class _Rules:
             dynamic = "dynamic" in rope_types(self.values.get("rope_parameters"))
             return SCALED_FROM if dynamic else POSITIONS
         if name in (*_EXPERTS, *PICKED, *EXPERT_GROUPS):
-            return min(value, sizes.experts if name in _EXPERTS else 2)
-        known = {_HEADS: sizes.heads, _WINDOWS: WINDOW, _VOCABULARIES: sizes.vocabulary}
-        for names, small in known.items():
-            if name in names:
-                return small
+            return min(value, self.sizes.experts if name in _EXPERTS else 2)
         if name in _KV_HEADS:  # one, or as many as query heads, where the configuration says so
             # layers with a sliding window may have their own number of query heads
             queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
-            full = 1 if value == 1 else sizes.heads
-            return full if value in (1, queries) or not sizes.grouped else sizes.heads // 2
+            full = 1 if value == 1 else _SMALL_HEADS
+            return full if value in (1, queries) or not self.sizes.grouped else _SMALL_HEADS // 2
         if name in _HEAD_SIZES:
             if value == self.values.get("qk_rope_head_dim"):
                 return value if true_heads else _FIXED["qk_rope_head_dim"]
-            return sizes.head_dim * max(1, value // self.head_dim if self.head_dim else 1)
+            return self.small_head_size * max(1, value // self.head_dim if self.head_dim else 1)
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
@@ -189,9 +189,9 @@ class _Rules:
             "mamba_d_ssm": expand * small,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2 * max(1, value // (self.values.get("linear_num_key_heads") or value)),
-            "query_pre_attn_scalar": self.sizes.head_dim,
-            "rotary_dim": self.sizes.head_dim // 2,
-            "attention_head_dim": 2 * small // self.sizes.heads,
+            "query_pre_attn_scalar": self.small_head_size,
+            "rotary_dim": self.small_head_size // 2,
+            "attention_head_dim": 2 * small // _SMALL_HEADS,
         }
         if name in derived:
             return derived[name]
@@ -222,22 +222,22 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
             for layer, entry in layers.items()
         }
     if isinstance(rope := values.get("rope_parameters"), Mapping):
-        small["rope_parameters"] = _small_rope(rope, small, rules.sizes)
+        small["rope_parameters"] = _small_rope(rope, small, rules.small_head_size)
     return small
 
 
-def _count_rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> int:
+def _count_rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: int) -> int:
     share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
-    return int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_dim) * share) // 2
+    return int((small.get("qk_rope_head_dim") or small.get("head_dim") or head_size) * share) // 2
 
 
-def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: int) -> dict[str, Any]:
     """Scaling begins at a length that trials exceed; M-RoPE keeps the share of frames, the others get equal shares."""
     out = dict(rope)
-    pairs = _count_rotary_pairs(rope, small, sizes)
+    pairs = _count_rotary_pairs(rope, small, head_size)
     for name, value in rope.items():
         if isinstance(value, Mapping):
-            out[name] = _small_rope(value, small, sizes)
+            out[name] = _small_rope(value, small, head_size)
         elif name == "original_max_position_embeddings" and isinstance(value, int):
             out[name] = SCALED_FROM
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
@@ -307,13 +307,8 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
         kinds.append(frozenset(f"{name}={choice.layer_value(name, value)}" for name, value in values.items()))
     layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     if len(layers) > _MOST:
-        shown = set[str]()
-        layers_of_kinds = layers
-        layers = list[int]()
-        for layer in layers_of_kinds:
-            if not shown.issuperset(kinds[layer]):
-                layers.append(layer)
-                shown |= kinds[layer]
+        earlier = [frozenset[str]().union(*(kinds[i] for i in layers if i < layer)) for layer in layers]
+        layers = [layer for layer, shown in zip(layers, earlier, strict=True) if not shown.issuperset(kinds[layer])]
     further_layers = [layer for layer in range(count) if layer not in layers]
     layers += further_layers[: max(0, least - len(layers))]
     if small_periods(values) and len(layers) < 4:
@@ -357,7 +352,7 @@ _TEXTS = ("text_config", "language_config", "llm_config")
 _LAYERS = ("depth", "num_hidden_layers", "n_layers")
 
 
-def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) -> dict[str, Any]:
+def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, Any]:
     """Fit tower, M-RoPE's sections and placeholders to the text model of a configuration that `small_values` shrank.
 
     A `base` class with `get_rope_index` has M-RoPE. Placeholders get the largest ids of the vocabulary, those of images
@@ -372,15 +367,13 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
     if isinstance(second_tower := values.get("high_res_vision_config"), dict):
         result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
     if hasattr(base, "get_rope_index"):
-        result |= {
-            name: _add_mrope_sections(result[name], sizes) for name in _TEXTS if isinstance(result.get(name), dict)
-        }
+        result |= {name: _add_mrope_sections(result[name]) for name in _TEXTS if isinstance(result.get(name), dict)}
     if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
         result["vision_feature_layer"] = [-1, -2][: len(layers)]  # a small tower has them, counted from its end
     tokens = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
     placeholders = [name for name in tokens if not name.startswith(_TOKENS_OF_TEXT)]
     placeholders.sort(key=lambda name: (not name.startswith("image_token"), name))
-    return result | dict(zip(placeholders, range(sizes.vocabulary - 1, 2, -1), strict=False))
+    return result | dict(zip(placeholders, range(_SMALL_VOCABULARY - 1, 2, -1), strict=False))
 
 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
@@ -402,12 +395,12 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
     return result
 
 
-def _add_mrope_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+def _add_mrope_sections(text: dict[str, Any]) -> dict[str, Any]:
     """The class's own default is for a large head; `small_values` scales sections that a configuration sets."""
     rope = text.get("rope_parameters")
     if not isinstance(rope, dict) or "mrope_section" in rope or any(isinstance(v, dict) for v in rope.values()):
         return text
-    pairs = _count_rotary_pairs(rope, text, sizes)
+    pairs = _count_rotary_pairs(rope, text, _SMALL_HEAD_SIZE)
     return text | {"rope_parameters": rope | {"mrope_section": [pairs - pairs // 4 * 2, pairs // 4, pairs // 4]}}
 
 
@@ -442,7 +435,7 @@ def shrink_configuration(
     for sizes in (usual, wide, equal, both, replace(usual, pad=0), replace(usual, pad=1), replace(both, pad=0)):
         try:
             values = _small_configuration_values(config, sizes, 4 if deep else 2)
-            small = type(config).from_dict(small_image_values(values, sizes, base))
+            small = type(config).from_dict(small_image_values(values, base))
             _check_small_model(small, sizes, images=images)
             return small
         except Exception as error:  # configurations and models raise errors of every kind
@@ -523,14 +516,13 @@ def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) 
     with torch.device("meta"), _silence_warnings():
         model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())
-    limit = MOST_PARAMETERS
-    limit *= 256 if sizes.true_heads else 1  # heads of 256 instead of 16, squared
+    limit = MOST_PARAMETERS * (256 if sizes.true_heads else 1)  # heads of 256 instead of 16, squared
     if count > limit:
         name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
         raise ModelError(
             f"it has {count:,} parameters, more than {limit:,}; the largest, {name}, is {tuple(largest.shape)}"
         )
-    ids = torch.arange(1, 2 * SCALED_FROM)[None] % sizes.vocabulary  # longer than where scaled positions begin
+    ids = torch.arange(1, 2 * SCALED_FROM)[None] % _SMALL_VOCABULARY  # longer than where scaled positions begin
     with torch.no_grad(), _silence_warnings():
         make_tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
 

@@ -320,16 +320,15 @@ def _multiply_by_experts(
         return torch.cat(pieces)
     ends = loads.device.cumsum(0).to(torch.int32)
     if float8_weight is not None:
-        from longspan.model.float8.products import experts_in_float8
+        from longspan.model.float8.products import ExpertRows, multiply_in_float8
 
-        y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
+        y = multiply_in_float8(x, weight, None, float8_weight, ExpertRows(ends, counts, transposed))
     else:
         y = F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
     if bias is None:
         return y
-    return (
-        y + bias[torch.searchsorted(ends, torch.arange(len(x), device=ends.device, dtype=torch.int32), right=True)]
-    )
+    rows = torch.arange(len(x), device=ends.device, dtype=torch.int32)
+    return y + bias[torch.searchsorted(ends, rows, right=True)]
 
 
 def expert_product_kind(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:

@@ -220,31 +220,18 @@ class ExpertRows:
 
 def linear_in_float8(x: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight) -> Tensor:
     """Compute x W' + bias of rows x (…, K) and a weight (N, K), as torch's `linear`, in float8."""
-    y = _multiply_rows(x.reshape(-1, x.shape[-1]), weight, bias, float8_weight)
+    y = multiply_in_float8(x.reshape(-1, x.shape[-1]), weight, bias, float8_weight)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def experts_in_float8(
-    x: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-    counts: Sequence[int] | None,
-    *,
-    transposed: bool,
-    float8_weight: Float8Weight,
-) -> Tensor:
-    """Multiply rows x (S, K), sorted by expert (see `ExpertRows`), with their experts' matrices: (S, N)."""
-    return _multiply_rows(x, weight, None, float8_weight, ExpertRows(ends, counts, transposed))
-
-
-def _multiply_rows(
+def multiply_in_float8(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     float8_weight: Float8Weight,
     experts: ExpertRows | None = None,
 ) -> Tensor:
-    """Rows (S, K) with one matrix, or each with its expert's: (S, N).
+    """Multiply rows (S, K) with one matrix, or, sorted by expert, each with its expert's: (S, N).
 
     The graph gets two nodes: `_Product` takes the output of `_WeightGradients` (`unread`, one number as its memory), so
     that dy goes back to both.

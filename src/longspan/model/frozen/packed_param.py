@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.tensor import DTensor
 
-from longspan.model.frozen.formats.stored_format import StoredWeight
+from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.kinds import PACKED_WEIGHTS, packed_weight
 from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups

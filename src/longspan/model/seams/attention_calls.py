@@ -50,20 +50,17 @@ def find_one_row_shard(name: str, shard: object, batch: int, rows: int) -> Seque
 
 
 def number_layers(model: PreTrainedModel) -> None:
-    """Give every module whose `layer_idx` is -1 the index of its decoder layer, or of the last, which depths copy.
+    """Give every module whose `layer_idx` is -1 (Zamba 2) the index of its decoder layer, or of the last for depths.
 
-    Calls of attention are told apart by it; modules that several layers share (Zamba 2) keep -1.
+    Calls of attention are told apart by it.
     """
-    modules_with_layers: dict[int, tuple[Any, set[int]]] = {}
     layers = [*decoder_layers(model).values()]
     depths = [(len(layers) - 1, block) for block in mtp_blocks(model).values()]  # which copy the last layer
     for index, layer in (*enumerate(layers), *depths):
-        for module in layer.modules():
+        modules: list[Any] = [*layer.modules()]
+        for module in modules:
             if getattr(module, "layer_idx", None) == -1:
-                modules_with_layers.setdefault(id(module), (module, set()))[1].add(index)
-    for module, indices in modules_with_layers.values():
-        if len(indices) == 1:
-            module.layer_idx = indices.pop()
+                module.layer_idx = index
 
 
 class RunningLayer(NamedTuple):

@@ -232,27 +232,22 @@ class CallRules:
                 f"row_multiple={self.row_multiple}"
             )
 
-    def separate_features(self, *, training: bool, same_frequencies: bool = False) -> tuple[str, ...]:
-        """Return what the model computes that is not exact where documents share prefixes; with `same_frequencies`
-        those of a family have the same by `length_limits`.
+    def separate_features(self, *, training: bool) -> tuple[str, ...]:
+        """Return what the model computes that is not exact where documents share prefixes.
+
+        Documents that do must have the same frequencies by `length_limits`.
         """
-        features = [*self.separate, *(f"spans of {name}" for name in self.in_spans)]
-        if self.prefix:
-            features = [*self.separate, "a bidirectional prefix"]
-        if self.length_limits and not same_frequencies:
-            features.append("rope that depends on a document's length")
-        return (*features, *(self.separate_in_training if training else ()))
+        spans = ["a bidirectional prefix"] if self.prefix else [f"spans of {name}" for name in self.in_spans]
+        return (*self.separate, *spans, *(self.separate_in_training if training else ()))
 
     def check_families(self, micro_batches: Iterable[MicroBatch], *, training: bool) -> None:
         """Raise ModelError if the model computes something that is not exact where documents share prefixes."""
-        if features := self.separate_features(training=training, same_frequencies=True):
+        if features := self.separate_features(training=training):
             raise ModelError(
                 f"{self.architecture} has {', '.join(features)}, exact for separate documents alone, and documents of "
                 "the plan share prefixes; plan the documents before share_prefixes"
             )
-        if not self.length_limits:
-            return
-        for group in (group for batch in micro_batches for group in batch.groups if group.parents is not None):
+        for group in (group for batch in micro_batches for group in batch.groups):
             for index, parent in enumerate(group.parents or ()):
                 rows = [group.longest_paths[i] for i in (index, max(parent, 0))]
                 if parent >= 0 and len({length_class(self.length_limits, n) for n in rows}) > 1:

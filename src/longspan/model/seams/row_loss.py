@@ -71,15 +71,13 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
     depend on more than hidden states and output embedding, or the forward does more before its base model, unless this
     is a stage of a model that was `tried`.
     """
-    _check_output_embedding(model)
+    _refuse_other_parameters(model)
     forward = type(model).forward
-    untried = not tried
 
     @wraps(forward)
     def forward_with_loss(
         *args: Any, row_loss: RowLoss | None = None, future_ids: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
         # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
@@ -90,31 +88,35 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
             inputs_of_layer = record_layer_inputs(model)
         with inputs_of_layer as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
-        if untried:
+        if hidden.is_meta:  # in the trial below
             _refuse_other_forward(model, forward, hidden, args, kwargs)
-            untried = False
         deeper: tuple[Tensor, ...] = ()
         if future_ids is not None and inputs is not None:  # the second test is for the type checker
-            from longspan.model.mtp import compute_mtp_states
-
-            deeper = compute_mtp_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
+            deeper = inputs.compute_mtp_states(hidden, future_ids, kwargs.get("shard"))
         return row_loss(hidden.squeeze(0), OutputHead(model, forward), *deeper)
 
     model.forward = forward_with_loss
-    if untried:
+    if not tried:
         _try_row_loss(model)
 
 
-def _check_output_embedding(model: PreTrainedModel) -> None:
-    name = type(model).__name__
+def find_output_embedding(model: PreTrainedModel) -> Any:
+    """Find the output embedding over a base model; ModelError without one."""
     head = model.get_output_embeddings()
     if head is None or base_model(model) is model:
-        raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
-    placed = {id(p) for module in (base_model(model), head, *mtp_depths(model)) for p in module.parameters()}
+        raise ModelError(
+            f"{type(model).__name__} has no output embedding over a base model; use a causal language model"
+        )
+    return head
+
+
+def _refuse_other_parameters(model: PreTrainedModel) -> None:
+    modules = base_model(model), find_output_embedding(model), *mtp_depths(model)
+    placed = {id(p) for module in modules for p in module.parameters()}
     if others := [n for n, p in model.named_parameters() if id(p) not in placed]:
         raise ModelError(
-            f"{name} has parameters beside its base model and its output embedding ({', '.join(others[:4])}); its loss "
-            f"cannot be taken from the last hidden states{doctor_hint(model)}"
+            f"{type(model).__name__} has parameters beside its base model and its output embedding "
+            f"({', '.join(others[:4])}); its loss cannot be taken from the last hidden states{doctor_hint(model)}"
         )
 
 
@@ -144,8 +146,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
         from longspan.model.mtp import refuse_bypassing_mtp
 
         refuse_bypassing_mtp(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
-    head: Any = model.get_output_embeddings()
-    shape = (2, head.weight.shape[0])
+    shape = (2, find_output_embedding(model).weight.shape[0])
     if tuple(output.shape) != shape or not output.requires_grad:
         raise ModelError(
             f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(output.shape)}, not {shape}"
@@ -268,8 +269,7 @@ def _parameters_beside_head(model: PreTrainedModel, logits: Tensor, rows: Tensor
         seen.add(node)
         leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
         nodes += [below for below, _ in node.next_functions]
-    head: Any = model.get_output_embeddings()
-    others = leaves - {id(rows), *map(id, head.parameters())}
+    others = leaves - {id(rows), *map(id, find_output_embedding(model).parameters())}
     return [name for name, parameter in model.named_parameters() if id(parameter) in others]
 
 

@@ -37,11 +37,11 @@ Unit = tuple[str, nn.Module, Callable[[nn.Module], None]]
 class DrawnWeights:
     """Weights that are a function of names, shapes, the seed and the device's kind: the same under every layout.
 
-    Each unit is drawn whole in float32, from a seed of `seed` and its name; buffers have these values.
+    Each unit is drawn whole in float32, from a seed of `seed` and its name; `values` are given, as those of buffers.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor], units: Iterable[Unit], seed: int) -> None:
-        self._buffers = buffers
+    def __init__(self, values: Mapping[str, Tensor], units: Iterable[Unit] = (), seed: int = 0) -> None:
+        self._values = values
         self._units = [*units]
         self._seed = seed
 
@@ -50,7 +50,8 @@ class DrawnWeights:
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of these parts of parameters."""
-        yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
+        for name in self._values.keys() & parts.keys():
+            yield name, self._values[name][parts[name].block].to(parts[name].dtype)
         for path, module, initialise in self._units:
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
             if not names.keys().isdisjoint(parts):
@@ -257,17 +258,6 @@ class JoinedWeights:
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         yield from self.base.read(parts, device)
         yield from self.added.read(parts, device)
-
-
-class GivenWeights:
-    """A source of these tensors, by name."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        for name in self._tensors.keys() & parts.keys():
-            yield name, self._tensors[name][parts[name].block].to(parts[name].dtype)
 
 
 class _LeftToCheckpoint:

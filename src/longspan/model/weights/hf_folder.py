@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from longspan.errors import ModelError, plural
 from longspan.files import read_json
+from longspan.hub import ADAPTER_CONFIGURATION, adapter_folder_advice
 from longspan.model.presets import PRESETS
 
 FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}  # for every from_pretrained of a folder
@@ -26,7 +27,6 @@ DEQUANTIZE = (
     "model.dequantize()), save it by save_pretrained and use that folder"
 )
 _QUANTIZED = "quantization_config"
-_ADAPTER = "adapter_config.json"
 _WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -77,10 +77,10 @@ def weight_files(folder: Path, *, quantized: bool = False) -> list[Path]:
 
     ModelError for none, quantized, missing or outside ones, and beside an adapter.
     """
-    if (folder / _ADAPTER).is_file():
+    if (folder / ADAPTER_CONFIGURATION).is_file():
         raise ModelError(
-            f"{folder} holds a model and an adapter of peft ({_ADAPTER}) beside it; put the adapter's files into a "
-            "folder of their own, or merge them into the model"
+            f"{folder} holds a model and an adapter of peft ({ADAPTER_CONFIGURATION}) beside it; put the files of the "
+            "adapter into a folder of their own, or merge them into the model"
         )
     weights = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
@@ -123,21 +123,6 @@ def _index_files(folder: Path, index: Path) -> list[Path]:
     if missing := [name for name in files if not (folder / name).is_file()]:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:4])}")
     return [folder / name for name in files]
-
-
-def adapter_folder_advice(folder: Path) -> str:
-    """Advise what to use instead of a folder that holds an adapter of peft, by the run in its parent.
-
-    "" for another.
-    """
-    if not (folder / _ADAPTER).is_file():
-        return ""
-    run = folder.resolve().parent
-    name = str(run) if (run / "config.toml").is_file() else "RUN"
-    return (
-        f"it holds an adapter of peft, without the model that it belongs to. Name the run that trained it ({name}), or "
-        f"give a folder with both in one: longspan export {name} FOLDER --merge"
-    )
 
 
 def _folder_advice() -> str:

@@ -166,7 +166,7 @@ class Packer:
         yield self._place_bins(self._balance_groups(fewest_bins))
         groups = len(self.inside)
         multiple = self.request.micro_batch_multiple
-        fewest_micro_batches = self._round_up_to_multiple(1 + int(fewest_bins.max()) // groups)
+        fewest_micro_batches = self._count_micro_batches(fewest_bins)
         for count in (fewest_micro_batches, fewest_micro_batches + multiple):
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
@@ -212,7 +212,9 @@ class Packer:
         new_assignment = assignment.copy()
         documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, documents in enumerate(documents_of_batches):
-            lengths, work = ([column[i] for i in documents.tolist()] for column in (self.lengths, self.work))
+            indices: list[int] = documents.tolist()
+            lengths = [self.lengths[i] for i in indices]
+            work = [self.work[i] for i in indices]
             bins = pack_least_loaded(lengths, work, groups, self.room)
             if bins is not None:
                 new_assignment[documents] = m * groups + np.array(bins, dtype=np.int64)
@@ -265,11 +267,9 @@ class Packer:
         )
 
     def _count_micro_batches(self, assignment: Integers) -> int:
-        return self._round_up_to_multiple(1 + int(assignment.max()) // len(self.inside))
-
-    def _round_up_to_multiple(self, micro_batches: int) -> int:
+        count = 1 + int(assignment.max()) // len(self.inside)
         multiple = self.request.micro_batch_multiple
-        return -(-micro_batches // multiple) * multiple
+        return -(-count // multiple) * multiple
 
 
 @expand_option_signature

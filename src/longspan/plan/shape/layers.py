@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from longspan.errors import PlanError
 from longspan.files import read_json
+from longspan.hub import adapter_folder_advice
 from longspan.plan.shape.families import Family, find_family
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -47,7 +48,10 @@ class ConfigReader:
             values = read_json(file)
         except (OSError, ValueError) as error:
             fault = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
-            raise PlanError(f"cannot read a model's configuration from {file}: {fault}") from error
+            advice = adapter_folder_advice(file.parent)
+            raise PlanError(
+                f"cannot read a model's configuration from {file}: {fault}{f'; {advice}' if advice else ''}"
+            ) from error
         if not isinstance(values, dict):
             raise PlanError(f"{file} holds no model's configuration: it is not an object")
         return cls(values, str(file))

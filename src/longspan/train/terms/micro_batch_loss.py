@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,10 @@ from longspan.layout import Floats
 from longspan.layout.segments import expand_runs
 from longspan.plain_text import short_text
 from longspan.plan import Plan
-from longspan.train.loss import Head, chunked_loss, chunked_values, row_numbers
+from longspan.train.loss import Head, chunked_loss
 from longspan.train.read_rows import LocalBatch, bases_of_documents
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import BatchTargets, check_value_names, tabulate_values
+from longspan.train.terms.token_loss import BatchTargets, check_value_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +96,8 @@ class MicroBatchPasses:
             + targets.positions
             + self._ahead
         )
-        values = partial(tabulate_values, row_numbers(head), self._also)
         table = np.zeros((len(self._names), sum(lengths)))
-        table[:, at] = (
-            chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
-        )
+        table[:, at] = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
         over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
         table = np.reshape(over_slots, table.shape)
         if bases := bases_of_documents(batch.shard.micro_batch):

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def step_terms(
     inputs: StepInputs,
     *,
-    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
-    divisor: float | None = None,
-    router: "RouterCoefficients | None" = None,
-    mtp: "MtpLoss | None" = None,
-    chunk_rows: int = 0,
-    time_slots: bool = False,
+    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None",
+    divisor: float | None,
+    router: "RouterCoefficients | None",
+    mtp: "MtpLoss | None",
+    chunk_rows: int,
+    time_slots: bool,
 ) -> tuple[Term, ...]:
     """Make all terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
 

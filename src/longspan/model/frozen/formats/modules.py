@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.frozen.formats.stored import stored_weights
-from longspan.model.frozen.formats.stored_format import StoredWeight
+from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.kinds import is_adapted
 
 _SETTINGS = {  # by the name of a class

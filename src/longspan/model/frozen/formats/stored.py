@@ -13,11 +13,15 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from longspan.errors import ModelError
-from longspan.model.frozen.formats.float8 import float8_weight
-from longspan.model.frozen.formats.four_bit import four_bit_weight
-from longspan.model.frozen.formats.int8 import int8_weight
-from longspan.model.frozen.formats.mxfp4 import mxfp4_weight
-from longspan.model.frozen.formats.stored_format import StoredWeight, Tensors, tensor_dtype
+from longspan.model.frozen.formats.stored_weight import (
+    StoredWeight,
+    Tensors,
+    float8_weight,
+    four_bit_weight,
+    int8_weight,
+    mxfp4_weight,
+    tensor_dtype,
+)
 
 # Scales of activations and of caches, which say nothing of the weights.
 _OF_ACTIVATIONS = re.compile(r".*\.(activation|input|output|[qkv])_(scale|zero_point|global_scale)(_inv)?")
