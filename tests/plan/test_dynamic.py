@@ -117,7 +117,6 @@ def test_random_plans_are_sound_and_never_worse_than_a_fixed_degree(seed: int) -
         check_sound(plan, lengths, arguments["min_cp"], widest, arguments["micro_batch_multiple"])
         for group in plan.groups:  # one slot says nothing
             assert group.partition == (arguments["partition"] if group.degree > 1 else "zigzag")
-        assert Plan.from_json(plan.to_json()) == plan
         shared = {k: v for k, v in arguments.items() if k not in ("min_cp", "max_cp", "effort")}
         cap = arguments["max_tokens_per_slot"] or sum(lengths)
         room = cap // arguments["row_multiple"] * arguments["row_multiple"]
