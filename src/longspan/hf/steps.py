@@ -101,33 +101,6 @@ class BatchesAhead:
         return [batch for batch in coming if not isinstance(batch, Exception)]
 
 
-class HostBatches:
-    """The batches of a Trainer's loader, left on the host; `make_next_batches` has some of them made ahead."""
-
-    _batches: BatchesAhead | None = None
-
-    def keep_batches_on_host(self, loader: Any) -> None:
-        """Change a loader so that its batches stay on the host until `training_step` moves them, and can be made ahead.
-
-        Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
-        """
-        self._batches, base = None, getattr(loader, "base_dataloader", None)
-        if type(loader) is not DataLoaderShard or base is None or getattr(loader, "use_stateful_dataloader", False):
-            return
-        loader.device = None
-        iterate_stock = type(base).__iter__
-
-        def begin_batches() -> BatchesAhead:
-            self._batches = BatchesAhead(iterate_stock(base))
-            return self._batches
-
-        base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
-
-    def make_next_batches(self, count: int) -> list[Any]:
-        """Make the batches of the next step ahead; [] where they are not known."""
-        return [] if self._batches is None else self._batches.make_next_batches(count)
-
-
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on the device; the host waits for no copy to a GPU.
 
@@ -267,6 +240,7 @@ class StepsPart(StockTrainer):
 
     _runs_ahead = True  # whether steps run ahead of the Trainer's loss
 
+    _batches_ahead: BatchesAhead | None = None  # of the loader, where some can be made before they are asked for
     # batches of the optimizer step that begins; () once its first batch is called
     _coming_batches: Sequence[Any] = ()
     _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
@@ -279,10 +253,6 @@ class StepsPart(StockTrainer):
     _pass_nodes = range(0)  # of autograd's graph: those of the newest step's passes
     _cost: Cost  # by which plans are made
     _was_cut_short = False  # whether a callback ended an epoch before all batches of a step came to the model
-
-    @cached_property
-    def _host_batches(self) -> HostBatches:
-        return HostBatches()
 
     @cached_property
     def _choices(self) -> dict[bool, PlannerConfig]:
@@ -338,10 +308,25 @@ class StepsPart(StockTrainer):
         return super()._prepare_for_training(*args)
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's loader; its batches stay on the host unless a class below has a step that reads them."""
+        """Return the Trainer's loader; its batches stay on the host until `training_step` moves them, and can be made
+        ahead, unless a class below has a step that reads them.
+
+        Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
+        """
         loader = super().get_train_dataloader()
-        if self.is_in_train and not self._has_step_below:
-            self._host_batches.keep_batches_on_host(loader)
+        self._batches_ahead = None
+        base = getattr(loader, "base_dataloader", None)
+        is_known = type(loader) is DataLoaderShard and base is not None
+        if not is_known or loader.use_stateful_dataloader or not self.is_in_train or self._has_step_below:
+            return loader
+        loader.device = None
+        iterate_stock = type(base).__iter__
+
+        def begin_batches() -> BatchesAhead:
+            self._batches_ahead = BatchesAhead(iterate_stock(base))
+            return self._batches_ahead
+
+        base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -428,10 +413,11 @@ class StepsPart(StockTrainer):
             torch.cuda.current_stream(self.world.device).synchronize()
 
     def _prepare_next_step(self) -> None:
-        if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
+        ahead = self._batches_ahead
+        if ahead is None or self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):
-            batches = self._host_batches.make_next_batches(self._batch_count)
+            batches = ahead.make_next_batches(self._batch_count)
             # At an epoch's end no new batch is held back: `make_next_batches` then begins with this step's last one.
             is_new = all(batch is not old for batch in batches for old, _ in self._moved)
             if batches and is_new and self._runs_ahead:
