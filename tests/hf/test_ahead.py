@@ -198,7 +198,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
     return reads.ours, reads.others, work
 
 
-def below(folder: str) -> tuple[int, list[Any]]:
+def below(folder: str) -> tuple[int, bool]:
     seen = []
 
     class Below(with_longspan(SFTTrainer)):
@@ -209,7 +209,7 @@ def below(folder: str) -> tuple[int, list[Any]]:
     trainer = make(Below, folder)
     trainer.train()
     trainer.end()
-    return len(seen), trainer._host_batches.make_next_batches(1)
+    return len(seen), trainer._batches_ahead is not None
 
 
 def each(rank: int, folder: str) -> Any:
