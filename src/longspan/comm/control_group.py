@@ -142,21 +142,14 @@ class ControlGroup:
         self._is_alone = len(home.ranks) == 1  # then nothing travels, and nothing is waited for
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
 
-    def compare_digests(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
-        """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
-
-        Raises CommError with the ranks that hold each of the different digests: `what` names what was compared, and
-        `hint` says what to do.
-        """
-        return self.compare_digests_and_flags(digest, flag, what=what, hint=hint)[0]
-
-    def compare_digests_and_flags(
-        self, digest: str, *flags: bool, what: str = "plans", hint: str = ""
-    ) -> tuple[bool, ...]:
-        """Compare a digest as `compare_digests` does, and as many flags on every rank; returns which are set on any.
+    def compare_digests(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
+        """Compare a hexadecimal digest over all ranks; returns which of the flags, as many on every rank, are set on
+        any of them.
 
         One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
         of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
+        Raises CommError with the ranks that hold each of the different digests: `what` names what was compared, and
+        `hint` says what to do.
         """
         if self._is_alone:
             return flags
