@@ -117,6 +117,10 @@ class PairRounds:
             work.wait(timedelta(seconds=self._limit()))
 
 
+def _as_float64(values: Sequence[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
 _LARGE = 1 << 16  # bytes from which an array goes around gloo's ring
 
 
@@ -212,13 +216,12 @@ class ControlGroup:
 
     def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Return sums over the slots of this plane, in float64 and in one order: the same bits on every rank."""
-        local = torch.tensor(list(values), dtype=torch.float64)
         with self._watch.enter_operation(what, self.plane):
-            return self._rounds_of_plane.reduce(local, torch.add, what).tolist()
+            return self._rounds_of_plane.reduce(_as_float64(values), torch.add, what).tolist()
 
     def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
         """Return sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
-        return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.add, what).tolist()
+        return self._reduce(_as_float64(values), torch.add, what).tolist()
 
     def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Return sums over the slots of all pipeline stages, in float64 and in one order."""
@@ -241,7 +244,7 @@ class ControlGroup:
 
     def largest_over_ranks(self, values: Sequence[float], what: str) -> list[float]:
         """Return the largest of all ranks' values at each index of the list."""
-        return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
+        return self._reduce(_as_float64(values), torch.maximum, what).tolist()
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
         if self._is_alone:

@@ -35,8 +35,8 @@ class Halo:
 
     `rows` are the local rows that leave, `sends[m]` of them to member m, one member after another; `receives[m]` rows
     arrive from m. A row that this member needs and holds itself goes the same way. `before` says where arrived rows lie
-    before each run; `first` are the first rows of runs, which read the arrived ones and are written again. Every member works out the
-    needs of all, in one order, so that no member has to ask.
+    before each run; `first` are the first rows of runs, which read the arrived ones and are written again. Every member
+    works out the needs of all, in one order, so that no member has to ask.
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
