@@ -131,7 +131,7 @@ class Reads(TrainerCallback):
         for name in READS:
             patch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
         patch.setattr(torch, "equal", self._counting(torch.equal))
-        patch.setattr(StepEnd, "_run_host_work", self._in_meanwhile(StepEnd._run_host_work))
+        patch.setattr(StepEnd, "__init__", self._in_meanwhile(StepEnd.__init__))
 
     def _counting(self, read: Any) -> Any:
         def counted(*args: Any, **keywords: Any) -> Any:
@@ -153,13 +153,19 @@ class Reads(TrainerCallback):
         elif around.name not in HOST:
             self.ours[phase, around.name] += 1
 
-    def _in_meanwhile(self, work: Any) -> Any:
-        def work_meanwhile(end: StepEnd) -> None:
-            counted, self.phase = self.phase, ""
-            work(end)
-            self.phase = "after" if counted else ""
+    def _in_meanwhile(self, make: Any) -> Any:
+        def make_end(end: StepEnd, *args: Any) -> None:
+            make(end, *args)
+            work = end.host_work
 
-        return work_meanwhile
+            def work_meanwhile() -> None:
+                counted, self.phase = self.phase, ""
+                work()
+                self.phase = "after" if counted else ""
+
+            object.__setattr__(end, "host_work", work_meanwhile)
+
+        return make_end
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.phase = "before" if state.global_step == COUNTED - 1 else ""

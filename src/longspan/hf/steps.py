@@ -315,7 +315,7 @@ class StepsPart(StockTrainer):
         """
         loader = super().get_train_dataloader()
         self._batches_ahead = None
-        base = getattr(loader, "base_dataloader", None)
+        base: Any = getattr(loader, "base_dataloader", None)
         is_known = type(loader) is DataLoaderShard and base is not None
         if not is_known or loader.use_stateful_dataloader or not self.is_in_train or self._has_step_below:
             return loader
