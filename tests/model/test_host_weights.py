@@ -36,6 +36,7 @@ from longspan.train.training import make_optimizer
 from tests.model.frozen.packed_models import adapted
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
+from tests.train.optim.test_offload_states import late as late_method
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 MUTATIONS: dict[str, Change] = {
@@ -426,22 +427,11 @@ def test_what_cannot_wait_is_refused_on_every_rank() -> None:
 # ---- on GPUs
 
 
-def _late(method: Any, stream_of: Any) -> Any:
-    """A method whose copies begin some milliseconds after what they must wait for."""
-
-    def late_method(self: Any, *arguments: Any) -> Any:
-        with torch.cuda.stream(stream_of(self)):
-            torch.cuda._sleep(4_000_000)
-        return method(self, *arguments)
-
-    return late_method
-
-
 LATE: Mapping[str, Any] = {
     "none": None,
-    "weights": (HostStore, "fetch", lambda store: store._stream),
-    "gradients": (HostParam, "to_sharded_dtensor", lambda _: torch.cuda.current_stream()),
-    "products": (HostStore, "take", lambda _: torch.cuda.current_stream()),
+    "weights": (HostStore, "fetch", lambda store: [store._stream]),
+    "gradients": (HostParam, "to_sharded_dtensor", None),
+    "products": (HostStore, "take", None),
 }
 
 
@@ -482,8 +472,8 @@ def _late_copies(rank: int, ranks: int, late: str, dtype: str) -> None:
         computing = torch.cuda.current_stream()
         for on_host in (False, True):
             if on_host and (found := LATE[late]):
-                owner, name, stream_of = found
-                patched.setattr(owner, name, _late(getattr(owner, name), stream_of))
+                owner, name, streams = found
+                patched.setattr(owner, name, late_method(getattr(owner, name), streams))
             before = torch.cuda.memory_allocated()
             model, optimizer = open_run(home, world, on_host=on_host)
             taken = torch.cuda.memory_allocated() - before

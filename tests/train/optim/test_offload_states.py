@@ -1,6 +1,6 @@
 """Moments on the host: the same bits of parameters and states as on the device, whatever the optimizer and the cut."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +56,20 @@ def _take_steps(model: Model, optimizer: Optimizer, steps: range) -> None:
             skipped = name == "never" or (name == "later" and step < 2) or (name == "small" and step == 2)
             parameter.grad = None if skipped else gradient
         optimizer.step()
+
+
+def late(method: Any, streams: Callable[[Any], Sequence[Any]] | None = None) -> Any:
+    """A method whose work on a GPU, on these streams or the current one, begins some milliseconds after what it waits
+    for.
+    """
+
+    def late_method(self: Any, *arguments: Any) -> Any:
+        for stream in [torch.cuda.current_stream()] if streams is None else streams(self):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(4_000_000)
+        return method(self, *arguments)
+
+    return late_method
 
 
 def _differences(a: Any, b: Any, path: str = "") -> list[str]:
