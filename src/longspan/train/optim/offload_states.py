@@ -470,10 +470,13 @@ class _Update:
         return group.unshard(*args, **keywords)
 
     def _make_current(self, parameters: Iterable[Any]) -> None:
+        """Let the current stream wait for the updates of these; gradients of those that it waited for are free."""
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
         count = last + 1
         self._launch_buckets(count + self._ahead)
-        self._wait_for_buckets(count)
+        while self._updated and self._launched - len(self._updated) < count:
+            _, self._event = self._updated.popleft()
+        self._copies.wait_for_event(self._event)
 
     def _launch_buckets(self, count: int) -> None:
         """Launch updates until `count` buckets are, in whatever mode the caller runs."""
@@ -493,12 +496,6 @@ class _Update:
                 self._leave_replaced()
                 self._copies.wait_for_all()
             raise
-
-    def _wait_for_buckets(self, count: int) -> None:
-        """Let the current stream wait for the first `count` buckets, whose gradients are free then."""
-        while self._updated and self._launched - len(self._updated) < count:
-            _, self._event = self._updated.popleft()
-        self._copies.wait_for_event(self._event)
 
     def _run_buckets(self) -> Generator[None]:
         """Update the buckets one by one, while the next comes and the one before goes."""
