@@ -169,7 +169,7 @@ class ChatEncoding:
         This is not seen in single texts, as several texts that follow one another can form a token together.
         """
         tokens = self._turn_tokens(tools)
-        if tokens.any_token is None or tokens.is_harmless([messages, tools]):
+        if tokens.is_harmless([messages, tools]):
             return
         harmless = self.template.render(*tokens.make_harmless([messages, tools])).text
         names, harmless_names = tokens.any_token.findall(text), tokens.any_token.findall(harmless)
