@@ -21,7 +21,6 @@ from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documen
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossTokens
-from longspan.train.step_end import StepEnd
 from longspan.train.terms.token_loss import Distributions
 from tests.hf.stock import Run
 from tests.hf.tiny import completions, model_of, tokenizer
@@ -83,20 +82,16 @@ def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to
     assert not made.matches(called)
 
 
-def sums(rank: int) -> list[np.ndarray]:
-    results = []
-    with World(Layout(2), backend="gloo") as world, pytest.MonkeyPatch.context() as patch:
-        for on_device in (False, True):
-            patch.setattr(steps, "sums_on_device", lambda world, on_device=on_device: on_device)
-            collected = CollectedTokens((3, 4), ("entropy",))
-            for document, position in ((0, rank), (1, 2 - 2 * rank), (1, 1))[: 3 - rank]:
-                value = torch.tensor([1.0 + 10 * document + position])
-                row, place, target = (torch.tensor([x]) for x in (document, position, 0))
-                at = LossTokens(row, place, target, {"coefficient": torch.ones(1)}, _Entropy(-value))
-                collected(value, at)
-            values = collected.sum_over_ranks(world)
-            results.append(np.stack([values.values, values.also["entropy"]]))
-    return results
+def sums(rank: int) -> np.ndarray:
+    with World(Layout(2), backend="gloo") as world:
+        collected = CollectedTokens((3, 4), ("entropy",))
+        for document, position in ((0, rank), (1, 2 - 2 * rank), (1, 1))[: 3 - rank]:
+            value = torch.tensor([1.0 + 10 * document + position])
+            row, place, target = (torch.tensor([x]) for x in (document, position, 0))
+            at = LossTokens(row, place, target, {"coefficient": torch.ones(1)}, _Entropy(-value))
+            collected(value, at)
+        values = collected.sum_over_ranks(world)
+        return np.stack([values.values, values.also["entropy"]])
 
 
 class _Entropy(Distributions):
@@ -107,11 +102,10 @@ class _Entropy(Distributions):
         return self._value
 
 
-def test_values_are_summed_alike_on_the_host_and_on_the_device() -> None:
+def test_values_of_tokens_are_summed_over_ranks() -> None:
     expected = np.array([0, 1, 2, 0, 11, 12, 13.0])  # of the token after each row
-    for results in run_ranks(sums, 2):
-        for values in results:
-            assert np.array_equal(values[0], expected) and np.array_equal(values[1], -expected)
+    for values in run_ranks(sums, 2):
+        assert np.array_equal(values, [expected, -expected])
 
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
@@ -131,7 +125,8 @@ class Reads(TrainerCallback):
         for name in READS:
             patch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
         patch.setattr(torch, "equal", self._counting(torch.equal))
-        patch.setattr(StepEnd, "_run_host_work", self._in_meanwhile(StepEnd._run_host_work))
+        name = "_prepare_next_step_and_wait"
+        patch.setattr(steps.StepsPart, name, self._in_meanwhile(getattr(steps.StepsPart, name)))
 
     def _counting(self, read: Any) -> Any:
         def counted(*args: Any, **keywords: Any) -> Any:
@@ -154,9 +149,9 @@ class Reads(TrainerCallback):
             self.ours[phase, around.name] += 1
 
     def _in_meanwhile(self, work: Any) -> Any:
-        def work_meanwhile(end: StepEnd) -> None:
+        def work_meanwhile(trainer: Any) -> None:
             counted, self.phase = self.phase, ""
-            work(end)
+            work(trainer)
             self.phase = "after" if counted else ""
 
         return work_meanwhile
