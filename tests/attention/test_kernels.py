@@ -63,12 +63,12 @@ def simulate(
         mine = rows[member]
         owners = [(member - step) % degree for step in range(degree)]
         blocks = [(rows[owner], launches_between[member][owner]) for owner in owners]
-        total = Partial(len(mine), q.shape[1], v.shape[2], like=q)
+        total = Partial(q[mine], v.shape[2])
         for theirs, launches in blocks:
             add_block(total, q[mine], k[theirs], v[theirs], launches, call)
         total_out, lse = total.result()
         out[mine] = total_out.to(q.dtype)
-        part = RowSum(tuple(q[mine].shape), q)
+        part = RowSum(q[mine])
         for theirs, launches in blocks:
             saved = Saved(q[mine], k[theirs], v[theirs], out[mine], lse)
             saved = saved._replace(out=saved.deltas(dout[mine])) if with_deltas else saved

@@ -67,8 +67,7 @@ def test_a_press_is_forwarded_once_and_a_later_one_kills_and_notices_are_forward
 ) -> None:
     received, now = list[int](), [50.0]
     monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
-    ranks: Any = SimpleNamespace(signal=received.append)
-    forwarding = Forwarding(ranks)
+    forwarding = Forwarding(received.append)
     for seconds, number in presses:
         now[0] = 50.0 + seconds
         forwarding._forward_signal(number, None)
@@ -85,7 +84,7 @@ def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.M
     with raise_on_stop_signals():
         ignore_signals([signal.SIGUSR1])
         signal.raise_signal(signal.SIGUSR1)
-        with Forwarding(SimpleNamespace(signal=received.append)):  # pyright: ignore[reportArgumentType]
+        with Forwarding(received.append):
             signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(Interrupted, match="SIGUSR2") as raised:
             signal.raise_signal(signal.SIGUSR2)
@@ -219,7 +218,8 @@ def fail_after_a_signal(rank: int, folder: Path) -> None:
 
 def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) -> None:
     def send() -> None:
-        while len(list(tmp_path.iterdir())) < 2:
+        forwards = Forwarding._forward_signal.__qualname__
+        while len(list(tmp_path.iterdir())) < 2 or signal.getsignal(signal.SIGTERM).__qualname__ != forwards:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 

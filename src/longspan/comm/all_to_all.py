@@ -14,8 +14,8 @@ from longspan.errors import CommError
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
     """Return all members' counts (E,), in member order, on each member's host: one gather, and one device wait."""
-    parts = channel.all_gather(counts[None].contiguous(), [1] * channel.degree, "token counts of experts").wait()
-    return torch.cat(parts).tolist()
+    handle = channel.all_gather_rows(counts[None].contiguous(), [1] * channel.degree, "token counts of experts")
+    return handle.wait().tolist()
 
 
 def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], channel: Channel) -> Tensor:

@@ -379,7 +379,7 @@ class Portions:
             if self.items is not None:
                 self.world.control.compare_digests(self.items.digest(), what="lists of items")
             room = self._gathering_bytes()
-            any_ended, no_room = self.world.control.compare_digests_and_flags(self.plan.digest(), ended, not room)
+            any_ended, no_room = self.world.control.compare_digests(self.plan.digest(), ended, not room)
             self.gathered: int = 0 if no_room else room
             return any_ended
         self.any_long: bool

@@ -316,8 +316,9 @@ class StepsPart(StockTrainer):
         loader = super().get_train_dataloader()
         self._batches_ahead = None
         base = getattr(loader, "base_dataloader", None)
-        is_known = type(loader) is DataLoaderShard and base is not None
-        if not is_known or loader.use_stateful_dataloader or not self.is_in_train or self._has_step_below:
+        if type(loader) is not DataLoaderShard or base is None or loader.use_stateful_dataloader:
+            return loader
+        if not self.is_in_train or self._has_step_below:
             return loader
         loader.device = None
         iterate_stock = type(base).__iter__

@@ -191,10 +191,7 @@ class LocalRanks:
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
-        for rank in running:
-            rank.process.join(0)
-            if rank.process.exitcode is None and rank.process.pid is not None:
-                os.kill(rank.process.pid, DUMP)  # the rank's faulthandler dumps its stack
+        _signal_ranks(running, DUMP)  # a rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(stack_text(self.folder, rank.index) for rank in running):
             time.sleep(0.05)
@@ -207,10 +204,7 @@ class LocalRanks:
         )
 
     def signal(self, number: int) -> None:
-        for rank in self.ranks:
-            rank.process.join(0)
-            if rank.process.exitcode is None and rank.process.pid is not None:
-                os.kill(rank.process.pid, number)
+        _signal_ranks(self.ranks, number)
 
     def end(self) -> None:
         """Ranks without an answer are killed, others end as their pipes close."""
@@ -224,6 +218,13 @@ class LocalRanks:
                 rank.process.kill()
                 rank.process.join()
             rank.process.close()
+
+
+def _signal_ranks(ranks: Sequence[LocalRank], number: int) -> None:
+    for rank in ranks:
+        rank.process.join(0)
+        if rank.process.exitcode is None and rank.process.pid is not None:
+            os.kill(rank.process.pid, number)
 
 
 def run_local(
@@ -260,7 +261,7 @@ def run_local(
             ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload, ignored=ignored)
             try:
                 ranks.start()
-                with Forwarding(ranks) as forwarding:
+                with Forwarding(ranks.signal) as forwarding:
                     ranks.collect_answers(timeout, grace)
             finally:
                 ranks.end()

@@ -272,7 +272,8 @@ def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **
         result = read()
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, world)
-    if world.control.compare_digests(digest, flag=failure is not None, **names):
+    (failed,) = world.control.compare_digests(digest, failure is not None, **names)
+    if failed:
         raise_first_error(world, failure)
     return result  # pyright: ignore[reportReturnType]
 

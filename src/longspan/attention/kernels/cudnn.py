@@ -15,12 +15,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Saved
+from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.kernels import reference
 from longspan.attention.rows import accumulation_dtype, pad_heads
 from longspan.attention.tiles import DenseCall, Launch, Tile, Tiling, dense_calls
 
-_CAPABILITIES = (9, 10)
 _VERSION = 91100  # from it on, query heads of 192 with values of 128
 _HEAD_SIZE_MULTIPLE = 8
 
@@ -30,8 +29,7 @@ def unsupported_reason(device: torch.device) -> str:
     version = torch.backends.cudnn.version()
     if version is None or version < _VERSION:
         return f"needs cuDNN {_version_text(_VERSION)}, got {'none' if version is None else _version_text(version)}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major in _CAPABILITIES else f"needs compute capability 9 or 10, got {major}.{minor}"
+    return unsupported_capability_reason(device, range(9, 11), "9 or 10")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:

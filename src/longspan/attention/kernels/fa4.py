@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Saved
+from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.rows import pad_heads
 from longspan.attention.tiles import Launch
 
-_CAPABILITIES = (9, 10, 11)
 _HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 
 
@@ -26,8 +25,7 @@ _HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 def unsupported_reason(device: torch.device) -> str:
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "needs the extra fa4, which is not installed: pip install 'longspan[fa4]'"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major in _CAPABILITIES else f"needs compute capability 9 to 11, got {major}.{minor}"
+    return unsupported_capability_reason(device, range(9, 12), "9 to 11")
 
 
 @cache
