@@ -26,7 +26,6 @@ from longspan.evaluation.metrics import (
     Mean,
     RowSums,
     Totals,
-    check_metric_names,
     with_sums_of_sets,
 )
 from longspan.evaluation.result import Evaluation
@@ -397,13 +396,8 @@ class Portions:
 
     def _end_reason(self, done: int) -> LongspanError | None:
         options = self.options
-        seconds = time.perf_counter() - self.started
-        if not done:
-            try:
-                check_metric_names((*options.metrics, *options.document_metrics))
-            except EvaluationError as error:
-                return error
         if options.stopped is not None and (reason := options.stopped()):
+            seconds = time.perf_counter() - self.started
             count = plural(len(self.plan.micro_batches), "micro-batch", "es")
             name = f" of {options.name}" if options.name else ""
             return EvaluationStopped(
