@@ -29,6 +29,7 @@ from longspan.train.read_rows import (
     count_prefix_rows,
     read_and_compare_digest,
     reading_error,
+    text_digest,
 )
 
 IDS = "ids"
@@ -102,7 +103,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         which its last one predicts; `depths` of multi-token prediction need as many more. Raises CommError where ranks
         hold different plans, and DataError on every rank for a plan of other documents.
         """
-        digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
+        digest = text_digest(f"{plan.digest()} {depths}")
         need = read_and_compare_digest(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
         have = [

@@ -1,10 +1,10 @@
 """A loss of whole documents: a function of the log-probabilities of each document of a set; and a step's own loss."""
 
-import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -22,7 +22,7 @@ from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
-from longspan.train.read_rows import WEIGHTS, LocalBatch
+from longspan.train.read_rows import WEIGHTS, LocalBatch, read_and_compare_digest, text_digest
 from longspan.train.step_inputs import StepInputs
 from longspan.train.terms.micro_batch_loss import (
     MicroBatchLoss,
@@ -135,6 +135,9 @@ class DocumentPasses:
 
     An error of the caller's function is kept in `error`, and the passes go on.
     """
+
+    kind = "DocumentLoss"
+    given = "sums"
 
     def __init__(
         self,
@@ -287,22 +290,14 @@ class LossTerm(Term):
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
-        loss_text = ""
-        failure = None
-        try:
-            self.loss_fn: LossFn
-            self.divisor: float
-            self.loss_fn, self.divisor, loss_text = _read_loss(
-                loss, divisor, inputs.plan, world, chunk_rows, scores
-            )
-        except Exception as error:  # sets may be anything: the other ranks must learn of it
-            failure = _to_loss_error(error, world)
-        (failed,) = world.control.compare_digests(
-            _text_digest("a loss or a divisor"), failure is not None, what=_COMPARISON, hint=_HINT
+        read = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
+        names = {"what": "losses, sets or divisors", "hint": _HINT}
+        self.loss_fn: LossFn
+        self.divisor: float
+        self.loss_fn, self.divisor, loss_text = read_and_compare_digest(
+            read, text_digest("a loss or a divisor"), world, _to_loss_error, **names
         )
-        if failed:
-            raise_first_error(world, failure)
-        world.control.compare_digests(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
+        world.control.compare_digests(text_digest(loss_text), **names)
         if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
             self.loss_fn.refuse_dropout(inputs.language_model)
         if inputs.backward and isinstance(self.loss_fn, MicroBatchPasses):
@@ -325,15 +320,10 @@ class LossTerm(Term):
             raise_first_error(self._world, error)
         if isinstance(self.loss_fn, TokenLoss) or not self.loss_fn.check.differ_on_ranks(self._world):
             return
-        kind = "DocumentLoss"
-        given = "sums"
-        if isinstance(self.loss_fn, MicroBatchPasses):
-            kind = "MicroBatchLoss"
-            given = "tokens"
         raise on_all_ranks(
             LossError(
-                f"the function of a {kind} gave other losses or derivatives on some ranks; let it depend on {given}, "
-                "on the numbers of documents, and on values that are the same on every rank"
+                f"the function of a {self.loss_fn.kind} gave other losses or derivatives on some ranks; let it depend "
+                f"on {self.loss_fn.given}, on the numbers of documents, and on values that are the same on every rank"
             )
         )
 
@@ -350,12 +340,7 @@ class LossTerm(Term):
         return {"forward_twice": self.loss_fn.forward_twice, "figures": made}
 
 
-_COMPARISON = "losses, sets or divisors"
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_loss(
