@@ -82,16 +82,20 @@ def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to
     assert not made.matches(called)
 
 
-def sums(rank: int) -> np.ndarray:
-    with World(Layout(2), backend="gloo") as world:
-        collected = CollectedTokens((3, 4), ("entropy",))
-        for document, position in ((0, rank), (1, 2 - 2 * rank), (1, 1))[: 3 - rank]:
-            value = torch.tensor([1.0 + 10 * document + position])
-            row, place, target = (torch.tensor([x]) for x in (document, position, 0))
-            at = LossTokens(row, place, target, {"coefficient": torch.ones(1)}, _Entropy(-value))
-            collected(value, at)
-        values = collected.sum_over_ranks(world)
-        return np.stack([values.values, values.also["entropy"]])
+def sums(rank: int) -> list[np.ndarray]:
+    results = []
+    with World(Layout(2), backend="gloo") as world, pytest.MonkeyPatch.context() as patch:
+        for on_device in (False, True):
+            patch.setattr(steps, "sums_on_device", lambda world, on_device=on_device: on_device)
+            collected = CollectedTokens((3, 4), ("entropy",))
+            for document, position in ((0, rank), (1, 2 - 2 * rank), (1, 1))[: 3 - rank]:
+                value = torch.tensor([1.0 + 10 * document + position])
+                row, place, target = (torch.tensor([x]) for x in (document, position, 0))
+                at = LossTokens(row, place, target, {"coefficient": torch.ones(1)}, _Entropy(-value))
+                collected(value, at)
+            values = collected.sum_over_ranks(world)
+            results.append(np.stack([values.values, values.also["entropy"]]))
+    return results
 
 
 class _Entropy(Distributions):
@@ -102,10 +106,11 @@ class _Entropy(Distributions):
         return self._value
 
 
-def test_values_of_tokens_are_summed_over_ranks() -> None:
+def test_values_are_summed_alike_on_the_host_and_on_the_device() -> None:
     expected = np.array([0, 1, 2, 0, 11, 12, 13.0])  # of the token after each row
-    for values in run_ranks(sums, 2):
-        assert np.array_equal(values, [expected, -expected])
+    for results in run_ranks(sums, 2):
+        for values in results:
+            assert np.array_equal(values[0], expected) and np.array_equal(values[1], -expected)
 
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
