@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks, raise_first_error
+from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import LongspanError, LossError, ModelError, plural
 from longspan.layout import Floats
 from longspan.model.kinds import adapter_of_prepared_model, is_adapted
@@ -162,7 +163,6 @@ class DocumentPasses:
         self._coefficients: Floats = np.zeros((len(plan.lengths), self._width))  # of sets not in one micro-batch
         # this rank's part of the sums of documents
         self.sums: Floats = np.zeros((len(plan.lengths), self._width + len(self._also)))
-        self._loss_ahead = 0.0
         self._index = {
             document: index
             for index, micro_batch in enumerate(plan.micro_batches)
@@ -187,14 +187,17 @@ class DocumentPasses:
         if self._sets_inside:
             refuse_head_dropout(model, self._world, "DocumentLoss")
 
-    def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
-        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
+    def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
+        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks.
+
+        Returns this rank's part of the loss of these sets, which one rank counts.
+        """
         # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted(
             {self._index.get(document, -1) for documents in self._sets_across for document in documents}
         )
         if not indices:
-            return
+            return 0.0
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         collected = CollectedLogProbs(
@@ -202,20 +205,14 @@ class DocumentPasses:
         )
         run_passes(replace(passes, backward=False, routing=None, loss_fn=collected, depths=0, terms=()), ahead)
         sums = collected.gather_tables(passes.world)[1].T
-        self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
+        loss, self._coefficients = self._compute_set_losses(self._sets_across, sums)
         self.forward_twice: int = len(indices)
-        if self._counts_ahead:
-            inside = {d for sets in self._sets_inside.values() for documents in sets for d in documents}
-            ahead_alone = sorted({d for documents in self._sets_across for d in documents} - inside)
-            self.sums[ahead_alone] += sums[ahead_alone]
-
-    def loss_ahead(self) -> float:
-        """Return this rank's part of the loss of the sets of `compute_coefficients_ahead`, which one rank counts."""
-        return self._loss_ahead if self._counts_ahead else 0.0
-
-    @property
-    def _counts_ahead(self) -> bool:
-        return self._world.rank == self._world.home.ranks[0]
+        if not is_first_rank(self._world):
+            return 0.0
+        inside = {d for sets in self._sets_inside.values() for documents in sets for d in documents}
+        ahead_alone = sorted({d for documents in self._sets_across for d in documents} - inside)
+        self.sums[ahead_alone] += sums[ahead_alone]
+        return loss
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
@@ -309,8 +306,7 @@ class LossTerm(Term):
     def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
         if not isinstance(self.loss_fn, DocumentPasses):
             return 0.0
-        self.loss_fn.compute_coefficients_ahead(passes, batches)
-        return self.loss_fn.loss_ahead()
+        return self.loss_fn.compute_coefficients_ahead(passes, batches)
 
     def raise_error(self) -> None:
         if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
