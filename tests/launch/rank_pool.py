@@ -156,8 +156,8 @@ class RankPool:
                 listening.listen(self.size)
                 listening.settimeout(START_SECONDS)
                 payload = pickle_call(serve_calls, (address,))
-                self._ranks = LocalRanks(self.size, Path(self._folder.name), self.threads, payload)
-                self._ranks.start()
+                self._ranks = LocalRanks(Path(self._folder.name), self.threads)
+                self._ranks.start(self.size, payload)
                 self._started = self._ranks.ranks
                 for _ in range(self.size):
                     calls = Connection(listening.accept()[0].detach())
