@@ -124,7 +124,7 @@ class RankPool:
         self.size, self.threads = size, threads
         self._ranks: LocalRanks | None = None
         self._started: list[LocalRank] = []
-        self._calls: dict[int, Connection] = {}  # by rank
+        self._calls: dict[int, Connection[Any, Any]] = {}  # by rank
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
 
