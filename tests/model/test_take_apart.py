@@ -23,7 +23,7 @@ def test_parts_share_the_weights_under_the_names_of_the_whole(name: str) -> None
     made = dict(encoder.named_parameters()) | dict(model.named_parameters())
     assert made.keys() == whole.keys() and all(made[n] is whole[n] for n in whole)
     assert encoder.deep_layers == (2 if name.startswith("qwen3-vl") else 0)
-    cost = image_cost(model.config, encoder)
+    cost = image_cost(model.config, encoder, again=0, gpu=False)
     assert (cost.linear_seconds > 0) and (cost.attention_seconds > 0)
 
 

@@ -16,7 +16,7 @@ from longspan.layout import Exchange, Partition
 AHEAD = "tokens_ahead"  # the keyword of an input embedding that is called for later tokens than the shard's rows
 
 
-def splice_rows(embeddings: Tensor, shard: SequenceShard, ahead: int = 0) -> Tensor:
+def splice_rows(embeddings: Tensor, shard: SequenceShard, ahead: int) -> Tensor:
     """Put the rows of `shard.derived.spliced` into token embeddings (1, T, D); into a copy if there are any.
 
     The embeddings are those of the tokens `ahead` positions after the shard's rows (multi-token prediction). `spliced`

@@ -369,6 +369,8 @@ class OptimizerSection(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.schedule
+        for text in self.groups:
+            NamedGroup.from_text(text)
 
     @property
     def schedule(self) -> tuple[str, float]:
@@ -453,12 +455,6 @@ class TrainConfig(Section):
     profile_steps: Annotated[tuple[int, ...], AtLeast(1)] = ()
     """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
     took the time (docs/gpu.md). Such a step is slower."""
-
-    @property
-    def row_form(self) -> RowForm:
-        """What rows become for the loss: pairs, for orpo pairs whose chosen document is learnt whole, or for kto
-        answers with labels; "" for no preferences."""
-        return self.loss if self.loss in ("", "orpo", "kto") else "pairs"
 
     @property
     def needs_reference(self) -> bool:

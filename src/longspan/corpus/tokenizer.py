@@ -87,15 +87,12 @@ class TextTokenizer:
     @property
     def opening(self) -> tuple[str, ...]:
         """The tokens that every text begins with."""
-        return self._token_texts(self.surrounding_ids[0])
+        return tuple(map(str, map(self.engine.id_to_token, self.surrounding_ids[0])))
 
     @property
     def closing(self) -> tuple[str, ...]:
         """The tokens that every text ends with."""
-        return self._token_texts(self.surrounding_ids[1])
-
-    def _token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        return tuple(str(self.engine.id_to_token(i)) for i in ids)
+        return tuple(map(str, map(self.engine.id_to_token, self.surrounding_ids[1])))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode each text, with the tokens around it; long ones in pieces if possible, to bound memory."""

@@ -124,7 +124,7 @@ class WholeWeights:
             state = stage.state_dict()
             tied = tied_names(stage)
             self._packed |= packed_weights(stage)
-            adapted = {} if self._adapter is None else adapted_weights(stage)
+            adapted = adapted_weights(stage)
             state = entries_trained_with_adapter(model, state) if saved else state
             for name, value in state.items():
                 if name not in tied and name not in self._local:
@@ -402,7 +402,11 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
     weights of the model, has them in other shapes, or cannot be read; the model's weights are then undefined.
     """
     folder = Path(folder)
-    as_error = partial(_make_load_error, folder)
+
+    def as_error(error: Exception) -> ModelError:
+        said = f"the weights in {folder} cannot be read: {type(error).__name__}: {error}"
+        return error if isinstance(error, ModelError) else ModelError(said)
+
     if (adapter := adapter_of_prepared_model(model)) is not None:
         result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), as_error)
         return
@@ -435,9 +439,3 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
                 raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
             refuse_quantized_tensor(name, values, tensor.dtype, folder)
             local_tensor(tensor).copy_(values[LocalPart.from_parameter(tensor).block])
-
-
-def _make_load_error(folder: Path, error: Exception) -> ModelError:
-    if isinstance(error, ModelError):
-        return error
-    return ModelError(f"the weights in {folder} cannot be read: {type(error).__name__}: {error}")

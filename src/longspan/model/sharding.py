@@ -28,12 +28,12 @@ from longspan.model.options import Sharding
 from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.weights.fill import has_meta_parameters
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
+from longspan.plan.messages import SUMMED_NUMBERS
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _DEFAULT = Sharding()  # of a module that was sharded elsewhere
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
-_BUCKET_BYTES = 1 << 26  # gradients of unsharded models are summed in flat buffers of at most so many bytes
 
 
 def shard_over_slots(
@@ -392,7 +392,8 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
             if parameter.grad is None and count > 0:  # all slots sum the same ones
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-        for bucket in _take_tensors(gradients, _BUCKET_BYTES):
+        number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
+        for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
             _sum_over_slots(bucket, world)
 
 

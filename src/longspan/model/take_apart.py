@@ -104,7 +104,7 @@ def take_apart_or_undo(model: nn.Module) -> Iterator[ImageEncoder]:
         raise
 
 
-def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
+def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int, gpu: bool) -> Cost:
     """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
 
     `encoder` is not sharded yet; of frozen parts only the forward pass is priced; recomputation runs forward `again`

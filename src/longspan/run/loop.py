@@ -24,10 +24,11 @@ from longspan.comm.all_ranks import (
 )
 from longspan.comm.device_memory import peak_memory_bytes
 from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError, LongspanError, RunFolderError
+from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
+from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import plan_steps
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final, open_prompts
@@ -40,7 +41,6 @@ from longspan.run.records import Records, open_records, record_start_seconds, sa
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, check_free_disk, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.shared_prefixes import shared_line
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
@@ -137,6 +137,24 @@ class Steps:
         if slow_rank:
             self._slow_slots.log_slow_slot(int(slow_rank) - 1, world, self._log)
         return Agreement(stopped, save_on, bool(minutes))
+
+
+def shared_line(plan: Plan, shape: ModelShape | None) -> str:
+    """Say what a step whose documents share prefixes computes once (docs/shared-prefixes.md)."""
+    parents = plan.parents or ()
+    whole = plan.whole_documents
+    branches = [document for document in whole if parents[document] >= 0]
+    prefixes = [document for document in range(len(parents)) if document not in set(whole)]
+    families = sum(parents[prefix] < 0 for prefix in prefixes)
+    rows = sum(plan.lengths[prefix] for prefix in prefixes)
+    line = (
+        f"{plural(len(branches), 'document')} in {families} {'family' if families == 1 else 'families'}: {rows:,} of "
+        f"{plan.tokens + plan.spared_rows:,} tokens are computed once for all that begin with them"
+    )
+    if shape is not None:
+        separate = model_flops(shape, [plan.path_lengths[document] for document in whole])
+        line += f", {separate / model_flops(shape, plan.lengths, bases=plan.bases):.1f} times fewer operations"
+    return line
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:

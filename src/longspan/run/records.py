@@ -73,17 +73,18 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
     if run.config.run.loggers:
         open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
         loggers = run_on_every_rank(world, open_loggers, ConfigError)
-
-    def open_logs() -> tuple[MetricsLog, PlanLog, CompletionsLog]:
-        completions = run.dir / COMPLETIONS if first and run.config.evaluation.prompts else None
-        return (
-            MetricsLog(run.dir / "metrics.jsonl" if first else None, after_step=run.done, loggers=loggers),
-            PlanLog(run.dir / "plans.jsonl" if first else None, after_step=run.done),
-            CompletionsLog(completions, after_step=run.done, loggers=loggers),
-        )
-
+    metrics_file, plans_file = (run.dir / name if first else None for name in ("metrics.jsonl", "plans.jsonl"))
+    completions_file = run.dir / COMPLETIONS if first and run.config.evaluation.prompts else None
     with loggers or nullcontext():
-        metrics, plans, completions = run_on_every_rank(world, open_logs, RunFolderError)
+        metrics, plans, completions = run_on_every_rank(
+            world,
+            lambda: (
+                MetricsLog(metrics_file, after_step=run.done, loggers=loggers),
+                PlanLog(plans_file, after_step=run.done),
+                CompletionsLog(completions_file, after_step=run.done, loggers=loggers),
+            ),
+            RunFolderError,
+        )
         with metrics, plans, completions:
             yield Records(run, metrics, plans, completions)
 

@@ -23,7 +23,7 @@ from longspan.corpus.build import (
     open_or_build_run_corpus,
     open_shared_corpus,
 )
-from longspan.corpus.recipe import CorpusSettings
+from longspan.corpus.recipe import CorpusSettings, find_kinds
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.run_order import documents_line, make_step_order
@@ -202,9 +202,10 @@ def open_data(
 ) -> RunData:
     """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, if there is one."""
 
-    def list_files() -> None:
+    def check_rows_of_sets() -> None:
         for entry in config.evaluation.sets:
-            _corpus_settings(config, entry).find_source_files(Path(config.run.dir))
+            settings = _corpus_settings(config, entry)
+            find_kinds(settings, settings.find_source_files(Path(config.run.dir)))
 
     def load_own_metrics() -> dict[str, Metric]:
         key = "evaluation.metrics"
@@ -217,7 +218,7 @@ def open_data(
 
     # before a corpus is built
     if config.evaluation.sets:
-        run_on_first_rank(world, list_files, DataError)
+        run_on_first_rank(world, check_rows_of_sets, DataError)
     metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)

@@ -23,14 +23,14 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.build import check_ids_in_vocabulary
 from longspan.data.documents import CorpusDocuments
-from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, source_lines
+from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, share_none, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
 from longspan.files import read_json, write_atomically
 from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
-from longspan.model.seams.call_rules import refuse_randomness
+from longspan.model.seams.call_rules import call_rules, refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.resolve.choice import PlannerConfig, query_heads
@@ -41,7 +41,6 @@ from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
-from longspan.run.shared_prefixes import share_by_model
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
 from longspan.train.run_depths import depths_line
@@ -399,7 +398,9 @@ def set_up(
     reads_checkpoint = checkpoint is not None and has_references
     model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
     if data.order.sharing is not None:
-        share_by_model(data.order, model, log)
+        rules = call_rules(find_language_model(model))
+        data.order.length_limits = rules.length_limits
+        share_none(data.order, log, *rules.separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model, memory=memory)

@@ -40,7 +40,6 @@ from longspan.model.tensor_parallel.plan import (
     EvenRows,
     FusedRows,
     StyledModule,
-    equal_parts,
     split_block_names,
 )
 from longspan.model.weights.fill import copy_to_device
@@ -146,13 +145,6 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
         return inner(*tree_map(copy_input, args), **tree_map(copy_input, kwargs))
 
     module.forward = forward
-
-
-def slice_inputs(linear: nn.Linear, world: World) -> None:
-    """Let a linear take this rank's slice of the inputs; its outputs, without the bias, are a part of a sum over tp."""
-    slice_parameter(linear, "weight", 1, world)
-    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": return_none}
-    wrap_forward(linear, views={"weight": local_tensor, **without_bias})
 
 
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
@@ -301,8 +293,10 @@ def split_linear(
     first = layer.lora_A.values() if base is not module else ()
     second = layer.lora_B.values() if base is not module else ()
     if style in (ROWWISE, SPLIT_INPUT):
-        for linear in (base, *first):
-            slice_inputs(linear, world)
+        for linear in (base, *first):  # their outputs are a part of a sum over tp
+            slice_parameter(linear, "weight", 1, world)
+            without_bias: dict[str, View] = {} if linear.bias is None else {"bias": return_none}
+            wrap_forward(linear, views={"weight": local_tensor, **without_bias})
         for linear in second:
             sum_partial_gradients(linear, key)
         whole_inputs = style == SPLIT_INPUT  # in a block that gets, and returns, all rows
@@ -316,7 +310,7 @@ def split_linear(
     for linear in (base, *second):
         rows = EvenRows(linear.out_features)
         if style == PACKED:  # each half, such as a gate and its values
-            rows = equal_parts(linear.out_features, 2)
+            rows = FusedRows((EvenRows(linear.out_features // 2),) * 2)
         elif style == QKV:
             rows = FusedRows(tuple(map(EvenRows, widths)))
         names = [name for name, _ in linear.named_parameters(recurse=False)]

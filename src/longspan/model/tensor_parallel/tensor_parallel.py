@@ -305,7 +305,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 
 def split_over_ranks(
-    model: PreTrainedModel, world: World, *, sequence_parallel: bool = False, sum_expert_gradients: bool = False
+    model: PreTrainedModel, world: World, *, sequence_parallel: bool, sum_expert_gradients: bool
 ) -> None:
     """Split the model over the tensor-parallel ranks of this slot; all ranks call it together, before FSDP2.
 

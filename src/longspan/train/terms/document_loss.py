@@ -5,7 +5,6 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -21,7 +20,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plain_text import short_text
 from longspan.plan import Plan
-from longspan.train.loss import CrossEntropy, Head, chunked_values, row_numbers
+from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
 from longspan.train.read_rows import WEIGHTS, LocalBatch
 from longspan.train.step_inputs import StepInputs
@@ -38,7 +37,6 @@ from longspan.train.terms.token_loss import (
     LossFunction,
     TokenLoss,
     check_value_names,
-    tabulate_values,
 )
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -81,7 +79,13 @@ class DocumentLoss:
             )
         if self.sets is None:
             return (plan.whole_documents,) if count else ()  # prefixes predict nothing
-        sets = tuple(_read_set(index, documents) for index, documents in enumerate(_list_sets(self.sets)))
+        try:
+            listed = list(self.sets)
+        except TypeError as error:
+            raise LossError(
+                f"the sets of a DocumentLoss are {short_text(self.sets)}; give a list of sets: [(0, 1), (2, 3)]"
+            ) from error
+        sets = tuple(_read_set(index, documents) for index, documents in enumerate(listed))
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):
                 raise LossError(
@@ -93,15 +97,6 @@ class DocumentLoss:
                     f"{count - 1}; give their numbers in the plan"
                 )
         return sets
-
-
-def _list_sets(sets: Any) -> list[Any]:
-    try:
-        return list(sets)
-    except TypeError as error:
-        raise LossError(
-            f"the sets of a DocumentLoss are {short_text(sets)}; give a list of sets: [(0, 1), (2, 3)]"
-        ) from error
 
 
 def _read_set(index: int, documents: Any) -> tuple[int, ...]:
@@ -148,7 +143,7 @@ class DocumentPasses:
         plan: Plan,
         world: World,
         chunk_rows: int,
-        scores: int = 0,
+        scores: int,
     ) -> None:
         """Sort the sets of documents by where their loss can be computed."""
         self.error: Exception | None = None
@@ -226,8 +221,7 @@ class DocumentPasses:
         loss = 0.0
         groups = batch.shard.micro_batch.groups
         if groups and (sets := self._sets_inside.get(self._index[groups[0].documents[0]])):
-            values = partial(tabulate_values, row_numbers(head), self._also)
-            numbers = chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
+            numbers = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
             local = np.zeros_like(self.sums)
             sums = np.zeros_like(self.sums)
             rows = targets.weighted_rows(numbers, self.loss.columns, self._scores)
@@ -289,9 +283,7 @@ class LossTerm(Term):
     CommError where ranks have different ones, or some have neither.
     """
 
-    def __init__(
-        self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int = 0
-    ) -> None:
+    def __init__(self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int) -> None:
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
