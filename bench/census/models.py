@@ -39,6 +39,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "gemma4_text+moe": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704},
     "gemma4_text+shared": {"num_kv_shared_layers": 18, "use_double_wide_mlp": True},
     "gemma4_text+k_is_v": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "glm4_moe+qk_norm": {"use_qk_norm": True},
     "gpt2+inverse": {"scale_attn_by_inverse_layer_idx": True},
     "gpt2+untied": {"tie_word_embeddings": False},
     "gpt_neox+serial": {"use_parallel_residual": False},

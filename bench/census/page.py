@@ -30,7 +30,7 @@ with the reason. `longspan doctor --model FOLDER` makes this comparison for your
 "Also" names configurations that the census ran beside the defaults of the class. `tp`, `pp` and `ep` say whether homes
 with two tensor-parallel ranks, two stages or two expert-parallel ranks are exact too, and "routers" whether the balance
 and z losses of routers are; a dash means that the class has no experts. `tp` is for the class's default configuration:
-`phi` with `qk_layernorm` and `glm4_moe` with `use_qk_norm` are refused under `tp`. "Kernel" is the first of the
+`phi` with `qk_layernorm` is refused under `tp`. "Kernel" is the first of the
 [table of kernels](attention.md#kernels) that takes several documents at these head sizes on a GPU in bfloat16, for each
 kind of layer; if `fa4` is not installed, the next one runs.
 

@@ -216,7 +216,7 @@ def mode_of(weights: str) -> Literal["free", "lockstep"]:
 
 
 def degree_of(plan: Plan) -> int:
-    return max(group.degree for batch in plan.micro_batches for group in batch.groups)
+    return max(group.degree for group in plan.groups)
 
 
 def types_of(plan: Plan) -> dict[str, float]:

@@ -175,7 +175,7 @@ def test_masks_and_labels_are_cut_with_their_tokens(tmp_path: Path, other: bool)
     path = rows_as("jsonl", tmp_path / "rows", [{"input_ids": [1, 2, 3]}, *rows])
     corpus = corpus_of(tmp_path, path=str(path))
     assert contents(corpus) == [([1, 2, 3], [2, 3], 2), *wanted]
-    assert corpus.targets is not None and corpus.manifest.targets == corpus.targets.sum()
+    assert corpus.targets is not None
     assert corpus.manifest.codes == ("<i4" if other else "|u1")
 
 

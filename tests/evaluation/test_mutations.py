@@ -30,7 +30,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "nothing": (None, ""),
     "a document dropped": ((SUMS, "self._losses, measured.documents, losses)",
                             "self._losses, measured.documents, losses * (measured.documents > 0))"), "document"),
-    "rows of a document dropped": ((SUMS, "rows = target_rows(batch)\n",
+    "rows of a document dropped": (("train.terms.token_loss", "rows = target_rows(batch)\n",
                                     "rows = target_rows(batch)[1:]\n"), "PlanError"),
     "stale rotary positions": (("comm.shard", "position_ids=to_device(positions, device)",
                                 "position_ids=to_device(positions // 2, device)"), "document"),

@@ -116,7 +116,7 @@ def test_values_are_summed_alike_on_the_host_and_on_the_device() -> None:
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 HOST = {
-    "compare_digests_and_flags",
+    "compare_digests",
     "any_ranks",
     "_is_first_copy",
     "get_batch_samples",
@@ -131,7 +131,7 @@ class Reads(TrainerCallback):
         for name in READS:
             patch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
         patch.setattr(torch, "equal", self._counting(torch.equal))
-        patch.setattr(StepEnd, "_run_host_work", self._in_meanwhile(StepEnd._run_host_work))
+        patch.setattr(StepEnd, "__init__", self._in_meanwhile(StepEnd.__init__))
 
     def _counting(self, read: Any) -> Any:
         def counted(*args: Any, **keywords: Any) -> Any:
@@ -153,13 +153,19 @@ class Reads(TrainerCallback):
         elif around.name not in HOST:
             self.ours[phase, around.name] += 1
 
-    def _in_meanwhile(self, work: Any) -> Any:
-        def work_meanwhile(end: StepEnd) -> None:
-            counted, self.phase = self.phase, ""
-            work(end)
-            self.phase = "after" if counted else ""
+    def _in_meanwhile(self, make: Any) -> Any:
+        def make_end(end: StepEnd, *args: Any) -> None:
+            make(end, *args)
+            work = end.host_work
 
-        return work_meanwhile
+            def work_meanwhile() -> None:
+                counted, self.phase = self.phase, ""
+                work()
+                self.phase = "after" if counted else ""
+
+            object.__setattr__(end, "host_work", work_meanwhile)
+
+        return make_end
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.phase = "before" if state.global_step == COUNTED - 1 else ""
@@ -198,7 +204,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
     return reads.ours, reads.others, work
 
 
-def below(folder: str) -> tuple[int, list[Any]]:
+def below(folder: str) -> tuple[int, bool]:
     seen = []
 
     class Below(with_longspan(SFTTrainer)):
@@ -209,7 +215,7 @@ def below(folder: str) -> tuple[int, list[Any]]:
     trainer = make(Below, folder)
     trainer.train()
     trainer.end()
-    return len(seen), trainer._host_batches.make_next_batches(1)
+    return len(seen), trainer._batches_ahead is not None
 
 
 def each(rank: int, folder: str) -> Any:

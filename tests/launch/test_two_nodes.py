@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from longspan.errors import RankLostError
 from longspan.layout import Layout
 from longspan.plan import Machine
 from longspan.testing import backend
-from tests.faults.live_run import children_of, lives, read_process
+from tests.faults.live_run import children_of, lives, read_process, wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [str(ROOT / "bench/two_nodes.sh"), "--cpu"]
@@ -53,13 +52,6 @@ def _children(pid: int) -> Iterator[int]:
     yield from direct
     for child in direct:
         yield from _children(child)
-
-
-def _wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 150
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end, process.communicate(timeout=5)
-        time.sleep(0.05)
 
 
 def lose_a_node(rank: int) -> None:
@@ -100,7 +92,7 @@ def test_a_node_that_dies_and_ctrl_c_end_everything(number: signal.Signals, said
         line = words.replace(" ", "\0")
         return [pid for pid in _children(nodes.pid) if line in read_process(pid, "cmdline")]
 
-    _wait_for(lambda: len(with_words("sleep 100 ")) == 2, nodes)
+    wait_for(lambda: len(with_words("sleep 100 ")) == 2, nodes, lambda: nodes.communicate(timeout=5))
     everything = [*_children(nodes.pid)]
     if number == signal.SIGINT:
         os.killpg(nodes.pid, number)

@@ -127,8 +127,8 @@ def test_every_document_of_a_set_is_evaluated_once(
         return planners[planner](lengths, home, options=options)
 
     plan = plan_evaluation(make, lengths, home, options, widest)
-    documents = [d for batch in plan.micro_batches for group in batch.groups for d in group.documents]
-    rows = [n for batch in plan.micro_batches for group in batch.groups for n in group.lengths]
+    documents = [d for group in plan.groups for d in group.documents]
+    rows = [n for group in plan.groups for n in group.lengths]
     assert Counter(documents) == Counter(range(len(lengths)))
     assert [rows[documents.index(d)] for d in range(len(lengths))] == lengths
     assert plan.targets == sum(n - 1 for n in lengths) and plan.tokens == sum(lengths)
@@ -156,7 +156,7 @@ def test_the_choice_is_the_fastest_possible(lengths: list[int], shape: tuple[int
         best, seconds = comparison.best.planned.predicted_seconds, plan.predicted_seconds
         assert plan.lower_bound_seconds <= seconds
         assert best <= seconds <= ring.planned.predicted_seconds * (1 + 1e-9)
-        assert {group.cp_comm_type for batch in plan.micro_batches for group in batch.groups} == {kind}
+        assert {group.cp_comm_type for group in plan.groups} == {kind}
         assert "a2a" not in str(kind) or (heads is not None and choice.cp > 1)
         assert kind != "a2a" or (heads or 1) % choice.cp == 0
     assert {d for d in range(1, slots + 1) if slots % d == 0} - {c.cp for c in comparison.choices} == {

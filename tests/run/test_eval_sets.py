@@ -233,4 +233,4 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     with World(check_config(config, 1), backend="gloo") as world:
         trained = build_shared_corpus(config, world, model, resumed=False, log=lambda _: None)
         evaluated = open_evaluation_set(config, config.evaluation.sets[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
-    assert trained.manifest.encodings == evaluated.manifest.encodings
+    assert trained.documents_folder == evaluated.documents_folder

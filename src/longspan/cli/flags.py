@@ -28,7 +28,7 @@ from longspan.config.keys import (
 )
 from longspan.config.other_names import key_of_other_name
 from longspan.config.reference import OFTEN
-from longspan.config.renamed import flag_lines, renamed_hint, renamed_value
+from longspan.config.renamed import renamed_hint, renamed_value
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
@@ -89,8 +89,6 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
             name = "--data" if flag == "--data.path" else flag_text(flag)  # as in verbs without that section
             text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
             lines += _flag_lines(f"{name} {_value_text(types[flag])}", text, width)
-    if whole and kind is TrainFlags:
-        lines += ["", "renamed since version 0.3 (longspan upgrade CONFIG.toml rewrites a file):", *flag_lines()]
     if shown and not whole:
         lines += ["", f"{prog} --help-all shows all {len(types)} flags."]
     return "\n".join(lines)

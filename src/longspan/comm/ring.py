@@ -22,7 +22,7 @@ class RingBlocks:
 
     `tensors` are this member's part of the block, each (counts[index], …) and of one dtype; a yielded block has
     `counts[owner]` rows, valid until the next iteration. While the caller works on one block the next is in flight, in
-    one of two rotating buffers: `peak_blocks` (one's own included) is at most 3, whatever the degree.
+    one of two rotating buffers, whatever the degree.
 
     >>> for owner, (k, v) in RingBlocks(channel, (k, v), part.counts, "ring forward"):
     ...     total = merge(total, block_attention(q, k, v))
@@ -35,7 +35,6 @@ class RingBlocks:
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
-        self._live = self.peak_blocks = 1
 
     def __iter__(self) -> Iterator[tuple[int, Block]]:
         degree = self._channel.degree
@@ -51,8 +50,6 @@ class RingBlocks:
                 arriving = self._spare.pop()
             else:
                 arriving = own_matrix.new_empty((max(self._counts), own_matrix.shape[1]))
-                self._live += 1
-                self.peak_blocks: int = max(self.peak_blocks, self._live)
             next_matrix = arriving[: self._counts[(owner - 1) % degree]]
             handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block

@@ -99,17 +99,6 @@ def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def lay_out_local_rows(
-    micro_batch: MicroBatch, parts: Sequence[ShardPart]
-) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
-    """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
-    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])  # that of padding (−1) is not used
-    none = np.zeros(0, dtype=np.int64)  # where there is no part
-    columns = [(none,) * 4, *(_lay_out_part(shard_part, int(bases[shard_part.index])) for shard_part in parts)]
-    rows, positions, documents, sizes = map(np.concatenate, zip(*columns, strict=True))
-    return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-
-
 def _lay_out_part(part: ShardPart, base: int) -> tuple[Integers, Integers, Integers, Integers]:
     """Packed row and position of each row, id and number of rows of each document that has one.
 
@@ -247,6 +236,7 @@ class SequenceShard(Immutable):
         "derived",
         "device",
         "documents",
+        "host_rows",
         "micro_batch",
         "parts",
         "position_ids",
@@ -263,6 +253,7 @@ class SequenceShard(Immutable):
     seed: tuple[int, int]
     parts: tuple[ShardPart, ...]
     rows: Tensor
+    host_rows: Integers  # the same, on the host
     position_ids: Tensor
     documents: Integers
     cu_seqlens: Tensor
@@ -285,7 +276,11 @@ class SequenceShard(Immutable):
         parts: list[ShardPart] = []
         for index, group in groups:
             parts.append(ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key))
-        rows, positions, documents, cu_seqlens = lay_out_local_rows(micro_batch, parts)
+        bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])  # that of padding (−1) is not used
+        none = np.zeros(0, dtype=np.int64)  # where there is no part
+        columns = [(none,) * 4, *(_lay_out_part(part, int(bases[part.index])) for part in parts)]
+        rows, positions, documents, sizes = map(np.concatenate, zip(*columns, strict=True))
+        cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         self._set(
             micro_batch=micro_batch,
             slot=slot,
@@ -293,6 +288,7 @@ class SequenceShard(Immutable):
             seed=seed,
             parts=tuple(parts),
             rows=to_device(rows, device),
+            host_rows=rows,
             position_ids=to_device(positions, device),
             documents=documents,
             cu_seqlens=to_device(cu_seqlens, device),
@@ -322,8 +318,7 @@ class SequenceShard(Immutable):
         The host computes it. A GPU, asked how many there are, would let the host wait for all queued work.
         """
         if (index := self.derived.real_rows.get((start, stop))) is None:
-            rows = lay_out_local_rows(self.micro_batch, self.parts)[0][start:stop]
-            index = to_device(np.flatnonzero(rows >= 0), self.device)
+            index = to_device(np.flatnonzero(self.host_rows[start:stop] >= 0), self.device)
             self.derived._set(real_rows=MappingProxyType({**self.derived.real_rows, (start, stop): index}))
         return index
 
@@ -338,8 +333,7 @@ class SequenceShard(Immutable):
                 segments = part.segments()
                 of_documents = np.asarray(part.group.leaf_counts)[segments.document]
                 counts.append(np.repeat(of_documents, segments.stop - segments.start))
-            rows = lay_out_local_rows(self.micro_batch, self.parts)[0]
-            self.derived._set(row_counts=to_device(np.concatenate(counts)[rows >= 0], self.device))
+            self.derived._set(row_counts=to_device(np.concatenate(counts)[self.host_rows >= 0], self.device))
         return self.derived.row_counts
 
     def with_padding(self, *, minimum: int = 1, multiple: int = 1) -> "SequenceShard":

@@ -218,19 +218,6 @@ def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in GONE]
 
 
-def flag_lines() -> Iterator[str]:
-    """Write the flags of 0.3 and what they are now, for the help of `train`."""
-    width = max(map(len, RENAMED)) + 2
-    for old, new in RENAMED.items():
-        values = ", ".join(f"{a} is {str(b).lower()}" for a, b in VALUES.get(new, {}).items())
-        yield f"    --{old:<{width}}" + (
-            GONE[new] if new in GONE else f"--{new}" + (f" ({values})" if values else "")
-        )
-    for old, advice in GONE.items():
-        if not old.startswith(f"{OLD_SETS}.") and old not in RENAMED.values():
-            yield f"    --{old:<{width}}{advice}"
-
-
 def upgrade_table() -> str:
     """Write the table of docs/upgrade.md, in Markdown."""
     rows = [f"| `[[{OLD_SETS}]]` | `[[{SETS}]]` |  |"]

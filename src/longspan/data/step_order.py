@@ -1,13 +1,12 @@
 """Which documents a step trains on: a function of the seed and the step only.
 
 World size, degrees and planner have no influence, so a resumed run goes on with the same documents. Memory does not
-grow with the corpus: shuffled places are computed (`stream.py`), the start of every 64th step is kept.
+grow with the corpus: shuffled places are computed (`stream.py`), and of a step its beginning is kept.
 """
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,11 +28,9 @@ from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plan.shape.positions import LengthLimit
 
-_STRIDE = 64  # steps; the beginning of every 64th is kept
-
 
 class StepBegins:
-    """Where steps begin, each of them where the one before ends: only the beginning of every 64th step is kept.
+    """Where steps begin, each of them where the one before ends.
 
     `end_of_step(begin)` gives the end of a step that begins there.
     """
@@ -41,32 +38,21 @@ class StepBegins:
     def __init__(self, end_of_step: Callable[[int], int]) -> None:
         self._end_of_step = end_of_step
         self._begins = array("q", [0])
-        self._block = lru_cache(maxsize=2)(self._compute_block)
 
     def begin_and_end(self, step: int) -> tuple[int, int]:
         """Return where a step begins and ends."""
-        block, index = divmod(step, _STRIDE)
-        while len(self._begins) <= block:
+        while len(self._begins) <= step + 1:
             self._append_begin()
-        return self._block(block)[index]
+        return self._begins[step], self._begins[step + 1]
 
     def count_steps_before(self, place: int) -> int:
         """Count the steps that begin before a place."""
         while self._begins[-1] < place:
             self._append_begin()
-        block = max(0, bisect_left(self._begins, place) - 1)
-        return block * _STRIDE + bisect_left(self._block(block), place, key=lambda bounds: bounds[0])
+        return bisect_left(self._begins, place)
 
     def _append_begin(self) -> None:
-        self._begins.append(self._block(len(self._begins) - 1)[-1][1])
-
-    def _compute_block(self, block: int) -> list[tuple[int, int]]:
-        begin = self._begins[block]
-        steps = list[tuple[int, int]]()
-        for _ in range(_STRIDE):
-            steps.append((begin, self._end_of_step(begin)))
-            begin = steps[-1][1]
-        return steps
+        self._begins.append(self._end_of_step(self._begins[-1]))
 
 
 class StepOrder:

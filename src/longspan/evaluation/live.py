@@ -132,9 +132,8 @@ def evaluate(
     """
     started = time.perf_counter()
     options = options or EvaluationOptions()
-    inputs = bring_gathered_rows(
-        _checked_step_inputs(model, documents, choice, world, share_prefixes=options.share_prefixes)
-    )
+    inputs = _checked_step_inputs(model, documents, choice, world, share_prefixes=options.share_prefixes)
+    inputs = bring_gathered_rows(inputs, 0)
     if options.loss is not None and score_columns(inputs.language_model) > 1:
         raise EvaluationError(
             "a loss of sets of documents is evaluated of a language model, or one of one score; leave loss= out"
@@ -380,7 +379,7 @@ class Portions:
             if self.items is not None:
                 self.world.control.compare_digests(self.items.digest(), what="lists of items")
             room = self._gathering_bytes()
-            any_ended, no_room = self.world.control.compare_digests_and_flags(self.plan.digest(), ended, not room)
+            any_ended, no_room = self.world.control.compare_digests(self.plan.digest(), ended, not room)
             self.gathered: int = 0 if no_room else room
             return any_ended
         self.any_long: bool

@@ -58,7 +58,7 @@ from longspan.train.families import share_where_faster
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch
-from longspan.train.step_end import check_finite, clip_gradients, gather_and_add, sums_on_device
+from longspan.train.step_end import check_finite, clip_gradients
 from longspan.train.step_inputs import check_step_arguments
 from longspan.train.terms.step_terms import encoder_terms
 
@@ -99,33 +99,6 @@ class BatchesAhead:
                 self._ready.append(error)
         coming = [self._newest, *islice(self._ready, count - 1)]
         return [batch for batch in coming if not isinstance(batch, Exception)]
-
-
-class HostBatches:
-    """The batches of a Trainer's loader, left on the host; `make_next_batches` has some of them made ahead."""
-
-    _batches: BatchesAhead | None = None
-
-    def keep_batches_on_host(self, loader: Any) -> None:
-        """Change a loader so that its batches stay on the host until `training_step` moves them, and can be made ahead.
-
-        Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
-        """
-        self._batches, base = None, getattr(loader, "base_dataloader", None)
-        if type(loader) is not DataLoaderShard or base is None or getattr(loader, "use_stateful_dataloader", False):
-            return
-        loader.device = None
-        iterate_stock = type(base).__iter__
-
-        def begin_batches() -> BatchesAhead:
-            self._batches = BatchesAhead(iterate_stock(base))
-            return self._batches
-
-        base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
-
-    def make_next_batches(self, count: int) -> list[Any]:
-        """Make the batches of the next step ahead; [] where they are not known."""
-        return [] if self._batches is None else self._batches.make_next_batches(count)
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
@@ -216,7 +189,7 @@ class CollectedTokens:
         return at["coefficient"] * log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Return the values of all tokens, on every rank; entered by all. On GPUs the device sums them.
+        """Return the values of all tokens, on every rank; entered by all.
 
         A token's values are on one slot, and 0 on the others, so that sums over ranks are the values themselves.
         """
@@ -226,11 +199,8 @@ class CollectedTokens:
             documents, positions, values = (torch.cat(parts, -1) for parts in zip(*self._parts, strict=True))
             at = to_device(starts, world.device)[documents] + positions + 1  # of the token that a row predicts
             table[:, at] = values.double()
-        if sums_on_device(world):
-            sums = gather_and_add(table.flatten(), world).view_as(table).cpu().numpy()
-        else:
-            flat = table.flatten().cpu().numpy()
-            sums = world.control.sum_array_over_ranks(flat, "values of tokens").reshape(table.shape)
+        flat = table.flatten().cpu().numpy()
+        sums = world.control.sum_array_over_ranks(flat, "values of tokens").reshape(table.shape)
         also = dict(zip(self._names, sums[1:], strict=True))
         no_sums = np.zeros(len(self._lengths))  # sums by document, which nothing here reads
         return TokenLogProbs(self._lengths, sums[0], no_sums, also)
@@ -270,6 +240,7 @@ class StepsPart(StockTrainer):
 
     _runs_ahead = True  # whether steps run ahead of the Trainer's loss
 
+    _batches_ahead: BatchesAhead | None = None  # of the loader, where some can be made before they are asked for
     # batches of the optimizer step that begins; () once its first batch is called
     _coming_batches: Sequence[Any] = ()
     _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
@@ -282,10 +253,6 @@ class StepsPart(StockTrainer):
     _pass_nodes = range(0)  # of autograd's graph: those of the newest step's passes
     _cost: Cost  # by which plans are made
     _was_cut_short = False  # whether a callback ended an epoch before all batches of a step came to the model
-
-    @cached_property
-    def _host_batches(self) -> HostBatches:
-        return HostBatches()
 
     @cached_property
     def _choices(self) -> dict[bool, PlannerConfig]:
@@ -341,10 +308,26 @@ class StepsPart(StockTrainer):
         return super()._prepare_for_training(*args)
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's loader; its batches stay on the host unless a class below has a step that reads them."""
+        """Return the Trainer's loader; its batches stay on the host until `training_step` moves them, and can be made
+        ahead, unless a class below has a step that reads them.
+
+        Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
+        """
         loader = super().get_train_dataloader()
-        if self.is_in_train and not self._has_step_below:
-            self._host_batches.keep_batches_on_host(loader)
+        self._batches_ahead = None
+        base = getattr(loader, "base_dataloader", None)
+        if type(loader) is not DataLoaderShard or base is None or loader.use_stateful_dataloader:
+            return loader
+        if not self.is_in_train or self._has_step_below:
+            return loader
+        loader.device = None
+        iterate_stock = type(base).__iter__
+
+        def begin_batches() -> BatchesAhead:
+            self._batches_ahead = BatchesAhead(iterate_stock(base))
+            return self._batches_ahead
+
+        base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -431,10 +414,11 @@ class StepsPart(StockTrainer):
             torch.cuda.current_stream(self.world.device).synchronize()
 
     def _prepare_next_step(self) -> None:
-        if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
+        ahead = self._batches_ahead
+        if ahead is None or self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):
-            batches = self._host_batches.make_next_batches(self._batch_count)
+            batches = ahead.make_next_batches(self._batch_count)
             # At an epoch's end no new batch is held back: `make_next_batches` then begins with this step's last one.
             is_new = all(batch is not old for batch in batches for old, _ in self._moved)
             if batches and is_new and self._runs_ahead:

@@ -19,7 +19,7 @@ from longspan.errors import CommError
 from longspan.launch.launcher_watch import stop_when_launcher_is_gone
 from longspan.launch.output import write_error
 from longspan.launch.stop_signals import ignore_signals, unblock_signals
-from longspan.launch.worker import pickle_error
+from longspan.launch.worker import main_program, pickle_error
 
 DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
 DUMP = signal.SIGQUIT  # asks a rank where it is; those of `stop_signals` are a run's
@@ -123,7 +123,7 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
     launcher = parent.sentinel if parent is not None else -1  # −1: there is none
     file = spec.folder / f"rank-{spec.rank}.pickle"
     with file.open("wb") as stream:  # in this order: `spec` may name what is importable only after `spawn.prepare`
-        pickle.dump(_main_module(), stream)
+        pickle.dump({"dir": str(Path.cwd()), **main_program()}, stream)
         pickle.dump(spec, stream)
     numbers = (pipe.fileno(), out.number, err.number, launcher)
     for number in numbers:
@@ -132,16 +132,6 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
     program = f"import sys; sys.path[:] = {sys.path!r}; from longspan.launch import rank_process as process; "
     program += "process.continue_restarted_rank()"
     os.execv(sys.executable, [sys.executable, "-c", program, str(file), *map(str, numbers)])
-
-
-def _main_module() -> dict[str, Any]:
-    """The folder and the program of the launcher, whose functions a task may name, for `spawn.prepare`."""
-    main = sys.modules.get("__mp_main__")
-    folder: dict[str, Any] = {"dir": str(Path.cwd())}
-    if main is not None and (spec := getattr(main, "__spec__", None)) is not None:
-        return folder | {"init_main_from_name": spec.name}
-    path = getattr(main, "__file__", None)
-    return folder | ({"init_main_from_path": path} if path else {})
 
 
 def continue_restarted_rank() -> NoReturn:

@@ -124,7 +124,7 @@ class WholeWeights:
             state = stage.state_dict()
             tied = tied_names(stage)
             self._packed |= packed_weights(stage)
-            adapted = {} if self._adapter is None else adapted_weights(stage)
+            adapted = adapted_weights(stage)
             state = entries_trained_with_adapter(model, state) if saved else state
             for name, value in state.items():
                 if name not in tied and name not in self._local:

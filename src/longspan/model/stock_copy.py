@@ -16,7 +16,6 @@ from longspan.comm.all_ranks import is_first_rank
 from longspan.comm.device_memory import unused_bytes
 from longspan.comm.first_rank import FirstRank
 from longspan.errors import ModelError, plural
-from longspan.host import free_host_bytes
 from longspan.model.execution import model_execution
 from longspan.model.kinds import find_language_model, unwrap_peft_model
 from longspan.model.layers import decoder_layers
@@ -85,9 +84,7 @@ class StockCopy:
         around = [name for name in self._targets if name not in of_layers]
         sizes = {path: self._count_bytes(inside) for path, inside in names.items()}
         least = self._count_bytes(around) + 2 * max(sizes.values())
-        ranks = self._world.ranks_of_host
-        free = unused_bytes(device, ranks) if device.type == "cuda" else (free_host_bytes() or 0) // ranks
-        free = int(_ROOM * free)
+        free = int(_ROOM * unused_bytes(device, self._world.ranks_of_host))
         room = self._room
         if room is None:
             room = free - least if free else sum(sizes.values())

@@ -35,9 +35,8 @@ class Halo:
 
     `rows` are the local rows that leave, `sends[m]` of them to member m, one member after another; `receives[m]` rows
     arrive from m. A row that this member needs and holds itself goes the same way. `before` says where arrived rows lie
-    before each run; `isolated` is the same with zeros in their place, for the convolution that runs while rows travel;
-    `first` are the first rows of runs, which read the arrived ones and are written again. Every member works out the
-    needs of all, in one order, so that no member has to ask.
+    before each run; `first` are the first rows of runs, which read the arrived ones and are written again. Every member
+    works out the needs of all, in one order, so that no member has to ask.
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
@@ -62,7 +61,6 @@ class Halo:
         self.travels: bool = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
         arrived = self._arrival_table(chains, owners[me])
         self.before: RowsBefore = self._lay_out_runs(chains.lengths, arrived)
-        self.isolated: RowsBefore = self._lay_out_runs(chains.lengths, np.full_like(arrived, -1))
         self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
@@ -196,7 +194,7 @@ class _CausalConv(torch.autograd.Function):
             halo = find_halo(part_chains, width)
             y = x_part
             if len(x_part):
-                y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated)
+                y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.before)
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(arrived_rows):
                 kernel.write_first_outputs(y, x_part, arrived_rows, convolution, halo.first)

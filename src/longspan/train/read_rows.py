@@ -23,7 +23,7 @@ from longspan.model.layers import vocabulary_size
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.model.seams.call_rules import CallRules, call_rules
 from longspan.plan import MicroBatch, Plan
-from longspan.train.step_inputs import MovingDocuments, StepInputs
+from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from longspan.plan.items.encoding_plan import ItemTable
@@ -133,17 +133,12 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
     return np.concatenate(documents), np.concatenate(positions)
 
 
-def bases_of_documents(micro_batch: MicroBatch) -> dict[int, int]:
-    """Return the rows before each document's own, where some of the micro-batch share prefixes; else nothing."""
-    if all(group.parents is None for group in micro_batch.groups):
-        return {}
-    return {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}
-
-
 def rows_before(micro_batch: MicroBatch, documents: Integers) -> Integers | int:
-    """Return, for rows of these documents (n,), the rows before each document's own."""
-    bases = bases_of_documents(micro_batch)
-    return np.array([bases[document] for document in documents.tolist()], dtype=np.int64) if bases else 0
+    """Return, for rows of these documents (n,), the rows before each document's own: those of prefixes."""
+    if all(group.parents is None for group in micro_batch.groups):
+        return 0
+    bases = {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}
+    return np.array([bases[document] for document in documents.tolist()], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -240,7 +235,7 @@ _HINT = (
 )
 
 
-def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float = 1.0) -> list[LocalBatch]:
+def read_local_batches(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
@@ -255,10 +250,10 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
     )
 
 
-def bring_gathered_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
-    """Return what a step runs over, with rows of gathered documents brought to this rank; entered by all ranks."""
+def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
+    """Return what a step runs over, with rows of GatheredDocuments brought to this rank; entered by all ranks."""
     gathered = inputs.documents.documents
-    if not isinstance(gathered, MovingDocuments):
+    if not hasattr(gathered, "rows_under"):
         return inputs
     if gathered.world is not inputs.world:
         raise DataError(
@@ -277,7 +272,8 @@ def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **
         result = read()
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, world)
-    if world.control.compare_digests(digest, flag=failure is not None, **names):
+    (failed,) = world.control.compare_digests(digest, failure is not None, **names)
+    if failed:
         raise_first_error(world, failure)
     return result  # pyright: ignore[reportReturnType]
 

@@ -114,11 +114,12 @@ _ALL = (
     "qwen3_moe gpt_oss mixtral olmoe deepseek_v3 glm4_moe glm4_moe_lite minimax_m2 ernie4_5_moe deepseek_v2 dots1 "
     "granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe hy_v3 mimo_v2_flash exaone_moe afmoe flex_olmo "
     "cohere2_moe laguna solar_open mellum aria_text axk1 beam flint kolibri1 qwen2_moe gemma4_text granitemoehybrid "
-    "minimax_m3_vl_text llama4_text"
+    "minimax_m3_vl_text llama4_text sarvam_moe"
 )
 FAMILIES = tuple(family for family in _ALL.split() if family in CONFIG_MAPPING)  # an older transformers has fewer
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "glm4_moe": {"use_qk_norm": True},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_hidden_layers": 4},  # without state-space layers
 }

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.attention import all_to_all
 from longspan.comm import World
 from longspan.layout import Layout
+from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.plan import MemoryNeeds, MemorySettings, Plan, messages, plan_fixed
 from longspan.plan.memory import layer_table
@@ -83,6 +86,17 @@ def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> No
         once = _ONCE + needs.places[0].hidden_row_bytes
     _check_kept(needs, counted, word, once)
     assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "lfm2", "mellum", "minimax_m2", "olmoe"])
+def test_layers_of_a_family_keep_what_its_row_says(world: World, family: str) -> None:
+    """By a small copy: norms of heads and others that no configuration names."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    config, plan = shrink_configuration(CONFIG_MAPPING[family]()), plan_fixed([ROWS], world.home, cp=1)
+    counted = count_step(config, plan, world, activation_checkpointing="none")
+    needs = MemoryNeeds.of(config.to_dict(), world.home, plan, SETTINGS)
+    _check_kept(needs, counted, "none", _ONCE + needs.places[0].hidden_row_bytes)
 
 
 def family_plan(home: Layout, cp: int, rows: int = ROWS, **options: Any) -> Plan:

@@ -62,7 +62,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
         ALL),
     "positions of the token that is predicted": (
-        (OWN + "token_loss", "to_device(self._path_positions[part]", "to_device(self._path_positions[part] + 1"),
+        (OWN + "token_loss", "to_device(self.path_positions[part]", "to_device(self.path_positions[part] + 1"),
         "tokens"),
     "a gradient of the softmax alone": (
         ("train.loss", ".scatter_add_(1, columns, slopes.unsqueeze(1))", ""), ALL),

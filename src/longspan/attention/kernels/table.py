@@ -117,10 +117,9 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
 
     Raises AttentionError if there is none; the message ends with `hint` (None: with all names).
     """
-    kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
-    kernel = (
-        import_object(name, f"kernel is {name!r}", AttentionError) if kernel is None and "." in name else kernel
-    )
+    kernel: Any = _ROW_OF_NAME.get(name)
+    if kernel is None and "." in name:
+        kernel = import_object(name, f"kernel is {name!r}", AttentionError)
     if isinstance(kernel, Kernel):
         return kernel
     names = f"; use one of {', '.join(kernel.name for kernel in KERNELS)}" if hint is None else hint

@@ -28,6 +28,10 @@ class BlockSizes(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
 
 # By the head's width (a power of two, from 128), the fastest on an H200 first; where shared memory is too small, the
 # next.
@@ -78,7 +82,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             *_score_arguments(launch, call),
             *strides_of(q, k, v),
             **_call_constants(q, v, launch, call),
-            **_block_constants(blocks),
+            **blocks.constants,
         )
 
     launch_fitting_blocks("forward", FORWARD, q, v, launch_blocks)
@@ -98,7 +102,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     def launch_query_gradients(blocks: BlockSizes) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().query_gradients[len(block_list), q.shape[1]](
-            *(*tensors, dq, block_list, *shared), **constants, **_block_constants(blocks)
+            *(*tensors, dq, block_list, *shared), **constants, **blocks.constants
         )
 
     def launch_key_gradients(blocks: BlockSizes) -> None:
@@ -111,7 +115,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
                 **constants,
-                **_block_constants(blocks),
+                **blocks.constants,
             )
 
     launch_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
@@ -171,10 +175,6 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
         "WIDTH": padded_size(q),
         "V_WIDTH": padded_size(v),
     }
-
-
-def _block_constants(blocks: BlockSizes) -> dict[str, int]:
-    return {"ROWS": blocks.rows, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
 
 
 def padded_size(x: Tensor) -> int:

@@ -53,7 +53,8 @@ class MemoryPlan:
     >>> memory.device.total  # doctest: +SKIP
 
     `measures` has a word for each decoder layer, depths of multi-token prediction last; `rows` are the most of a slot
-    in one micro-batch. `device` is at the moment at which most is held, `host` all that waits there.
+    in one micro-batch. `device` is at the moment at which most is held, `host` all that waits there. Where states wait
+    there, those of `states_on_device` bytes stay on the device, in what else would be free.
     """
 
     device: Bytes
@@ -66,6 +67,7 @@ class MemoryPlan:
     offload_weights: bool = False
     mlp_tile_tokens: int = 0
     segment_layers: int = 0
+    states_on_device: int = 0
 
     @classmethod
     def of(
@@ -86,6 +88,18 @@ class MemoryPlan:
         communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
         """
         return MemoryNeeds.of(config, home, plan, settings, machine=machine).under(measures)
+
+    def keep_states(self, budget: MemoryBudget) -> "MemoryPlan":
+        """Return this plan with the states on the device, of those on the host, that it has room for."""
+        states = min(self.host.states, max(0, budget.device - self.device.total))
+        if not states or self.offload_weights:  # with which theirs come
+            return self
+        return replace(
+            self,
+            device=replace(self.device, states=self.device.states + states),
+            host=replace(self.host, states=self.host.states - states),
+            states_on_device=states,
+        )
 
     def fits(self, budget: MemoryBudget) -> bool:
         return self.device.total <= budget.device and self.host.total <= budget.host
@@ -117,7 +131,8 @@ class MemoryPlan:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         extras = [once_a_step_text(self.gathered_once, self.summed_once)]
         if self.offload_optimizer_states:
-            extras.append(", states on the host")
+            stay = f" but for {gib_text(self.states_on_device)}" if self.states_on_device else ""
+            extras.append(f", states on the host{stay}")
         if self.offload_weights:
             extras.append(", weights on the host")
         if self.mlp_tile_tokens:
@@ -278,7 +293,7 @@ class MemoryPrices:
         """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, of states and weights on the
         host.
         """
-        on_host = self.update_seconds(memory) + self.streaming_seconds(memory)
+        on_host = self.update_seconds(memory) / self.place.micro_batches + self.streaming_seconds(memory)
         return self.seconds_on_device(memory, memory.measures) + on_host
 
     def seconds_beyond_settings(self, memory: MemoryPlan) -> float:
@@ -479,6 +494,8 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
                 break
             choice = choices[bound[1]]
             memory = fit_with_fewest_slow_layers(*choice, budget)
+            if memory is not None and fixed.offload_optimizer_states is None:
+                memory = memory.keep_states(budget)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
                 fastest = memory
                 best = candidate

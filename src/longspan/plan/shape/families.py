@@ -123,9 +123,34 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(mlp_gate=False),
     ),
-    **dict.fromkeys(("olmo2*", "olmo3*", "qwen3*"), Family(head_norms=True)),
     **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), Family(mtp_names="last layers")
+        (
+            "apertus*",
+            "dots1*",
+            "exaone4",
+            "exaone_moe",
+            "flex_olmo",
+            "flint",
+            "hunyuan_v1*",
+            "hy_v3",
+            "laguna",
+            "lara_mini",
+            "lfm2*",
+            "lfm3*",
+            "mellum*",
+            "minimax_m2",
+            "olmo2*",
+            "olmo3*",
+            "olmo_hybrid",
+            "olmoe",
+            "qwen3*",
+        ),
+        Family(head_norms=True),
+    ),
+    **dict.fromkeys(("gemma2*", "glm4", "glm4v", "glm4v_text"), Family(post_norms=True)),
+    **dict.fromkeys(("afmoe", "beam", "gemma3*", "gemma4*", "kolibri1"), Family(head_norms=True, post_norms=True)),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), Family(mtp_names="last layers")
     ),
     **dict.fromkeys(("mellum", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), Family(mtp_names="qwen")),
     "apertus": Family(mlp_gate=False, tensor_parallel=_XIELU),
@@ -156,15 +181,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "dots1": Family(small=_defaults_where_none(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2)),
     "falcon_h1": Family(tensor_parallel=_EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED)),
-    "gemma2*": Family(post_norms=True),
-    "gemma3*": Family(head_norms=True, post_norms=True),
     "gemma3": Family(images_see_each_other=True, images="pooled"),
     "gemma4": Family(
         no_images="its layers take inputs made of its ids, placeholders among them, which no step hands over; and "
         "where its configuration says so, tokens of an image see each other in layers with a window alone, whereas "
         "those of a shard do so in every layer"
     ),
-    "glm4*": Family(post_norms=True),
+    "glm4_moe": Family(mtp_names="last layers", tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
     "glm5_next*": Family(rotary=False),
     "gpt2": Family(mlp_width="n_inner", mlp_gate=False),
     "gpt_bigcode": Family(mlp_width="n_inner", mlp_gate=False),
@@ -224,6 +247,7 @@ FAMILIES: dict[str, Family] = {
         )
     ),
     "reformer": Family(small={"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1}),
+    "sarvam_moe": Family(head_norms=True, tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
     "shieldgemma2": Family(images_see_each_other=True),
     "xmod": Family(small={"default_language": lambda small: small["languages"][0]}),
     "zamba": Family(small={"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),

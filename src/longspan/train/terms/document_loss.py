@@ -297,9 +297,10 @@ class LossTerm(Term):
             )
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
-        if world.control.compare_digests(
-            _text_digest("a loss or a divisor"), flag=failure is not None, what=_COMPARISON, hint=_HINT
-        ):
+        (failed,) = world.control.compare_digests(
+            _text_digest("a loss or a divisor"), failure is not None, what=_COMPARISON, hint=_HINT
+        )
+        if failed:
             raise_first_error(world, failure)
         world.control.compare_digests(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
         if inputs.backward and isinstance(self.loss_fn, DocumentPasses):

@@ -55,9 +55,12 @@ def step_terms(
 
         depths = DepthsTerm(mtp, inputs, chunk_rows)
     if has_routers:
-        from longspan.train.terms.routers import router_terms
+        from longspan.model.experts.moe import make_router_statistics
+        from longspan.train.terms.routers import RoutersTerm
 
-        terms += router_terms(inputs, router)
+        tokens = inputs.plan.separate_tokens  # a shared row counts in each document that has it
+        if (statistics := make_router_statistics(model, inputs.world, tokens, router)) is not None:
+            terms.append(RoutersTerm(statistics))
     if depths is not None:
         terms.append(depths)  # after the loss, to whose measure it adds its own
     if time_slots:
