@@ -321,8 +321,8 @@ def test_states_stay_on_the_device_in_room_that_is_left() -> None:
     budget = MemoryBudget(device=128 * GIB, host=200 * GIB)
     choose = partial(choose_memory, QWEN3_8B, Layout(1), plan, MemorySettings(compiled="auto"), budget)
     memory = choose()
-    assert memory.device.total == budget.device and not memory.gathered_once
-    assert 15 * GIB < memory.states_on_device < memory.device.states < memory.states_on_device + GIB
+    assert memory.device.total == 124 * GIB and not memory.gathered_once
+    assert 12 * GIB < memory.states_on_device < memory.device.states < memory.states_on_device + GIB
     states = choose(fixed=FixedMemory(offload_optimizer_states=True)).host.states  # by hand: all of them
     assert memory.host.states == memory.paged_bytes == states - memory.states_on_device
     assert f"states on the host but for {gib_text(memory.states_on_device)};" in memory.summary_line()

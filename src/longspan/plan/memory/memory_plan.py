@@ -312,7 +312,8 @@ class MemoryPrices:
         would not hide behind a forward pass.
         """
         hidden = self._idle_bus_seconds(memory) * self.machine.paging_bytes_per_second
-        states = min(memory.host.states - int(hidden), budget.device - memory.device.total)
+        room = budget.device * 31 // 32 - memory.device.total  # the rest is for fragments of the allocator's memory
+        states = min(memory.host.states - int(hidden), room)
         if states <= 0 or memory.offload_weights:  # with which theirs come
             return memory
         return replace(
