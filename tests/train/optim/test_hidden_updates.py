@@ -132,9 +132,9 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
             assert all(map(torch.equal, contents.values(), other_contents.values())), name
 
 
-def _late_updates(rank: int, root: Path) -> None:
+def _late_updates(rank: int, root: Path, name: str) -> None:
     with World(Layout(1), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
-        case = CASES["one rank, by chance"]
+        case = CASES[name]
         *expected, contents = _take_five_steps(case, world, root / "at once", hidden=False)
         update = offload_states._Update._update_bucket  # which a gather must wait for
         patched.setattr(offload_states._Update, "_update_bucket", late(update))
@@ -145,8 +145,9 @@ def _late_updates(rank: int, root: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gathers_wait_for_late_updates(tmp_path: Path) -> None:
-    run_ranks(_late_updates, 1, tmp_path)
+@pytest.mark.parametrize("name", ["one rank", "one rank, by chance"])
+def test_gathers_wait_for_late_updates(tmp_path: Path, name: str) -> None:
+    run_ranks(_late_updates, 1, tmp_path, name)
 
 
 ONE = ("one rank, by chance",)
