@@ -99,8 +99,7 @@ def _chosen(options: argparse.Namespace, there: Sequence[str], known: dict[str, 
     if unknown := [name for name in options.only if name not in there]:
         raise SystemExit(f"no model of the census is called {', '.join(unknown)}; some are {', '.join(there[:8])}, …")
     redone = {"none": (), "outdated": [n for n in known if known[n]["commit"] != commit], "all": list(known)}
-    wanted = [n for n in options.only or there if n not in known or n in redone[options.redo]]
-    return wanted[: options.most]
+    return [n for n in options.only or there if n not in known or n in redone[options.redo]]
 
 
 def rows_of(
@@ -144,7 +143,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="the record, JSON; what it has already is not run again")
     parser.add_argument("--classes", choices=tuple(CLASSES), default="text")
     parser.add_argument("--only", nargs="+", default=[], help="these models, in this order")
-    parser.add_argument("--most", type=int, default=None, help="so many models at most")
     parser.add_argument("--redo", choices=("none", "outdated", "all"), default="none")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--compare", type=Path, help="another record")

@@ -118,6 +118,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Resumed(path))
 
 
+@pytest.fixture
+def token_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where runs of this test keep their tokens, with those of no other test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "longspan" / "corpora"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What test files import is no garbage: looking for some takes a quarter of the time of importing them."""

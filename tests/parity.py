@@ -3,19 +3,21 @@
 Tables stay data: a test says what a row stands for as a `Case`, and `check` runs the rows on local ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from longspan import Layout, Plan, World, bind, prepare, run_step
+from longspan.data.shared_prefixes import find_families
 from longspan.doctor.stock import compute_in_float64
 from longspan.testing import backend, run_ranks
 from longspan.train import StepResult
@@ -167,3 +169,25 @@ def by_ranks(tables: Mapping[str, Mapping[Layout, Any]]) -> list[Any]:
         for name, table in tables.items()
         for ranks in sorted({len(home.ranks) for home in table})
     ]
+
+
+@contextmanager
+def shared_at_any_price(least_rows: int = 3) -> Iterator[list[int]]:
+    """Share prefixes of so many rows whatever plans are predicted to take; yields how many each search found."""
+    found = list[int]()
+
+    def find(documents: Any, **keywords: Any) -> Any:
+        families = find_families(documents, least_rows=least_rows, **keywords)
+        found.append(len(families.lengths) - len(documents))
+        return families
+
+    def plan_families(plan: Any, lengths: Any, families: Any, home: Layout, *, targets: int | None = None) -> Plan:
+        if families is None or max(families.parents) < 0:
+            return plan(lengths, home, targets=targets)
+        return plan(families.lengths, home, targets=targets, parents=families.parents)
+
+    with (
+        patch("longspan.resolve.choice.find_families", find),
+        patch("longspan.train.families.plan_families", plan_families),
+    ):
+        yield found

@@ -239,9 +239,9 @@ def test_tables_of_the_page_on_planning_are_those_of_their_records_and_commands(
 def test_a_few_rows_of_what_dynamic_plans_are_worth(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "bench/plans/worth.py"), "--quick", "--out", str(tmp_path / "worth.json")]
     subprocess.run(words, check=True, timeout=240)
-    record, page = json.loads((tmp_path / "worth.json").read_text()), (tmp_path / "worth.md").read_text()
+    record = json.loads((tmp_path / "worth.json").read_text())
     assert len(record["gains"]) == 2 and all(row["gain"] > 0.97 for row in record["gains"].values())
-    assert "| lognorm | 16 |" in page and "## Does a wrong constant change the plan?" in page
+    assert record["published"] and record["emulated"] and max(row["regret"] for row in record["sensitivity"]["16"]) < 1
     done = subprocess.run(words, check=True, timeout=60, capture_output=True, text=True)
     assert not done.stdout, "a run goes on with what its record lacks"
 

@@ -28,6 +28,7 @@ from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
 from longspan.bench.benches import origin_text
+from longspan.cli.machine import set_gpu_environment
 from longspan.cli.processes import run_on_ranks, usable_gpus
 from longspan.comm import SequenceShard, World, bind
 from longspan.layout import Layout
@@ -195,6 +196,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    set_gpu_environment()
     print(markdown(run_on_ranks(measure_ranks, (options,), options.world)))
 
 

@@ -2,7 +2,7 @@
 
 `python bench/data/made_chats.py made-chats --chats 200 --shortest 16384 --longest 131072` writes
 
-    made-chats/chats.jsonl     a chat a line: {"messages": [...]}, or with --text its rendered text: {"text": ...}
+    made-chats/chats.jsonl     a chat a line: {"messages": [...]}
     made-chats/tokenizer/      tokenizer.json and a ChatML template, without generation marks, as most models' are
 
 In each turn the user pastes lines of a file and asks for its definitions; the assistant names them. Lengths, in tokens,
@@ -16,7 +16,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -37,7 +36,6 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=131072, help="tokens of a chat")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text", action="store_true", help="rows of text in place of messages")
     flags = parser.parse_args()
     files = sources()
     tokenizer = made_tokenizer(files, flags.vocabulary)
@@ -45,11 +43,7 @@ def main() -> None:
     counts = [len(ids) for ids in tokenizer(files)["input_ids"]]  # pyright: ignore[reportArgumentType]
     rows = chats(files, counts, flags)
     with (flags.folder / "chats.jsonl").open("w", encoding="utf-8") as out:
-        for messages in rows:
-            row: dict[str, Any] = {"messages": messages}
-            if flags.text:
-                row = {"text": tokenizer.apply_chat_template(messages, tokenize=False)}
-            out.write(json.dumps(row) + "\n")
+        out.writelines(json.dumps({"messages": messages}) + "\n" for messages in rows)
     print(f"{flags.chats} chats in {flags.folder / 'chats.jsonl'}, tokenizer in {flags.folder / 'tokenizer'}")
 
 

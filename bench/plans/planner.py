@@ -20,17 +20,16 @@ import argparse
 import ast
 import json
 import math
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from strong_bound import strong_bound
 
 from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.cli.machine import machine_facts, machine_text
+from longspan.plain_text import markdown_table
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.dynamic import free, lockstep
@@ -48,31 +47,7 @@ def lengths_of(name: str, slots: int, cap: int, seed: int, per_slot: int) -> NDA
     """Lengths that hold `per_slot` tokens a slot together, at most 128K each and at most what all slots hold."""
     longest = min(LONGEST, slots * cap)
     tokens = slots * per_slot
-    if name != "files":
-        return sample_lengths(name, tokens, seed=seed, longest=longest)
-    random = np.random.default_rng(seed)
-    drawn = []
-    total = 0
-    while total < tokens:
-        batch = np.clip(random.choice(file_tokens(), 4096), 16, longest)
-        batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
-        drawn.append(batch)
-        total += int(batch.sum())
-    return np.concatenate(drawn)
-
-
-_files: list[NDArray[np.int64]] = []
-
-
-def file_tokens() -> NDArray[np.int64]:
-    """Bytes / 4 of text here: this Python's library (.py), /usr/share (.txt .md .h) and /usr/include (.h)."""
-    if not _files:
-        places = [(Path(sysconfig.get_path("stdlib")), (".py",)), (Path("/usr/share"), (".txt", ".md", ".h"))]
-        places.append((Path("/usr/include"), (".h",)))
-        files = [f for root, ends in places if root.is_dir() for f in sorted(root.rglob("*")) if f.suffix in ends]
-        sizes = np.array([f.stat().st_size // 4 for f in files if f.is_file()], dtype=np.int64)
-        _files.append(sizes[sizes > 16])
-    return _files[0]
+    return sample_lengths(name, tokens, seed=seed, longest=longest)
 
 
 def padded_seconds(lengths: NDArray[np.int64], slots: int, cp: int) -> float:
@@ -154,7 +129,6 @@ def row(name: str, slots: int, cap: int, seed: int, per_slot: int, megatron: Meg
     cp = min(slots, max(1, LONGEST // cap))
     bound = lower_bound_seconds(lengths, slots, cap, COST).seconds
     figures: dict[str, Any] = {"lengths": name, "slots": slots, "cap": cap, "documents": len(lengths), "bound": bound}
-    figures["strong_bound"] = strong_bound(lengths, slots, cap, COST).seconds / bound
     figures["padded"] = padded_seconds(rows, slots, cp) / bound
     seconds, static_cp, kind = static_plan(lengths, slots, cap)
     figures["static"] = {"cp": static_cp, "type": kind, "ratio": seconds / bound}
@@ -202,13 +176,13 @@ def sweep(name: str, batches: list[tuple[list[int], int, int]]) -> list[dict[str
         seconds = sum(figure["seconds"] for figure in figures)
         rows.append({"name": f"{mode}.{name}", "value": value, "is_used": value == usual, "seconds": seconds})
         rows[-1] |= {"mean": float(np.mean(ratios)), "worst": max(ratios)}
-        print(_sweep_line(rows[-1]), flush=True)
+        print(*_sweep_cells(rows[-1]), flush=True)
     return rows
 
 
-def _sweep_line(r: dict[str, Any]) -> str:
+def _sweep_cells(r: dict[str, Any]) -> list[str]:
     value = f"**{r['value']}**" if r["is_used"] else f"{r['value']}"
-    return f"| {r['name']} | {value} | {r['mean']:.4f} | {r['worst']:.3f} | {r['seconds']:.1f} |"
+    return [r["name"], value, f"{r['mean']:.4f}", f"{r['worst']:.3f}", f"{r['seconds']:.1f}"]
 
 
 def run_sweeps(flags: argparse.Namespace) -> None:
@@ -229,45 +203,34 @@ def run_sweeps(flags: argparse.Namespace) -> None:
         "rows": [row for name in names for row in sweep(name, batches)],
     }
     if flags.out:
-        lines = ["# Constants of planners: step time over the lower bound, and CPU seconds to plan", ""]
-        lines += [
-            f"Machine: {machine_text(record['machine'])}. Command: `{record['command']}`.",
-            "",
-            record["note"],
-            "",
-        ]
-        lines += ["| constant | value | mean | worst | seconds |", "| --- | --- | --- | --- | --- |"]
-        flags.out.with_suffix(".md").write_text("\n".join([*lines, *map(_sweep_line, record["rows"]), ""]))
+        head = ("constant", "value", "mean", "worst", "seconds")
+        page = markdown_table(head, [_sweep_cells(row) for row in record["rows"]])
+        title = "Constants of planners: step time over the lower bound, and CPU seconds to plan"
+        origin = f"Machine: {machine_text(record['machine'])}. Command: `{record['command']}`."
+        flags.out.with_suffix(".md").write_text(f"# {title}\n\n{origin}\n\n{record['note']}\n\n{page}\n")
 
 
 def markdown(record: dict[str, Any]) -> str:
-    lines = ["# Planners: step time over the lower bound, and CPU seconds to plan", ""]
-    lines += [
+    origin = (
         f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}. Command: `{record['command']}`."
-    ]
-    lines += ["", record["note"], ""]
+    )
+    parts = ["# Planners: step time over the lower bound, and CPU seconds to plan", origin, record["note"]]
+    with_peer = any("megatron" in r for r in record["rows"])
+    head = ["slots", "lengths", "padded", "one degree, packed", *["Megatron (s)"] * with_peer]
     for cap in sorted({r["cap"] for r in record["rows"]}):
-        lines += [f"## At most {cap} tokens a slot", ""]
-        with_peer = any("megatron" in r for r in record["rows"])
-        peer = "Megatron (s) | " if with_peer else ""
-        lines += [f"| slots | lengths | padded | one degree, packed | {peer}lockstep (s) | fast (s) | free (s) |"]
-        lines += ["| --- " * (7 + with_peer) + "|"]
-        lines += [_line(r, with_peer) for r in record["rows"] if r["cap"] == cap] + [""]
-    return "\n".join(lines)
+        rows = [_cells(r, with_peer) for r in record["rows"] if r["cap"] == cap]
+        parts.append(f"## At most {cap} tokens a slot")
+        parts.append(markdown_table([*head, "lockstep (s)", "fast (s)", "free (s)"], rows))
+    return "\n\n".join(parts) + "\n"
 
 
-def _line(r: dict[str, Any], with_peer: bool) -> str:
+def _cells(r: dict[str, Any], with_peer: bool) -> list[str]:
     def cell(key: str) -> str:
         return f"{r[key]['ratio']:.3f} ({r[key]['seconds']:.2f})" if key in r else "–"
 
-    cells = [
-        f"{r['slots']}",
-        r["lengths"],
-        f"{r['padded']:.1f}",
-        f"{r['static']['ratio']:.3f} (cp {r['static']['cp']}, {r['static']['type']})",
-    ]
-    cells += [cell("megatron")] * with_peer + [cell(key) for key in ("lockstep", "fast", "free")]
-    return f"| {' | '.join(cells)} |"
+    static = f"{r['static']['ratio']:.3f} (cp {r['static']['cp']}, {r['static']['type']})"
+    timed = [*["megatron"] * with_peer, "lockstep", "fast", "free"]
+    return [f"{r['slots']}", r["lengths"], f"{r['padded']:.1f}", static, *map(cell, timed)]
 
 
 def main() -> None:
@@ -293,18 +256,18 @@ def main() -> None:
             for name in flags.names.split(","):
                 peer = megatron if slots <= flags.megatron_slots else None
                 rows.append(row(name, slots, cap, flags.seed, flags.tokens_per_slot, peer))
-                print(_line(rows[-1], megatron is not None), flush=True)
+                print(*_cells(rows[-1], megatron is not None), flush=True)
     record = {
         "bench": "planner",
         "machine": machine_facts(),
         "versions": f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, numpy {np.__version__}",
         "command": "python bench/plans/planner.py" + (f" --megatron {flags.megatron.name}" if megatron else ""),
         "note": (
-            f"Batches of {flags.tokens_per_slot} tokens a slot, longest {LONGEST}, seed {flags.seed}; "
-            f"`files` draws from {len(file_tokens())} files of this machine. The bound is area "
-            "and longest document. Plans of one degree (plan_fixed) have the fastest of three degrees and of all "
-            f"communication types, of a model with {HEADS} query heads; the others are rings. In brackets, CPU seconds "
-            "of one core; other jobs may have shared the caches."
+            f"Batches of {flags.tokens_per_slot} tokens a slot, longest {LONGEST}, seed {flags.seed}; `files` are "
+            "those of this Python's library. The bound is area and longest document. Plans of one degree (plan_fixed) "
+            "have the fastest of three degrees and of all communication types, of a model with "
+            f"{HEADS} query heads; the others "
+            "are rings. In brackets, CPU seconds of one core; other jobs may have shared the caches."
         ),
         "rows": rows,
     }

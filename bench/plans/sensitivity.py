@@ -61,7 +61,7 @@ def plan_sensitivity(make: Callable[[Cost], Plan], cost: Cost, share: float = SH
 def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:
     """Count the rows of a plan by the degree and the type of their group; the type of a group of one slot is ""."""
     rows = Counter[tuple[int, str]]()
-    for group in (group for batch in plan.micro_batches for group in batch.groups):
+    for group in plan.groups:
         kind = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(group.cp_comm_type)
         rows[group.degree, kind if group.degree > 1 else ""] += group.tokens
     return rows

@@ -2,11 +2,15 @@
 
     python bench/plans/worth.py --out bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg   # some 7 minutes
     python bench/plans/worth.py --draw bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg  # only draw
+    python bench/plans/worth.py --draw bench/records/dynamic-worth.json --tables   # those of docs/planning.md
     python bench/plans/worth.py --quick                                            # a few small rows, for a test
 
-All seconds are predictions of `Machine.known("H200").with_link("across", ...)`. The best plan of one degree is the
-fastest over all degrees that hold the longest document; each of its groups has the type that is fastest for it, as have
-those of dynamic plans. A run that is stopped goes on with the rows that `--out` lacks.
+All seconds are predictions of `Machine.known("H200").with_link("across", ...)`, of batches of 32K tokens a slot, none
+longer than 128K, in hosts of 8 slots. The best plan of one degree is the fastest over all degrees that hold the longest
+document; each of its groups has the type that is fastest for it, as have those of dynamic plans. `gain` is its time
+over that of the dynamic plan, `messages` and `waits` are shares of the dynamic step, `regret` is how much longer a plan
+takes that was made with a wrong constant, and `moved` the share of rows in groups of another degree or type then. A run
+that is stopped goes on with the rows that `--out` lacks.
 """
 
 import os
@@ -18,7 +22,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from html import escape
@@ -29,6 +33,7 @@ import numpy as np
 from sensitivity import plan_sensitivity, rows_by_way, slower_link
 
 from longspan import Layout, plan_dynamic, plan_fixed
+from longspan.model.presets import PRESETS
 from longspan.plain_text import markdown_table
 from longspan.plan import AttentionCall, Cost, CostSettings, Group, Machine, Plan, PlanOptions
 from longspan.plan.cost.links import LEVELS
@@ -54,16 +59,7 @@ TOKENS_PER_SLOT = 32768
 NETWORKS = (50.0, 25.0, 12.5, 2.65)  # GB/s a GPU between hosts
 SLOTS = (16, 64, 256, 1024)
 NAMES = ("lognorm", "bimodal", "files")
-QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
+QWEN3_30B_A3B = {"model_type": PRESETS["qwen3-30b-a3b"].model_type, **PRESETS["qwen3-30b-a3b"].values}
 MODELS = {"32/8": ("Qwen3-8B", QWEN3_8B), "32/4": ("Qwen3-30B-A3B", QWEN3_30B_A3B)}
 # Published figures of long fine-tuning sets. Of no set a whole histogram was found, so the shape between the published
 # figures is assumed: exponential around each mean, and log-uniform between two ends or quantiles.
@@ -81,17 +77,7 @@ PUBLISHED = {
 # How weights are held: FSDP2 over all slots, the default; with reshard_after_forward = false, and with
 # sync_each_batch = false too; sharded inside hosts and copied between them; in free mode; experts shared by 8 slots.
 WEIGHTS = ("FSDP2", "gathered once", "summed once", "HSDP", "free", "not counted")
-WEIGHTS_OF_EXPERTS = (
-    "FSDP2",
-    "gathered once",
-    "summed once",
-    "ep 8",
-    "ep 8, gathered once",
-    "ep 8, summed once",
-    "HSDP",
-    "free",
-    "not counted",
-)
+WEIGHTS_OF_EXPERTS = (*WEIGHTS[:3], "ep 8", "ep 8, gathered once", "ep 8, summed once", *WEIGHTS[3:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +152,7 @@ def cases() -> Iterator[Case]:
         yield from (Case(lengths=name, gbps=gbps) for name in PUBLISHED)
         yield from (Case(gbps=gbps, weights=weights) for weights in WEIGHTS[1:])
     yield from (Case(lengths=name, slots=8, cap=cap) for name in NAMES for cap in (8192, 16384, 32768))
-    emulated = (Case(lengths=name, slots=8, cap=cap, gbps=2.65, node_size=4) for name in NAMES for cap in (8192, 16384))
-    yield from emulated
+    yield from (Case(lengths=name, slots=8, cap=cap, gbps=2.65, node_size=4) for name in NAMES for cap in (8192, 16384))
 
 
 # ---- plans
@@ -212,7 +197,7 @@ def mode_of(weights: str) -> Literal["free", "lockstep"]:
 
 
 def degree_of(plan: Plan) -> int:
-    return max(group.degree for batch in plan.micro_batches for group in batch.groups)
+    return max(group.degree for group in plan.groups)
 
 
 def types_of(plan: Plan) -> dict[str, float]:
@@ -351,179 +336,13 @@ def parts_of(quick: bool) -> dict[str, list[tuple[str, Callable[[], Any]]]]:
     }
 
 
-# ---- the page and the picture
-
-AS_GOOD = 1.03  # gains below this: one degree is as good
-NOTE = """\
-Predicted: `Machine.known("H200").with_link("across", bytes_per_second=...)`; no step was run. Batches of 32K tokens a
-slot, none longer than 128K, seed 7, lockstep, hosts of 8 slots. The best plan of one degree is the fastest over all
-degrees that hold the longest document, and each of its groups has its fastest type, as in dynamic plans. Key/value
-heads are repeated where a degree exceeds them. *Gain* is the time of that plan over the time of the dynamic one;
-*allowed* is its time over the lower bound, which no plan can beat. A network below 10 GB/s goes through sockets. Gains
-are of one draw of lengths; another seed changes them. Weights are sharded by FSDP2 over all slots, gathered twice and
-summed once in every micro-batch, unless a row says otherwise."""
-WEIGHTS_NOTE = """\
-*FSDP2*: over all slots, the default. *Gathered once*: with `reshard_after_forward = false`. *HSDP*: sharded inside
-hosts, copied between them. *Free*: `context.mode = "free"`, gathered and summed once a step. *Not counted*: as if
-weights were whole everywhere and needed no sum."""
-PUBLISHED_NOTE = """\
-Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × is
-claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *waits* are shares of the
-dynamic step: messages that kernels do not hide, inside hosts too, and waits for slower slots and for weights. Of
-messages the bound has only those of documents that are longer than a slot's cap, as far as kernels cannot hide them.
-The last two columns are the times of plans of degree 16, the only one up to 16 that holds the longest document, over
-that of the dynamic one: as a ring, and under the best type of each group."""
-EMULATED_NOTE = """\
-Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network
-waits as long for messages, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same.
-The table has one document over two hosts of 4 H200, 32 query and 8 key/value heads of 128; FLOPs a byte are those
-under `a2a`."""
-SENSITIVITY_NOTE = """\
-Lognormal lengths, 8K tokens a slot, 25 GB/s a GPU between hosts, weights not counted. Each constant is 20 % lower (−)
-and higher (+). *Moved* is the share of rows in groups of another degree or type. *Regret* is how much longer the plan
-that was made with the wrong constant takes, at the right price; below 0 it is faster by chance. *One degree* is the
-degree that is best at the wrong price, and its regret."""
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [markdown_table(head, list(rows)), ""]
+# ---- the tables and the picture of docs/planning.md
 
 
 def select(record: Row, **values: Any) -> list[Row]:
-    """The rows of gains that have these values, in hosts of 8 unless told."""
-    values = {"node_size": 8, "weights": "FSDP2"} | values
+    """The rows of gains that have these values, in hosts of 8 and 8K tokens a slot unless told."""
+    values = {"node_size": 8, "weights": "FSDP2", "cap": 8192, "heads": "32/8"} | values
     return [row for row in record["gains"].values() if all(row[name] == value for name, value in values.items())]
-
-
-def gain_cell(row: Row) -> str:
-    kinds = "/".join(kind for kind in row["fixed_types"] if kind != "one slot")
-    return (
-        f"{row['gain']:.2f} of {row['fixed'] / row['bound']:.2f} (cp {row['fixed_cp']}{f' {kinds}' if kinds else ''})"
-    )
-
-
-def by_network(record: Row, names: Sequence[str], rows: Sequence[tuple[Sequence[str], Row]]) -> list[str]:
-    """A table with a column for each network; `rows` are the first cells and the values that select the gains."""
-    lines: list[Sequence[str]] = []
-    for cells, values in rows:
-        gains = {row["gbps"]: gain_cell(row) for row in select(record, **values)}
-        if gains:
-            lines.append([*cells, *(gains.get(gbps, "") for gbps in NETWORKS)])
-    return table([*names, *(f"{gbps:g} GB/s" for gbps in NETWORKS)], lines)
-
-
-def usual(**values: Any) -> Row:
-    return {"cap": 8192, "heads": "32/8"} | values
-
-
-def summary(record: Row) -> str:
-    gains = [row["gain"] for row in record["gains"].values()]
-    as_good = sum(gain < AS_GOOD for gain in gains)
-    much = sum(gain >= 1.1 for gain in gains)
-    return (
-        f"Of {len(gains)} rows, one degree is as good (less than 3 % slower) in {as_good}, and dynamic plans are at "
-        f"least 1.1 times as fast in {much}. The least gain is {min(gains):.3f}, the greatest {max(gains):.2f}. "
-        f"Where one host holds the longest document of the step, gains are {_range(record, True)}; where it does not, "
-        f"{_range(record, False)}."
-    )
-
-
-def _range(record: Row, fits: bool) -> str:
-    """The least, median and greatest gain of rows whose longest document fits a host, or does not."""
-    rows = record["gains"].values()
-    gains = sorted(row["gain"] for row in rows if (row["longest"] <= row["node_size"] * row["cap"]) == fits)
-    return f"{gains[0]:.2f} to {gains[-1]:.2f} (median {gains[len(gains) // 2]:.2f}, {len(gains)} rows)"
-
-
-def markdown(record: Row) -> str:
-    lines = [
-        "# What dynamic plans are worth over the best plan of one degree",
-        "",
-        f"Command: `{record['command']}`.",
-        "",
-    ]
-    lines += [NOTE, "", f"**{summary(record)}** Cells: gain of allowed (the best plan of one degree).", ""]
-    lines += ["## Networks and slots, 8K tokens a slot, 32 query and 8 key/value heads (Qwen3-8B)", ""]
-    rows = [((name, f"{n}"), usual(lengths=name, slots=n)) for name in NAMES for n in SLOTS]
-    lines += by_network(record, ("lengths", "slots"), rows)
-    lines += ["## Published figures of long fine-tuning sets, 64 slots", ""]
-    lines += [f"- `{name}`: {words}" for name, words in record["published_lengths"].items()]
-    lines += ["", "The shape between these figures is assumed: of no set a whole histogram was found.", ""]
-    lines += by_network(record, ("lengths",), [((name,), usual(lengths=name, slots=64)) for name in PUBLISHED])
-    lines += ["## How weights are held, lognormal lengths, 64 slots, 8K tokens a slot", "", WEIGHTS_NOTE, ""]
-    rows = [((weights,), usual(lengths="lognorm", slots=64, weights=weights)) for weights in WEIGHTS]
-    lines += by_network(record, ("weights",), rows)
-    lines += ["## One host of 8", ""]
-    one_host = [row for row in select(record, slots=8) if row["gbps"] == 50]
-    lines += table(
-        ("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in one_host]
-    )
-    lines += ["## Two emulated hosts of 4 at 2.65 GB/s", ""]
-    emulated = select(record, node_size=4)
-    lines += table(
-        ("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in emulated]
-    )
-    lines += [*published_lines(record), *emulated_lines(record), *sensitivity_lines(record)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def published_lines(record: Row) -> Iterator[str]:
-    yield from ["## The published setting of dynamic context parallelism", "", PUBLISHED_NOTE, ""]
-    head = ("GB/s", "weights", "seed", "longest", "dynamic s", "over the bound", "messages", "waits", "ring, 16")
-    rows = [
-        [
-            *(f"{row['gbps']:g}", row["weights"], f"{row['seed']}", f"{row['longest']:,}", f"{row['dynamic']:.2f}"),
-            *(f"{row['over_bound']:.2f}", f"{row['messages']:.0%}", f"{row['waits']:.0%}"),
-            *(f"{row[name]:.2f}" for name in ("over_ring_16", "over_fixed_16")),
-        ]
-        for row in record["published"].values()
-    ]
-    yield from table([*head, "best type, 16"], rows)
-
-
-def emulated_lines(record: Row) -> Iterator[str]:
-    yield from ["## Which real network an emulated case stands for", "", EMULATED_NOTE, ""]
-    rows = [row for rows in record["emulated"].values() for row in rows]
-    real = [f"rows at {n} GB/s" for n in rows[0]["stands_for"]]
-    head = ["rows at 2.65 GB/s", "FLOPs a crossing byte", "share of time that waits, `a2a`", *real]
-    yield from table(head, [_emulated_cells(row) for row in rows])
-
-
-def _emulated_cells(row: Row) -> list[str]:
-    real = [f"{rows / 1024:.3g}K" for rows in row["stands_for"].values()]
-    return [f"{row['rows'] // 1024}K", f"{row['flops_per_byte']:,.0f}", f"{row['exposed']:.0%}", *real]
-
-
-def sensitivity_lines(record: Row) -> Iterator[str]:
-    yield from ["## Does a wrong constant change the plan?", "", SENSITIVITY_NOTE, ""]
-    rows = [row for part in record["sensitivity"].values() for row in part]
-    kept = sum(row["chosen"] == "dynamic" for row in rows)
-    yield (
-        f"**In {kept} of {len(rows)} rows the dynamic plan is still predicted to be the faster choice. "
-        f"The regret is at most {max(row['regret'] for row in rows):.1%}.**"
-    )
-    yield ""
-    for slots, rows in record["sensitivity"].items():
-        worst = max(rows, key=lambda row: row["regret"])
-        yield from [f"### {int(slots):,} slots: regret at most {max(0.0, worst['regret']):.1%}", ""]
-        yield from table(
-            ("constant", "−/+", "moved", "regret", "chosen", "one degree", "its regret"), map(_sensitive_cells, rows)
-        )
-
-
-def _sensitive_cells(row: Row) -> tuple[str, ...]:
-    sign = "−" if row["factor"] < 1 else "+"
-    changed = row["fixed_cp"] != row["fixed_cp_of_right"]
-    degree = f"{row['fixed_cp']}{' (of right: ' + str(row['fixed_cp_of_right']) + ')' if changed else ''}"
-    return (
-        row["constant"],
-        sign,
-        f"{row['moved']:.0%}",
-        f"{row['regret']:+.1%}",
-        row["chosen"],
-        degree,
-        f"{row['fixed_regret']:+.1%}",
-    )
 
 
 def tables_of_pages(record: Row) -> Iterator[str]:
@@ -531,32 +350,27 @@ def tables_of_pages(record: Row) -> Iterator[str]:
     gains: list[Sequence[str]] = []
     for name in NAMES:
         for gbps in NETWORKS:
-            of_slots = {row["slots"]: f"{row['gain']:.2f}" for row in select(record, **usual(lengths=name, gbps=gbps))}
+            of_slots = {row["slots"]: f"{row['gain']:.2f}" for row in select(record, lengths=name, gbps=gbps)}
             gains.append((SHORT[name], f"{gbps:g} GB/s", *(of_slots[slots] for slots in SLOTS)))
-    yield _joined(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), gains)
+    yield markdown_table(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), gains)
     weights_rows: list[Sequence[str]] = []
     for weights in WEIGHTS:
-        of_gbps = {row["gbps"]: row for row in select(record, **usual(lengths="lognorm", slots=64, weights=weights))}
+        of_gbps = {row["gbps"]: row for row in select(record, lengths="lognorm", slots=64, weights=weights)}
         cells = (f"{of_gbps[gbps]['gain']:.2f}, {of_gbps[gbps]['dynamic']:.3g} s" for gbps in NETWORKS)
         weights_rows.append((weights, *cells))
-    yield _joined(("weights", *(f"{gbps:g} GB/s" for gbps in NETWORKS)), weights_rows)
+    yield markdown_table(("weights", *(f"{gbps:g} GB/s" for gbps in NETWORKS)), weights_rows)
     published: list[Sequence[str]] = []
     for weights in WEIGHTS_OF_EXPERTS:
         for gbps in sorted({row["gbps"] for row in record["published"].values()}, reverse=True):
             rows = [r for r in record["published"].values() if (r["gbps"], r["weights"]) == (gbps, weights)]
             names = ("dynamic", "over_ring_16", "over_fixed_16")
             published.append((weights, f"{gbps:g} GB/s", *(_span([row[name] for row in rows]) for name in names)))
-    head = (
-        "weights",
-        "between hosts",
-        "dynamic s",
-        "ring of 16 over dynamic",
-        "degree 16 at its best types over dynamic",
-    )
-    yield _joined(head, published)
+    over = ("ring of 16 over dynamic", "degree 16 at its best types over dynamic")
+    yield markdown_table(("weights", "between hosts", "dynamic s", *over), published)
     rows = [row for rows in record["emulated"].values() for row in rows]
     head = ("rows at 2.65 GB/s", *(f"rows at {n} GB/s" for n in rows[0]["stands_for"]))
-    yield _joined(head, [(cells[0], *cells[3:]) for cells in map(_emulated_cells, rows)])
+    cells = [[f"{row['rows'] // 1024}K", *(f"{n / 1024:.3g}K" for n in row["stands_for"].values())] for row in rows]
+    yield markdown_table(head, cells)
     regrets: list[Sequence[str]] = []
     for slots, rows in record["sensitivity"].items():
         worst = max(rows, key=lambda row: row["regret"])
@@ -565,8 +379,8 @@ def tables_of_pages(record: Row) -> Iterator[str]:
         most = f"{worst['regret']:.1%} ({worst['constant']}, {sign})"
         moved = f"{max(row['moved'] for row in rows):.0%}"
         regrets.append((f"{int(slots):,}", moved, most, f"{changed} of {len(rows)}"))
-    yield _joined(("documents", "gain"), gains_by_documents(record))
-    yield _joined(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
+    yield markdown_table(("documents", "gain"), list(gains_by_documents(record)))
+    yield markdown_table(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
 
 
 GROUPS = {  # of rows in hosts of 8: their names on the page, and which they are
@@ -592,10 +406,6 @@ def gains_by_documents(record: Row) -> Iterator[Sequence[str]]:
         gains = sorted(row["gain"] for row in rows if is_in(row))
         many = len(gains) > 20
         yield name + f" ({len(gains)} rows)" * many, _span(gains) + f", median {gains[len(gains) // 2]:.2f}" * many
-
-
-def _joined(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(table(head, rows)).strip()
 
 
 def _span(values: Sequence[float]) -> str:
@@ -630,7 +440,7 @@ WORDS = {"lognorm": "lognormal", "bimodal": "bimodal: 90 % of 2K, 10 % of 64K", 
 
 
 def picture(record: Row) -> str:
-    most = max(row["gain"] for row in select(record, **usual()) if row["lengths"] in NAMES and row["slots"] in SLOTS)
+    most = max(row["gain"] for row in select(record) if row["lengths"] in NAMES and row["slots"] in SLOTS)
     width = PANEL * len(NETWORKS) + 20
     heading = "Predicted gain of dynamic plans over the best plan of one degree and type (1.0: one degree is as good)"
     legend = [
@@ -678,7 +488,7 @@ def _panel(record: Row, gbps: float, left: float, most: float) -> Iterator[str]:
     for slots in SLOTS:
         yield svg_text(f"{slots:,}", across(slots), bottom + 18.0, "middle", "tick")
     for name in NAMES:
-        rows = [row for row in select(record, **usual(lengths=name, gbps=gbps)) if row["slots"] in SLOTS]
+        rows = [row for row in select(record, lengths=name, gbps=gbps) if row["slots"] in SLOTS]
         points = [(across(row["slots"]), up(row["gain"])) for row in sorted(rows, key=lambda row: row["slots"])]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         yield svg_element("path", class_=f"curve c{COLORS[name]}", d=path)
@@ -692,7 +502,7 @@ def _mark(x: float, y: float, color: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few rows of few slots")
-    parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
+    parser.add_argument("--out", type=Path, help="the record, a .json file")
     parser.add_argument("--draw", type=Path, help="compute nothing: read this record")
     parser.add_argument("--tables", action="store_true", help="print the tables that docs repeat")
     parser.add_argument("--plot", type=Path, help="an .svg file for the picture")
@@ -711,8 +521,6 @@ def main() -> None:
         for part, todo in parts_of(flags.quick).items():
             run_part(record, part, todo, save)
         save()
-    if flags.out:
-        flags.out.with_suffix(".md").write_text(markdown(record))
     if flags.tables:
         print("\n\n".join(tables_of_pages(record)))
     if flags.plot:

@@ -150,7 +150,7 @@ def _measure_way(
         "executed_tflops_per_device": flops / row["seconds"] / settings.ranks / 1e12,
         "packing": plan.efficiency,
         "micro_batches": len(plan.micro_batches),
-        "widest": max(group.degree for batch in plan.micro_batches for group in batch.groups),
+        "widest": max(group.degree for group in plan.groups),
         "cost": plan.cost.to_json(),
     }
     if training.memory is not None:

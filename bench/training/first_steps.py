@@ -3,9 +3,9 @@
 python bench/training/first_steps.py --ranks 2 --longest 256 --tail 256 --steps 6 --out record.json  # on CPUs, tiny
 python bench/training/first_steps.py --ranks 4 --out bench/records/first-steps.json -- --model.preset qwen3-8b
 
-Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens, another in each with `--tails
-drawn`. What follows `--` are flags of `longspan train`. Runs are ended after `--steps` steps. Among --runs, `bench` is
-`longspan bench step` on the documents of the first step, with the same flags.
+Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens. What follows `--` are flags of
+`longspan train`. Runs are ended after `--steps` steps. Among --runs, `bench` is `longspan bench step` on the documents
+of a step, with the same flags.
 """
 
 import argparse
@@ -45,7 +45,6 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=131072)
     parser.add_argument("--tail", type=int, default=131072, help="tokens of the other documents of a step")
     parser.add_argument("--tail_longest", type=int, default=32768)
-    parser.add_argument("--tails", choices=("same", "drawn"), default="same")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--runs", default="cold,warm,bench", help="runs, one after another over one cache of kernels")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds of a run")
@@ -53,10 +52,9 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="flags of longspan train")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is under way ends too
-    tails = (_tail(options, SEED + (step if options.tails == "drawn" else 0)) for step in range(options.steps))
-    steps = [[options.longest, *tail] for tail in tails]
+    steps = [[options.longest, *_tail(options)]] * options.steps
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    about = {name: getattr(options, name) for name in ("ranks", "longest", "tail", "tail_longest", "tails", "flags")}
+    about = {name: getattr(options, name) for name in ("ranks", "longest", "tail", "tail_longest", "flags")}
     record = open_record("first steps", None, backend, Path(__file__).parent) | about
     record |= {"lengths": steps[0], "rows": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -70,12 +68,12 @@ def main() -> None:
             write_record(record, options.out, as_markdown(record))
 
 
-def _tail(options: argparse.Namespace, seed: int) -> list[int]:
+def _tail(options: argparse.Namespace) -> list[int]:
     """Log-normal lengths of so many tokens together."""
     if not options.tail:
         return []
     longest = min(options.tail_longest, options.tail)
-    *lengths, last = sample_lengths("lognorm", options.tail, seed=seed, longest=longest, shortest=2).tolist()
+    *lengths, last = sample_lengths("lognorm", options.tail, seed=SEED, longest=longest).tolist()
     rest = last - (sum(lengths) + last - options.tail)
     if rest < 2 and lengths:  # a document has two tokens at least
         lengths[0] += rest
@@ -221,9 +219,9 @@ def as_markdown(record: dict[str, Any]) -> str:
     ]
     return (
         f"# The first steps of `longspan train` on {record['ranks']} ranks ({record['backend']})\n\n"
-        f"Each step holds one document of {record['longest']:,} tokens and a long tail of {record['tail']:,} "
-        f"({record['tails']} in each step). Ratios are of the steady step, the median of the second half; `bench` is "
-        f"`longspan bench step` on the documents of the first step.\n\n"
+        f"Each step holds one document of {record['longest']:,} tokens and a long tail of {record['tail']:,}. "
+        "Ratios are of the steady step, the median of the second half; `bench` is `longspan bench step` on the same "
+        "documents.\n\n"
         f"{origin_text(record)}\n\n{markdown_table(names, rows)}\n{_starts_table(record)}"
     )
 

@@ -52,7 +52,7 @@ def run_steps(
     """
     gpu = world.device.type == "cuda"
     heads = query_heads(configuration)
-    loaded = load_run_model(config, config.data.vocab_size, configuration)
+    loaded = load_run_model(config, configuration)
     model = prepare_run_model(config, world, loaded, memory=chosen)
     optimizer = make_optimizer(config, world, model, memory=chosen)
     training = Training(config, world, model, optimizer, Cost(), memory=chosen)

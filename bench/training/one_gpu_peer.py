@@ -16,20 +16,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench.begun import missing_row
+from bench.begun import missing_row, open_record, peak_bytes, seconds_now, start_peak, write_page
 from transformers import AutoModelForCausalLM
 
-from longspan.cli.machine import machine_facts
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
-from longspan.versions import versions
 
 MODES = {
     "lora": "--model.dtype bfloat16 --lora.rank 16",
@@ -47,33 +44,23 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-8b", help="a preset, or a folder with config.json")
     parser.add_argument("--steps", default="4x8192,1x32768,1x65536", help="documents and tokens of a step, with commas")
     parser.add_argument("--repeats", type=int, default=3, help="steps that are timed, after one that is not")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(tempfile.gettempdir(), "one_gpu_peer"),
-        help="under qlora, of the peer's weights",
-    )
-    parser.add_argument("--kernel", default="", help="context.attention_kernel of ours")
+    made = Path(tempfile.gettempdir(), "one_gpu_peer")
+    parser.add_argument("--folder", type=Path, default=made, help="under qlora, of the peer's weights")
     parser.add_argument("--out", type=Path, default=Path("one_gpu.json"), help="the record")
     parser.add_argument("--peer", default="", help=argparse.SUPPRESS)  # in the peer's own process: one step
     options = parser.parse_args()
     if options.peer:
         print(json.dumps(measure_peer(options, *map(int, options.peer.split("x")))))
         return 0
-    command = " ".join(["python", *sys.argv])
-    record: dict[str, Any] = {"command": command, "machine": machine_facts(), "versions": versions(), "rows": []}
+    record = open_record("one GPU", None, "nccl", Path(__file__).parent, rows=[])
     for step in options.steps.split(","):
         words = [sys.executable, __file__, "--peer", step, "--mode", options.mode, "--model", options.model]
         words += ["--repeats", str(options.repeats), "--folder", str(options.folder)]
         row = {"step": step, "peer": read_last_line(words)}
         row["ours"] = measure_ours(options, step)
         record["rows"].append(row)
-        options.out.write_text(json.dumps(record, indent=1))
-        print(json.dumps(row), flush=True)
-    page = markdown_table(COLUMNS, [table_row(row) for row in record["rows"]])
-    origin = f"`{command}`\n\n{record['versions']}\n\n{json.dumps(record['machine'])}"
-    options.out.with_suffix(".md").write_text(f"# {options.model}, {options.mode}, one GPU\n\n{page}\n\n{origin}\n")
-    print(page)
+        page = markdown_table(COLUMNS, [table_row(row) for row in record["rows"]])
+        write_page(record, options.out, f"{options.model}, {options.mode}, one GPU", page)
     return 0
 
 
@@ -92,7 +79,6 @@ def measure_ours(options: argparse.Namespace, step: str) -> dict[str, Any]:
         words = [sys.executable, "-m", "longspan", "bench", "step", "--world", "1", source, options.model]
         words += [*MODES[options.mode].split(), "--planners", "fixed", "--same", step, "--out", str(out)]
         words += ["--warmup", "1", "--repeats", str(options.repeats), "--model.rope_scaling", "yarn"]
-        words += ["--context.attention_kernel", options.kernel] if options.kernel else []
         ended = subprocess.run(words, capture_output=True, text=True, check=False)
         if not out.exists():
             return {"missing": ended.stderr.strip()[-400:]}
@@ -164,20 +150,18 @@ def load_in_4_bits(config: Any, folder: Path, attention: str) -> Any:
 def time_peer(model: Any, count: int, tokens: int, repeats: int) -> dict[str, Any]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
-    torch.cuda.reset_peak_memory_stats()
+    start_peak()
     seconds = list[float]()
     for _ in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = seconds_now()
         for _ in range(count):
             ids = torch.randint(0, WORDS, (1, tokens), device="cuda")
             (model(input_ids=ids, labels=ids, use_cache=False).loss / count).backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(seconds[1:]), "peak_bytes": torch.cuda.max_memory_allocated()}
+        seconds.append(seconds_now() - start)
+    return {"seconds": statistics.median(seconds[1:]), "peak_bytes": peak_bytes()}
 
 
 def table_row(row: dict[str, Any]) -> list[str]:

@@ -33,7 +33,13 @@ from longspan.layout import Layout
 from longspan.model.float8_layers import unsupported_reason
 from longspan.plan import Cost
 from longspan.train.step import run_step
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.training import (
+    Training,
+    load_run_model,
+    make_optimizer,
+    prepare_run_model,
+    read_model_configuration,
+)
 from longspan.versions import versions
 
 BOUND = 0.02
@@ -70,7 +76,7 @@ def start(flags: argparse.Namespace, folder: Path) -> Path:
 
 
 def curve(config: RunConfig, corpus: Corpus, world: World, *, trains: bool = True) -> list[float]:
-    model = prepare_run_model(config, world, load_run_model(config, 0))
+    model = prepare_run_model(config, world, load_run_model(config, read_model_configuration(config, 0)))
     world.seed = config.train.seed
     training = Training(config, world, model, make_optimizer(config, world, model), Cost())
     order = StepOrder(

@@ -13,20 +13,18 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from bench.begun import open_record, seconds_now, write_page
 
 from longspan import Layout, World, load_model, prepare
-from longspan.cli.machine import machine_facts
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
-from longspan.versions import versions
 
 WAYS = ("whole", "nf4")
 COLUMNS = ("frozen", "seconds", "anonymous", "two layers", "weights")
@@ -53,12 +51,10 @@ def main() -> int:
             sys.exit(ended.stderr[-2000:])
         rows.append(json.loads(ended.stdout.splitlines()[-1]))
         print(json.dumps(rows[-1]), flush=True)
-    command = " ".join(["python", *sys.argv])
-    record = {"command": command, "machine": machine_facts(), "versions": versions(), "rows": rows}
-    options.out.write_text(json.dumps(record, indent=1))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    record = open_record("reading a folder", None, backend, Path(__file__).parent, rows=rows)
     page = markdown_table(COLUMNS, [table_row(row) for row in rows])
-    options.out.with_suffix(".md").write_text(f"# Reading {options.preset}\n\n{page}\n\n`{command}`\n")
-    print(page)
+    write_page(record, options.out, f"Reading {options.preset}", page)
     return 0
 
 
@@ -86,11 +82,9 @@ def read(folder: Path, way: str) -> dict[str, Any]:
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
-        start = time.perf_counter()
+        start = seconds_now()
         prepared = prepare(add_lora(model, NewAdapter(rank=16)), world, frozen=way, compute_dtype=torch.bfloat16)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        seconds = seconds_now() - start
         done.set()
         watcher.join()
         held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in prepared.parameters())

@@ -5,9 +5,9 @@ torchrun --nproc-per-node 2 bench/training/trainer.py --preset qwen3-8b --layers
     --cp 2 --plan_memory --ways train --out bench/records/trainer-2xH200.json              # 64K packed, two GPUs
 
 Ways: `train` is `longspan train`, `loop` calls run_step and an AdamW; `Trainer` is transformers', whose loss takes one
-pass; `SFTTrainer` TRL's, with its metrics; `own loss` a Trainer whose loss is another function of log-probabilities:
-one forward pass more; `TRL cp` the stock SFTTrainer under the context parallelism of accelerate (FSDP2, SDPA), which
-refuses packed rows: a document a row and micro-batch. Parameters are float32, on GPUs all ways compute in bfloat16.
+pass; `SFTTrainer` TRL's, with its metrics; `TRL cp` the stock SFTTrainer under the context parallelism of accelerate
+(FSDP2, SDPA), which refuses packed rows: a document a row and micro-batch. Parameters are float32, on GPUs all ways
+compute in bfloat16.
 Seconds are the median of steps from end to end, as the host sees them. Host ms are of one step more, under
 torch.profiler: its seconds less those in operators and in waits, so what Python takes. Peak bytes are those of the GPU,
 without one of the process. On GPUs run one way a command: each adds its row to the record.
@@ -53,7 +53,7 @@ from longspan.testing import run_ranks
 from longspan.train import Document, PlannerConfig, clip_grad_norm, run_step
 
 STOCK = "TRL cp"
-WAYS = ("train", "loop", "Trainer", "SFTTrainer", "own loss")
+WAYS = ("train", "loop", "Trainer", "SFTTrainer")
 VOCABULARY = 2048  # ids of documents; published models have more rows
 FIRST = 3  # steps that are not timed, in which kernels are compiled
 
@@ -207,7 +207,7 @@ def run_train(options: argparse.Namespace) -> StepClock:
         world.control.barrier()
         keys = {"model.config": str(folder / "model"), "model.dtype": "float32", "run.dir": str(folder / "run")}
         keys |= {"data.path": str(folder / "rows.jsonl"), "data.tokenizer": str(folder / "model")}
-        keys |= {"data.cache_dir": str(folder / "tokens"), "evaluation.documents": 0, "data.max_document_tokens": 0}
+        keys |= {"evaluation.documents": 0, "data.max_document_tokens": 0}
         keys |= {"context.context_parallel_size": options.cp, "context.max_tokens_per_slot": _rows(options)}
         keys |= {"context.cp_comm_type": "auto", "context.planner": "fixed", "train.plan_memory": options.plan_memory}
         keys |= {"train.steps": count_steps(options) + 1, "train.tokens_per_step": sum(lengths_of(options))}
@@ -307,9 +307,8 @@ def run_trainer(way: str, options: argparse.Namespace) -> StepClock:
             keywords["data_collator"] = pad
             trainer = with_longspan(SFTTrainer)(args=args, longspan=layout, **keywords)
         else:
-            kind = OwnLoss if way == "own loss" else Trainer
             args = TrainingArguments(**common)
-            trainer = with_longspan(kind)(args=args, data_collator=pad, longspan=layout, **keywords)
+            trainer = with_longspan(Trainer)(args=args, data_collator=pad, longspan=layout, **keywords)
         trainer.train()
         trainer.end()
     return clock
@@ -355,18 +354,6 @@ def run_stock(options: argparse.Namespace) -> StepClock:
         )
         trainer.train()
     return clock
-
-
-class OwnLoss(Trainer):
-    """A loss that is not the mean cross entropy."""
-
-    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean of the squares of log-probabilities."""
-        out = model(**inputs, fused_lm_head=True)
-        loss = (out.log_probs**2).sum() / num_items_in_batch
-        return (loss, out) if return_outputs else loss
 
 
 def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

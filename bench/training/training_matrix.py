@@ -1,7 +1,6 @@
 """The whole matrix of training, and its record: how many combinations, and the worst errors of each dtype.
 
     python bench/training/training_matrix.py --out bench/records/training-matrix.json       # forty minutes on two cores
-    python bench/training/training_matrix.py --ranks 4 --most 20                             # twenty combinations
     python bench/training/training_matrix.py --ranks 4 --backend nccl                        # one rank a GPU
     python bench/training/training_matrix.py --own         # only the stock model's own errors in float32, in seconds
 
@@ -52,7 +51,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
-    parser.add_argument("--most", type=int, default=1 << 30, help="so many of each part, drawn once")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--own", action="store_true", help="only the stock model's own errors in float32")
     options = parser.parse_args()
@@ -64,12 +62,12 @@ def main() -> None:
     record.setdefault("ranks", {})
     record["own"] = _own_errors()
     for ranks in map(int, options.ranks.split(",")):
-        _add(record, ranks, options.most, options.out)
+        _add(record, ranks, options.out)
     print(_text(record))
     sys.exit(any(result["wrong"] for result in record["ranks"].values()))
 
 
-def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> None:
+def _add(record: dict[str, Any], ranks: int, out: Path | None) -> None:
     """Run what the record lacks of the combinations on so many processes, in an order drawn once, piece by piece."""
     there = [c for c in every(ranks) if c.fits]
     refused = len(every(ranks)) - len(there)
@@ -77,8 +75,8 @@ def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> Non
     part = record["ranks"].setdefault(str(ranks), none)
     random.Random(ranks).shuffle(there)
     wanted = wanted_of(there)
-    for start in range(part["combinations"], min(most, len(there)), AT_ONCE):
-        piece = there[start : min(start + AT_ONCE, most)]
+    for start in range(part["combinations"], len(there), AT_ONCE):
+        piece = there[start : start + AT_ONCE]
         began = time.perf_counter()
         piece_errors = worst_of_ranks(run_local(run, ranks, (piece, wanted), timeout=7200))
         part["combinations"] += len(piece)

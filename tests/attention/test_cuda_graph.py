@@ -8,10 +8,10 @@ from longspan import Layout, World, attend, bind
 from longspan.comm import SequenceShard
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
+from tests.attention.test_attend import TYPES
 from tests.launch.rank_pool import most_ranks
 from tests.reference import relative_error
 
-TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 LENGTHS = (130, 1, 61, 64)
 
 

@@ -1,6 +1,8 @@
 """Attention over documents that share prefixes, against the separate documents: tiles, and `attend` on ranks."""
 
 import itertools
+import sys
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -9,10 +11,13 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention.call import Members
-from longspan.attention.tiles import Mask, find_copies
+from longspan.attention.attend import refuse_in_families
+from longspan.attention.call import Members, _sum_copies
+from longspan.attention.tiles import Mask, branch_tilings, find_copies
 from longspan.comm.shard import ShardPart
 from longspan.errors import AttentionError
+from longspan.ssm import causal_conv, linear_scan
+from longspan.ssm.state_pass import BackwardFold
 from longspan.testing import run_ranks
 from tests.attention.families import FORESTS, forests, paths_of, separate_attention, visible_rows
 from tests.attention.test_attend import TYPES, needs
@@ -222,6 +227,33 @@ def test_positions_continue_those_of_the_prefix():
         shard = bind(MicroBatch((group_of((lengths, parents)),)), world)
     wanted = [len(path) - n + i for path, n in zip(paths_of(lengths, parents), lengths, strict=True) for i in range(n)]
     assert shard.position_ids.tolist() == wanted
+
+
+OF_FAMILIES = (
+    *(Group.bases.func, Group.longest_paths.func, Group.leaf_counts.func, Group.ancestors),
+    *(refuse_in_families, branch_tilings, find_copies, _sum_copies),
+    *(Members._with_prefix_ends, BackwardFold._sum_over_branches),
+)
+
+
+def functions_of_ordinary_documents(rank):
+    entered = Counter()
+    with World(Layout(2)) as world:
+        shard = bind(MicroBatch((Group((0, 1), (0, 1), (17, 9)),)), world)
+        x = torch.ones(shard.local_rows, 2, 4, requires_grad=True)
+        sys.setprofile(lambda frame, event, _: entered.update([frame.f_code.co_qualname] if event == "call" else ()))
+        outs = [attend(x, x, x, shard, window=window) for window in (None, 3, None)]
+        outs += [causal_conv(x[:, 0], torch.ones(4, 3), None, shard), linear_scan(x, x, x, x[..., :1], None, shard)]
+        sum(out.sum() for out in outs).backward()
+        sys.setprofile(None)
+    return entered
+
+
+def test_ordinary_documents_enter_no_more_than_a_check():
+    entered = run_ranks(functions_of_ordinary_documents, 2)[0]
+    assert entered["_Attend.forward"] == 3 and entered["BackwardFold.leaving_gradients"] == 1
+    assert not [function for function in OF_FAMILIES if function.__qualname__ in entered]
+    assert entered["Group.path_lengths"] == 1, "once for a group, whatever the calls"
 
 
 GROUPED, LATENT, WIDE = (32, 8, 128, 128), (16, 16, 192, 128), (8, 4, 256, 256)

@@ -62,7 +62,7 @@ class Allocated(TorchDispatchMode):
 
 
 class Recording(RingBlocks):
-    """Counts blocks that are alive at once, and distinct buffers that were handed out."""
+    """Counts the distinct buffers of the blocks that were handed out."""
 
     seen: list["Recording"] = []  # noqa: RUF012
 
@@ -113,7 +113,7 @@ def measured(shard, slots):
                 assert all(x.grad is not None for x in leaves)
             figures[name] = (sum(saved), memory.peak, forward, sum(sent))
             del out
-    return figures, [(blocks.peak_blocks, len(blocks.buffers)) for blocks in Recording.seen]
+    return figures, [len(blocks.buffers) for blocks in Recording.seen]
 
 
 def peak_of_a_backward_pass(world, sinks):
@@ -210,7 +210,7 @@ def test_local_rows_alone_are_kept_for_backward(results):
     for (figures, blocks), _ in (of_rank for ranks in results.values() for of_rank in ranks):
         for name, (saved, *_) in figures.items():
             assert saved == 4 * BLOCK + ROWS * HEADS * 4, (name, saved)  # q, k, v, out and lse
-        assert blocks and all(peak <= 3 and buffers <= 3 for peak, buffers in blocks), blocks
+        assert blocks and max(blocks) <= 3, blocks
 
 
 def test_peaks_do_not_grow_with_the_degree(results):

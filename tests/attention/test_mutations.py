@@ -38,7 +38,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "into += source": "into.copy_(source)",
         "into.index_add_(0, index,": "into.index_copy_(0, index,",
         "add_rows([(x, self._full_sum())], rows)": "self._full_sum()",
-        "add_rows([(x, self._full_sum()[:, heads])], slice(0, self._shape[0]))": "self._full_sum()[:, heads] = x",
+        "add_rows([(x, self._full_sum()[:, heads])], all_rows)": "self._full_sum()[:, heads] = x",
         "add_rows(list(zip(gradients, total, strict=True)), rows)": "add_rows([(gradients[0], total[0])], rows)",
         "if fresh and len(addends) == 1": "if len(addends) == 1",
         "total.index_add_(0, rows,": "total.index_copy_(0, rows,",

@@ -16,11 +16,11 @@ from longspan.comm.replays import Replay, forget_replays
 from longspan.comm.watch import Watch
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
+from tests.attention.test_attend import TYPES
 from tests.launch.rank_pool import most_ranks
 from tests.reference import relative_error
 
 module: Any = import_module("longspan.attention.attend")
-TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 LAYERS = 4
 KERNELS = {"cpu": "cpu_flash", "cuda": "torch_flash"}
 

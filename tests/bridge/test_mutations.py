@@ -27,7 +27,11 @@ MUTATIONS = [
     # the sum over uses of a row: by several slots, by one rank, one slot's twice
     ("bridge.row_exchange", "total.index_add_(0, target, widen_half_precision(pool[source]))", "pass"),
     ("bridge.row_exchange", "x.index_add_(0, target, x[source])", "pass"),
-    ("bridge.row_exchange", "widen_half_precision(pool[source])", "widen_half_precision(pool[moves.first[target]])"),
+    (
+        "bridge.row_exchange",
+        "widen_half_precision(pool[source])",
+        "widen_half_precision(result[moves.summed_rows[target]])",
+    ),
     ("layout.exchange", "for group in groups for member", "for group in reversed(groups) for member"),
     # conventions
     ("bridge.row_exchange", OF_SLOTS, '"partial_over_slots": None'),

@@ -20,6 +20,13 @@ from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
 from tests.train.small import small_config, train_rank, without_times, write_texts
 
+GONE = {  # of 0.3, beside those that stood beside optimizer.arguments
+    "model": {"rope_factor": 0.0},
+    "data": {"cache": ""},
+    "context": {"eval_min_dynamic_context_parallel_size": 1},
+    "train": {"center_rewards_coefficient": 0.0, "decay_steps": 0},
+    "encoder": {"recompute": False},
+}
 OLD_NAMES = {new: old for old, new in RENAMED.items()}
 
 
@@ -42,6 +49,8 @@ def old_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
             old_section, _, old_key = OLD_NAMES.get(name, name).partition(".")
             old_value = words[value] if isinstance(value, bool | str) and value in words else value
             result.setdefault(old_section, {})[old_key] = old_value
+    for section in GONE.keys() & tables.keys():
+        result[section] |= GONE[section]
     return result
 
 

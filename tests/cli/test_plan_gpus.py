@@ -435,7 +435,7 @@ def test_bytes_of_gpus_are_given_or_those_of_their_name(gpu_bytes: int) -> None:
 
 CONFIG = """
 model.config = "{folder}"
-data = {{ path = "{folder}/texts", vocab_size = 300, cache_dir = "{folder}/cache", max_document_tokens = 4000 }}
+data = {{ path = "{folder}/texts", vocab_size = 300, max_document_tokens = 4000 }}
 context.context_parallel_size = 2
 train = {{ tokens_per_step = 4000, epochs = 2 }}
 optimizer = {{ lr = 1e-4 }}
@@ -513,7 +513,7 @@ PRECISIONS: list[dict[str, Any]] = [
     {},
     {"model.dtype": "bfloat16", "lora.rank": 8, "lora.target_modules": ["q_proj"]},
     {"model.dtype": "float64", "optimizer.class": "sgd"},
-    {"model.compute_dtype": "float32", "encoder.trainable": "projector", "encoder.activation_checkpointing": True},
+    {"model.compute_dtype": "float32", "encoder.trainable": "projector", "encoder.max_tokens": 64},
 ]
 
 

@@ -57,6 +57,7 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _here(monkeypatch: pytest.MonkeyPatch, gpus: int, variables: dict[str, str]) -> None:
     monkeypatch.setattr(processes, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(processes, "set_gpu_environment", lambda: None)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -66,8 +67,11 @@ def test_processes(
     gpus: int, variables: dict[str, str], asked: dict[str, Any], expected: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _here(monkeypatch, gpus, variables)
+    calls = list[str]()
+    monkeypatch.setattr(processes, "set_gpu_environment", lambda: calls.append("set"))
     chosen = choose_processes(**asked)
     assert (chosen.ranks, chosen.backend) == (expected.ranks, expected.backend)
+    assert calls == ["set"] * (chosen.backend == "nccl")
     assert chosen.note.startswith(expected.note) and bool(chosen.note) == bool(expected.note)
 
 

@@ -143,7 +143,7 @@ def test_the_loss_is_that_of_the_run(
     before = sorted(Path(run.run.dir).rglob("*"))
     flags = ["--json", "--evaluation.context_parallel_size", degree, "--evaluation.max_tokens_per_slot", "64"]
     if degree == "dynamic":  # which training was not: this key alone makes it so
-        flags[1:3] = "--evaluation.min_dynamic_context_parallel_size", "2"
+        flags[1:] = "--evaluation.max_dynamic_context_parallel_size", "2", "--evaluation.max_tokens_per_slot", "32"
     assert main(["eval", target, "--world", str(world), *flags]) == 0
     out, err = capfd.readouterr()
     found = json.loads(out)

@@ -117,7 +117,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "model", "phi3")
     rows_as("jsonl", tmp_path / "rows", ROWS)
-    return ["train", "--data.path", "rows", "--data.tokenizer", "model", "--data.cache_dir", str(tmp_path / "cache")]
+    return ["train", "--data.path", "rows", "--data.tokenizer", "model"]
 
 
 def test_first_rows_with_their_targets(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +156,33 @@ def test_a_text_is_all_targets_but_its_first_token(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "run").exists()
 
 
+FAMILY = """\
+prefix, {0} tokens
+├─ shown as 1, {1} tokens
+├─ prefix, 300 tokens
+│  ├─ shown as 2, {1} tokens
+│  └─ prefix, 300 tokens
+│     ├─ shown as 3, {1} tokens
+│     └─ shown as 4, {1} tokens
+└─ prefix, 300 tokens
+   ├─ shown as 5, {1} tokens
+   └─ shown as 6, {1} tokens
+"""
+
+
+@pytest.mark.parametrize("depths", [0, 2])
+def test_generations_of_a_family_are_drawn(depths: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ways = [[1], [4, 2], [4, 3, 3], [4, 3, 4], [2, 2], [2, 3]]
+    rows = [[*[9] * 300, *(token for part in way[:-1] for token in [part] * 300), way[-1], 5, 6] for way in ways]
+    labels = [[-100] * (len(ids) - 2) + [5, 6] for ids in rows]
+    values = [{"input_ids": ids, "labels": learnt} for ids, learnt in zip(rows, labels, strict=True)]
+    path = rows_as("jsonl", tmp_path / "rows", values)
+    words = ["train", "--data.path", str(path), "--mtp.num_layers", str(depths), "--run.dir", str(tmp_path / "run")]
+    assert main([*words, "--show", "6"]) == 0
+    *_, tree = capsys.readouterr().out.partition("(data.share_prefixes):\n")
+    assert tree == FAMILY.format(300 - depths, 3 + depths)  # depths read tokens behind a prefix
+
+
 def test_bad_rows_are_errors_or_left_out(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with (tmp_path / "rows" / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"messages": [], "id": 1}) + "\n")
@@ -178,7 +205,7 @@ def test_the_list_of_benches(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_record_goes_on_with_figures_of_its_own_kind_alone(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     begun = open_record("some", out, "gloo", tmp_path, ranks=4)
-    write_record(begun, out, "")
+    write_record(begun, out)
     assert open_record("some", out, "gloo", tmp_path, ranks=4) == begun
     with pytest.raises(ConfigError, match="figures of ranks 4, asked for 2: give another --out"):
         open_record("some", out, "gloo", tmp_path, ranks=2)

@@ -54,9 +54,7 @@ def visit(rank: int, home: Layout) -> None:
             )
             assert world.control.any_rank(rank == n - 1) and not world.control.any_rank(False)
             assert world.control.any_ranks(rank == 0, False, rank == n - 1) == (True, False, True)
-            assert not world.control.compare_digests("0f" * 32) and world.control.compare_digests(
-                "0f" * 32, flag=rank == n - 1
-            )
+            assert world.control.compare_digests("0f" * 32, rank == n - 1, False) == (True, False)
             world.step = 3
             assert world.watch.step == world.step == 3
             check_files(world, files)
@@ -490,9 +488,7 @@ def test_a_world_of_one_rank_waits_for_nobody() -> None:
         started = mock.patch("longspan.comm.all_ranks.Thread", side_effect=AssertionError("nobody waits"))
         with entered, started, leave_together(world):
             control, total = world.control, np.arange(3.0)
-            assert (
-                control.any_ranks(True, False) == control.compare_digests_and_flags("ab", True, False) == (True, False)
-            )
+            assert control.any_ranks(True, False) == control.compare_digests("ab", True, False) == (True, False)
             assert control.gather_objects("a") == ["a"] and control.first_object("a", "") == (0, "a")
             assert control.broadcast_object(None) is None and control.largest_over_ranks([2.0], "") == [2.0]
             assert (control.sum_array_over_ranks(total) == total).all() and run_on_every_rank(

@@ -225,10 +225,11 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
     rows = [{"text": f"a text {i}", "source": "web", f"key {i}": 1} for i in range(30)]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(builder, "BATCH_BYTES", 500)
-    one = build(tmp_path / "1", texts, cache_dir=str(tmp_path / "cache 1"), said=said[0])
+    one = build(tmp_path / "1", texts, said=said[0])
     monkeypatch.setattr(recipes, "_IN_PROCESS_BYTES", {"text": 0})
     monkeypatch.setattr(recipes, "usable_cores", lambda: 2)
-    several = build(tmp_path / "2", texts, cache_dir=str(tmp_path / "cache 2"), said=said[1])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    several = build(tmp_path / "2", texts, said=said[1])
     assert [ids_of(several, d) for d in range(len(several))] == [ids_of(one, d) for d in range(len(one))]
     (keys, keys_of_several) = ([line for line in lines if "nothing reads" in line] for lines in said)
     assert keys == keys_of_several and keys[0].count("key ") == 30, said
@@ -335,10 +336,10 @@ def test_positions_outside_a_document_are_refused(tmp_path: Path) -> None:
 
 
 def test_other_settings_of_a_tokenizer_make_other_documents_in_the_same_cache(tmp_path: Path) -> None:
-    folder, texts, cache = tmp_path / "tokenizer", tmp_path / "texts", str(tmp_path / "cache")
+    folder, texts = tmp_path / "tokenizer", tmp_path / "texts"
     train_tokenizer(["hello there"], 300).save_pretrained(make_folder(folder))
     (make_folder(texts) / "a.txt").write_text("hello <tool> there " * 5)
-    keys = {"tokenizer": str(folder), "cache_dir": cache, "max_document_tokens": 0}
+    keys = {"tokenizer": str(folder), "max_document_tokens": 0}
     before = build(tmp_path, texts, **keys)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["added_tokens_decoder"] = {str(load_tokenizer(folder).size): {"content": "<tool>", "normalized": False}}
@@ -465,7 +466,7 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     monkeypatch.setattr(builder, "BATCH_BYTES", 100)  # texts of several batches
     documents = keys.get("documents", "auto")
     others = {key: value for key, value in keys.items() if key != "documents"}
-    data = DataConfig(**{"cache_dir": str(tmp_path / "cache"), "max_document_tokens": 0} | others)
+    data = DataConfig(**{"max_document_tokens": 0} | others)
     if form == "sources":
         paths = write_letters(tmp_path / "a", "text", NAMES[:8]), write_letters(tmp_path / "b", "tokens", NAMES[8:])
         data = replace(data, sources=tuple(SourceConfig(str(path), 1.0) for path in paths))

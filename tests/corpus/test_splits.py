@@ -175,7 +175,7 @@ def test_empty_lines_and_files_without_a_split(tmp_path: Path) -> None:
 def test_sources_and_what_decides_documents_have_the_split(tmp_path: Path) -> None:
     folder = write_splits("jsonl", tmp_path / "set")
     sources = SourceConfig(str(folder), split="train[:2]"), SourceConfig(str(folder), split="test[5:]")
-    settings = CorpusSettings(DataConfig(sources=sources, cache_dir=str(tmp_path / "cache")))
+    settings = CorpusSettings(DataConfig(sources=sources))
     files = settings.find_source_files(tmp_path / "run")
     place = folder / "train" / "rows0.jsonl", folder / "test" / "rows0.jsonl"
     assert files == (

@@ -1,5 +1,6 @@
 """Evaluations of documents that share prefixes equal those of separate documents, document by document, in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ def sum_of_positions(rows: TargetTokens) -> tuple[float, float]:
 
 
 def evaluations(rank: int, ranks: int, choice: PlannerConfig, change: Change | None) -> tuple[Evaluation, Evaluation]:
+    """What is shared, and what is separate; two questions on one text are separate where each has a slot."""
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model = prepare_untried(tiny("qwen3", torch.float64, vocabulary=VOCABULARY), world)
         with casts_in_float64():
@@ -42,6 +44,9 @@ def evaluations(rank: int, ranks: int, choice: PlannerConfig, change: Change | N
             separate = evaluate(model, questions(), choice, world, EvaluationOptions(share_prefixes=False, **options))
             with mutated(change):
                 shared = evaluate(model, questions(), choice, world, EvaluationOptions(**options))
+            if choice.degree == ranks:
+                few = evaluate(model, questions()[:2], replace(choice, degree=1), world)
+                assert (few.plan.parents is None) == (ranks > 1)
     return shared, separate
 
 

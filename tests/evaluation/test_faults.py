@@ -128,7 +128,7 @@ def faulty(
     trap = Trap(fault, later.get(place, 0)) if fault is not None and place else None
     patches: dict[str, tuple[Any, str]] = {
         "planning": (PlannerConfig, "plan"),
-        "agreement on the plan": (ControlGroup, "compare_digests_and_flags"),
+        "agreement on the plan": (ControlGroup, "compare_digests"),
         "forward pass": (attention_calls, "attend"),
         "forward pass of the last portion": (attention_calls, "attend"),
         "reduction": (ControlGroup, "sum_array_over_ranks"),

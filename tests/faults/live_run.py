@@ -12,6 +12,7 @@ from typing import Any
 
 from longspan.checkpoint.files import step_of
 from longspan.config.file import to_toml
+from longspan.launch.launcher_watch import has_ended
 from longspan.run.metrics import read_metrics
 from tests.train.small import small_config
 
@@ -25,18 +26,14 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return not has_ended(pid)
 
 
-def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
+def wait_for(condition: Callable[[], object], process: "subprocess.Popen[Any]", output: Callable[[], object]) -> None:
     deadline = time.monotonic() + 240
-    while not (value := what()):
-        assert process.poll() is None and time.monotonic() < deadline, (process.poll(), log.read_text())
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, (process.poll(), output())
         time.sleep(0.05)
-    return value
 
 
 @contextmanager
@@ -56,7 +53,7 @@ def started(folder: Path, words: tuple[str, ...], **keys: Any) -> Iterator[Proce
         )
     try:
         metrics = folder / "run" / "metrics.jsonl"
-        wait_for(lambda: len(read_metrics(metrics)) >= 3, process, folder / "log")
+        wait_for(lambda: len(read_metrics(metrics)) >= 3, process, (folder / "log").read_text)
         yield process
     finally:
         with suppress(OSError):

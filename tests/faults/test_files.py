@@ -52,9 +52,9 @@ def train_with_fault(rank: int, config: RunConfig, folder: Path, fault: Fault | 
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Callable[..., list[int]]:
+def train(tmp_path: Path, token_cache: Path) -> Callable[..., list[int]]:
     keys = {"train__steps": 3, "checkpoint__every": 2, "evaluation__every": 0, "evaluation__documents": 0}
-    config = small_config(tmp_path, data__cache_dir=str(tmp_path / "cache"), checkpoint__async_mode="off", **keys)
+    config = small_config(tmp_path, checkpoint__async_mode="off", **keys)
     return lambda fault=None: run_ranks(train_with_fault, 2, config, tmp_path, fault)
 
 

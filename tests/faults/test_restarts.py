@@ -98,7 +98,7 @@ def test_a_run_outlives_a_launcher_that_stands_still(tmp_path: Path) -> None:
         now = last_step(tmp_path)
         process.send_signal(signal.SIGCONT)
         assert now > before, (tmp_path / "log").read_text()
-        wait_for(lambda: last_step(tmp_path) > now, process, tmp_path / "log")
+        wait_for(lambda: last_step(tmp_path) > now, process, (tmp_path / "log").read_text)
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 75, (tmp_path / "log").read_text()
     assert saved_steps(tmp_path) == [last_step(tmp_path)]

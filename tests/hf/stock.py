@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
-from longspan.data.shared_prefixes import find_families
 from longspan.launch import fork_server
 from longspan.testing import run_ranks
 from tests.model.stock import without_trials
+from tests.parity import shared_at_any_price
 from tests.train.own_loss.test_families import casts_in_float64
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo", "reward"))
@@ -81,14 +80,7 @@ class Run:
 
 def train_with_shared_prompts(run: Run, train: Any) -> Any:
     """A trainer's run in which prompts of three tokens and more are shared, and how many prefixes a step had."""
-    found = list[int]()
-
-    def find(documents: Any, **keywords: Any) -> Any:
-        families = find_families(documents, least_rows=3, **keywords)
-        found.append(len(families.lengths) - len(documents))
-        return families
-
-    with patch("longspan.resolve.choice.find_families", find), casts_in_float64():
+    with shared_at_any_price() as found, casts_in_float64():
         trainer = train(run)
     run.kept["prefixes"] = max(found, default=0)
     return trainer

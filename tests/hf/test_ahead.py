@@ -21,7 +21,6 @@ from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documen
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossTokens
-from longspan.train.step_end import StepEnd
 from longspan.train.terms.token_loss import Distributions
 from tests.hf.stock import Run
 from tests.hf.tiny import completions, model_of, tokenizer
@@ -131,7 +130,8 @@ class Reads(TrainerCallback):
         for name in READS:
             patch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
         patch.setattr(torch, "equal", self._counting(torch.equal))
-        patch.setattr(StepEnd, "_run_host_work", self._in_meanwhile(StepEnd._run_host_work))
+        name = "_prepare_next_step_and_wait"
+        patch.setattr(steps.StepsPart, name, self._in_meanwhile(getattr(steps.StepsPart, name)))
 
     def _counting(self, read: Any) -> Any:
         def counted(*args: Any, **keywords: Any) -> Any:
@@ -154,9 +154,9 @@ class Reads(TrainerCallback):
             self.ours[phase, around.name] += 1
 
     def _in_meanwhile(self, work: Any) -> Any:
-        def work_meanwhile(end: StepEnd) -> None:
+        def work_meanwhile(trainer: Any) -> None:
             counted, self.phase = self.phase, ""
-            work(end)
+            work(trainer)
             self.phase = "after" if counted else ""
 
         return work_meanwhile
@@ -190,7 +190,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
             patch.setattr(owner, name, noted)
 
         note(steps, "read_documents_of_batch", "rows")
-        note(steps.StepsPart, "_make_plan", "plans")
+        note(steps.StepsPart, "_plan_documents", "plans")
         trainer = make(SFTTrainer, folder, accumulate, callbacks=[reads])
         note(trainer, "data_collator", "collated")
         trainer.train()
@@ -198,7 +198,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
     return reads.ours, reads.others, work
 
 
-def below(folder: str) -> tuple[int, list[Any]]:
+def below(folder: str) -> tuple[int, bool]:
     seen = []
 
     class Below(with_longspan(SFTTrainer)):
@@ -209,7 +209,7 @@ def below(folder: str) -> tuple[int, list[Any]]:
     trainer = make(Below, folder)
     trainer.train()
     trainer.end()
-    return len(seen), trainer._host_batches.make_next_batches(1)
+    return len(seen), trainer._batches_ahead is not None
 
 
 def each(rank: int, folder: str) -> Any:
@@ -225,6 +225,6 @@ def test_a_step_reads_its_device_once_and_prepares_the_next_before(tmp_path: Pat
         assert ours["after", "sum_over_ranks"] <= 3
         for place, at_most in (("is_finite", 1), ("host_array", 2), ("_loss_on_host", 1)):
             assert ours.pop(("after", place)) <= at_most * accumulate
-        assert {name for _, name in ours} <= {"_read_pieces", "<listcomp>", "sum_over_ranks", "sum_array_over_ranks"}
+        assert {name for _, name in ours} <= {"finish_step", "<listcomp>", "sum_over_ranks", "sum_array_over_ranks"}
         assert set(others) <= {"compute_loss", "_run_epoch"} and sum(others.values()) <= 7 * accumulate, others
         assert all(len(done) > 1 and all(done) for done in work.values()), work

@@ -2,18 +2,22 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainingArguments
-from trl import KTOConfig, KTOTrainer
+from trl import KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
+from longspan.plan import Cost
+from longspan.train.families import share_where_faster
 from tests.hf.stock import CP2, Run, check_each, ours_each, stock_each, train_with_shared_prompts
 from tests.hf.test_grpo import grpo
 from tests.hf.test_scores import reward
 from tests.hf.test_trl import DYNAMIC, EVALUATED, TWICE, dpo, sft, train
-from tests.hf.tiny import completions, judged, model_of
+from tests.hf.tiny import WORDS, completions, judged, model_of
 
 BOUNDS = {"loss": 1e-9, "metric": 1e-9, "weights": 1e-8}
 PROMPTS = ("w1 w2 w3 w4 w5 w6 ", "w1 w2 w3 w7 w8 w9 w10 w11 ")
@@ -35,23 +39,32 @@ def pad_left(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
 
 
+def large_model() -> Any:
+    return model_of(dtype=torch.float32, max_position_embeddings=512)
+
+
+def train_of_rows(run: Run, data: list[dict[str, list[int]]], model: Any = None, **changes: Any) -> Any:
+    """transformers' own Trainer, whose rows are padded on the left."""
+    trainer = run.trainer(
+        Trainer,
+        model=model or large_model(),
+        args=TrainingArguments(**run.arguments(**changes)),
+        train_dataset=data,
+        data_collator=pad_left,
+    )
+    trainer.train()
+    return trainer
+
+
 def padded_on_the_left(run: Run) -> Any:
-    """transformers' own Trainer; rows of two prompts and of none."""
+    """Rows of two prompts and of none."""
     draw = torch.Generator().manual_seed(0)
     rows = list[dict[str, list[int]]]()
     for number in range(16):
         prompt = [7 + number % 2] * 2 + [5, 6, 9, 9, 8]
         answer = torch.randint(3, 60, (4 + number % 5,), generator=draw).tolist()
         rows.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
-    trainer = run.trainer(
-        Trainer,
-        model=model_of(),
-        args=TrainingArguments(**run.arguments(**TWICE)),
-        train_dataset=rows,
-        data_collator=pad_left,
-    )
-    trainer.train()
-    return trainer
+    return train_of_rows(run, rows, model_of(), **TWICE)
 
 
 CASES: dict[str, Any] = {
@@ -68,6 +81,46 @@ MORE: dict[str, Any] = {
     "qwen3-moe": partial(sft, data=few_prompts, family="qwen3-moe"),
     "kto": partial(kto, **TWICE),
 }
+
+
+ONE_PROMPT = 300  # tokens
+
+
+def rows_of_one_prompt(count: int) -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(0)
+    answers = [torch.randint(3, 60, (3 + number,), generator=draw).tolist() for number in range(count)]
+    prompt = [5 + i % 40 for i in range(ONE_PROMPT)]
+    return [{"input_ids": prompt + a, "labels": [-100] * len(prompt) + a} for a in answers]
+
+
+def plans_of_one_prompt(run: Run, kind: Any, rows: int) -> None:
+    """One step of so many rows; keeps whether each plan of it shares the prompt, priced as of a Qwen3-8B."""
+    plans = list[bool]()
+
+    def plan(*arguments: Any, **keywords: Any) -> Any:
+        documents, made = share_where_faster(*arguments, **keywords)
+        plans.append(made.parents is not None and len(documents) == rows + 1)
+        return documents, made
+
+    with (
+        patch("longspan.hf.steps.share_where_faster", plan),
+        patch("longspan.hf.trainer.find_run_cost", return_value=Cost()),
+    ):
+        if kind is Trainer:
+            train_of_rows(run, rows_of_one_prompt(rows), rows=rows, steps=1).end()
+        else:
+            texts = {"prompt": " ".join(WORDS[i % 40] for i in range(ONE_PROMPT)) + " ", "completion": "w1 w2 w3"}
+            data = Dataset.from_list([texts] * rows)
+            train(run, SFTTrainer, SFTConfig, data, model=large_model(), rows=rows, steps=1, max_length=None).end()
+    run.kept["shared"] = plans
+
+
+def test_a_prompt_is_shared_where_the_plan_is_predicted_to_be_faster() -> None:
+    """Over two slots two rows of one prompt are computed whole, a slot each, and of eight rows the prompt once."""
+    cases = [partial(plans_of_one_prompt, kind=kind, rows=rows) for kind in (Trainer, SFTTrainer) for rows in (2, 8)]
+    keys = {"context_parallel_size": 1, "max_tokens_per_slot": 4096}
+    found = [ran.kept["shared"] for ran in ours_each(cases, keys, 2, exact=False).values()]
+    assert [set(shared) for shared in found] == [{False}, {True}] * 2
 
 
 def compare_shared(cases: dict[str, Any], keys: dict[str, Any]) -> None:

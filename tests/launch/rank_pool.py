@@ -7,6 +7,8 @@ anything; a suite of tests spends most of its time there. Fresh ranks for every 
 import atexit
 import gc
 import os
+import pickle
+import socket
 import tempfile
 import unittest
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from itertools import count
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from pkgutil import walk_packages
 from types import ModuleType
@@ -23,11 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longspan.launch.launch import LocalRanks, pickle_call
+from longspan.launch.launch import LocalRank, LocalRanks, pickle_call, start_store_server
+from longspan.launch.rank_process import answer_call
 
 RANKS_PER_GPU = "LONGSPAN_TEST_RANKS_PER_GPU"
 SLOWER = 4  # times as long may a test take where ranks share a GPU
 READY_SECONDS = 30.0  # a rank that has not put back what a call changed by then is ended
+START_SECONDS = 300.0
+READY = b"ready"
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,21 @@ def _forget_worlds() -> None:
     world._keys = count()
 
 
+def serve_calls(rank: int, address: str) -> None:
+    """Answer calls that come through a socket, until it closes; READY says that nothing is left of the one before."""
+    state = ProcessState.now()
+    with Client(address) as calls:
+        calls.send(rank)
+        with suppress(EOFError, OSError):
+            while True:
+                spec = pickle.loads(calls.recv_bytes())
+                os.environ.clear()
+                os.environ.update(spec.environment)
+                answer_call(spec, calls)
+                state.restore()
+                calls.send_bytes(READY)
+
+
 class RankPool:
     """Up to `size` local ranks, started at the first call and started again after one that failed.
 
@@ -102,6 +123,8 @@ class RankPool:
     def __init__(self, size: int, threads: int = 1) -> None:
         self.size, self.threads = size, threads
         self._ranks: LocalRanks | None = None
+        self._started: list[LocalRank] = []
+        self._calls: dict[int, Connection[Any, Any]] = {}  # by rank
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
 
@@ -110,7 +133,10 @@ class RankPool:
     ) -> list[Any]:
         payload, ranks = pickle_call(fn, args), self._running()
         try:
-            ranks.start_call(payload, n)
+            ranks.store = start_store_server()
+            ranks.ranks = [LocalRank(rank.index, rank.process, self._calls[rank.index]) for rank in self._started[:n]]
+            for rank in ranks.ranks:
+                rank.pipe.send_bytes(pickle.dumps(ranks.rank_spec(rank.index, n, payload)))
             ranks.collect_answers(timeout, grace)
             if ranks.failure is not None:
                 raise ranks.failure
@@ -120,18 +146,37 @@ class RankPool:
         return [rank.answer.unpickle_value() for rank in ranks.ranks if rank.answer is not None]
 
     def _running(self) -> LocalRanks:
-        if self._ranks is not None and not self._ranks.are_ready_for_calls(READY_SECONDS):
+        if self._ranks is not None and not all(map(self._is_ready, self._ranks.ranks)):
             self.close()
         if self._ranks is None:
             self._folder = tempfile.TemporaryDirectory(prefix="longspan-ranks-")
-            self._ranks = LocalRanks(self.size, Path(self._folder.name), self.threads, state=ProcessState.now)
-            self._ranks.start()
+            address = f"{self._folder.name}/calls"
+            with socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(address)
+                listening.listen(self.size)
+                listening.settimeout(START_SECONDS)
+                payload = pickle_call(serve_calls, (address,))
+                self._ranks = LocalRanks(Path(self._folder.name), self.threads)
+                self._ranks.start(self.size, payload)
+                self._started = self._ranks.ranks
+                for _ in range(self.size):
+                    calls = Connection(listening.accept()[0].detach())
+                    self._calls[calls.recv()] = calls
         return self._ranks
+
+    def _is_ready(self, rank: LocalRank) -> bool:
+        try:
+            return rank.pipe.poll(READY_SECONDS) and rank.pipe.recv_bytes() == READY
+        except (EOFError, OSError):  # it died of what the call had left
+            return False
 
     def close(self) -> None:
         if self._ranks is not None:
+            self._ranks.ranks = self._started  # they are waited for until their sockets are closed
             self._ranks.end()
             self._ranks = None
+        while self._calls:
+            self._calls.popitem()[1].close()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -41,42 +41,6 @@ def test_results_come_back_by_rank(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*map(str, range(n))} and gc.isenabled()
 
 
-USES_CUDA = """
-import os, sys, torch
-from longspan.launch.launch import run_local
-
-torch.cuda._is_in_bad_fork = lambda: True  # as in what is forked from a process that has used CUDA
-
-def name(rank, word):
-    return rank, word, os.getpid(), sys.argv[0], os.environ["RANK"], torch.get_num_threads(), os.getcwd()
-
-def fail(rank):
-    if rank == 1:
-        os._exit(7)
-    raise ValueError("rank 0 fails too")
-
-if __name__ == "__main__":
-    for row in run_local(name, 2, ("here",)):
-        print(*row)
-    try:
-        run_local(fail, 2)
-    except BaseException as error:
-        print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.whole
-def test_ranks_start_anew_where_the_fork_server_has_used_cuda(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(USES_CUDA)
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
-    first, second, failure = done.stdout.splitlines()
-    assert first.split()[:2] == ["0", "here"] and second.split()[:2] == ["1", "here"], done.stderr
-    assert first.split()[4:] == ["0", "1", str(tmp_path)] and "with exit code 7" in failure, done.stdout
-    assert done.stderr.count("ranks take longer to start") == 2 and "rror" not in done.stderr
-
-
 USED_AT_IMPORT = """
 import os, torch
 open(os.path.join(os.environ["FOLDER"], f"{__name__} {os.getpid()}"), "w").close()
@@ -97,11 +61,19 @@ def look(rank, imported):
     import torch
     usable, preloaded = not torch.cuda._is_in_bad_fork(), "transformers.modeling_utils" in sys.modules
     import_module(imported)
-    return os.getpid(), usable, preloaded
+    where = os.environ["RANK"], torch.get_num_threads(), os.getcwd()
+    return os.getpid(), usable, preloaded, rank, *where
+
+def leave(rank):
+    os._exit(7)
 
 if __name__ == "__main__":
     fork_server.PRELOAD = (*fork_server.PRELOAD[:4], sys.argv[1])
-    print(*run_local(look, 1, (sys.argv[2],))[0])
+    print(*run_local(look, 1, (sys.argv[2],), threads=1)[0])
+    try:
+        run_local(leave, 1)
+    except BaseException as error:
+        print(type(error).__name__, error)
 """
 
 
@@ -120,7 +92,8 @@ def test_an_import_of_the_fork_server_uses_no_cuda(module: str, name: str, tmp_p
     (tmp_path / "program.py").write_text(IMPORTS_CUDA)
     search = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, tmp_path / "program.py", module, name],
+        [sys.executable, "program.py", module, name],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": search, "FOLDER": str(folder)},
         capture_output=True,
         text=True,
@@ -128,10 +101,12 @@ def test_an_import_of_the_fork_server_uses_no_cuda(module: str, name: str, tmp_p
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    pid, usable, preloaded = done.stdout.split()
+    of_rank, failure = done.stdout.splitlines()
+    pid, *words = of_rank.split()
     anew = name == "other"
-    assert (usable, preloaded) == ("True", str(not anew))
-    assert done.stderr.count("ranks take longer to start") == anew
+    assert words == ["True", str(not anew), "0", "0", "1", str(tmp_path)]
+    assert failure == "RankLostError rank 0 of 1 left with exit code 7 before it answered"
+    assert done.stderr.count("ranks take longer to start") == 2 * anew
     assert len(imported := [path.name.split() for path in folder.iterdir()]) == 1 + anew and [name, pid] in imported
 
 

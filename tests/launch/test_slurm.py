@@ -5,12 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.faults.live_run import wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/gpu/slurm.sh"
@@ -56,13 +57,6 @@ def end_jobs() -> Iterator[list[subprocess.Popen[str]]]:
             job.wait(30)
 
 
-def wait_for(condition: Callable[[], object], job: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 240
-    while not condition():
-        assert job.poll() is None and time.monotonic() < end, job.args
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("statuses", "number", "status", "attempts", "requeued"),
     [
@@ -86,7 +80,7 @@ def test_what_the_script_does(
     job = submit(tmp_path, STUB, "a b.toml", STATUSES=statuses, DOCTOR="0")
     end_jobs.append(job)
     if number:
-        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)), job)
+        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)), job, str)
         job.send_signal(number)
     printed, _ = job.communicate(timeout=60)
     assert job.returncode == status, printed

@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from longspan.cli.eval import eval_rank
 from longspan.cli.main import main
+from longspan.cli.train import train_rank
 from longspan.comm.all_ranks import StopSignal
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.config.file import to_toml
 from longspan.errors import CheckpointError
+from longspan.evaluation.request import EvalRequest
 from longspan.launch import fork_server, launcher_watch, stop_signals
 from longspan.launch.fork_server import imports_for_ranks
 from longspan.launch.launch import run_local, start_store_server
@@ -34,6 +37,7 @@ from longspan.launch.stop_signals import (
     ignore_signals,
     raise_on_stop_signals,
 )
+from longspan.train.starts import Starts
 from tests.faults.live_run import children_of, read_process
 from tests.train.small import small_config
 
@@ -63,8 +67,7 @@ def test_a_press_is_forwarded_once_and_a_later_one_kills_and_notices_are_forward
 ) -> None:
     received, now = list[int](), [50.0]
     monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
-    ranks: Any = SimpleNamespace(signal=received.append)
-    forwarding = Forwarding(ranks)
+    forwarding = Forwarding(received.append)
     for seconds, number in presses:
         now[0] = 50.0 + seconds
         forwarding._forward_signal(number, None)
@@ -81,7 +84,7 @@ def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.M
     with raise_on_stop_signals():
         ignore_signals([signal.SIGUSR1])
         signal.raise_signal(signal.SIGUSR1)
-        with Forwarding(SimpleNamespace(signal=received.append)):  # pyright: ignore[reportArgumentType]
+        with Forwarding(received.append):
             signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(Interrupted, match="SIGUSR2") as raised:
             signal.raise_signal(signal.SIGUSR2)
@@ -167,10 +170,29 @@ class CatchesAll(ModuleType):
             return None
 
 
-def test_no_import_catches_the_signal_that_ends_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.distributed", CatchesAll("torch.distributed"))
+def train_as_torchrun_does(folder: Path) -> None:
+    train_rank(0, small_config(folder), 1, "gloo", False, Starts())
+
+
+def evaluate_as_torchrun_does(folder: Path) -> None:
+    subject: Any = SimpleNamespace(config=small_config(folder))
+    eval_rank(0, EvalRequest(subjects=(subject,)), 1, "gloo", Starts())
+
+
+@pytest.mark.parametrize(
+    ("imported", "start"),
+    [
+        ("torch.distributed", lambda _: start_store_server()),
+        ("longspan.run.loop", train_as_torchrun_does),
+        ("longspan.evaluation.evaluate_saved", evaluate_as_torchrun_does),
+    ],
+)
+def test_no_import_catches_the_signal_that_ends_a_command(
+    imported: str, start: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, imported, CatchesAll(imported))
     with raise_on_stop_signals(), pytest.raises(Interrupted, match="SIGTERM"):
-        start_store_server()
+        start(tmp_path)
 
 
 def masked(rank: int) -> list[int]:
@@ -196,7 +218,11 @@ def fail_after_a_signal(rank: int, folder: Path) -> None:
 
 def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) -> None:
     def send() -> None:
-        while len(list(tmp_path.iterdir())) < 2:
+        forwards = Forwarding._forward_signal.__qualname__
+        while (
+            len(list(tmp_path.iterdir())) < 2
+            or getattr(signal.getsignal(signal.SIGTERM), "__qualname__", "") != forwards
+        ):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 

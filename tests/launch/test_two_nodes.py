@@ -1,22 +1,18 @@
 """Two torchruns of this machine as two nodes, and what ranks and the command say of a node that dies."""
 
-import argparse
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from bench.processes import two_nodes
 from bench.processes.node_network import missing_permission
-from bench.processes.two_nodes import bytes_per_second, torchrun_words
 from torch.distributed import HashStore
 
 from longspan.comm import World, failure_reports, run_local
@@ -25,7 +21,7 @@ from longspan.errors import RankLostError
 from longspan.layout import Layout
 from longspan.plan import Machine
 from longspan.testing import backend
-from tests.faults.live_run import children_of, lives, read_process
+from tests.faults.live_run import children_of, lives, read_process, wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [str(ROOT / "bench/two_nodes.sh"), "--cpu"]
@@ -53,13 +49,6 @@ def _children(pid: int) -> Iterator[int]:
     yield from direct
     for child in direct:
         yield from _children(child)
-
-
-def _wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 150
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end, process.communicate(timeout=5)
-        time.sleep(0.05)
 
 
 def lose_a_node(rank: int) -> None:
@@ -100,7 +89,7 @@ def test_a_node_that_dies_and_ctrl_c_end_everything(number: signal.Signals, said
         line = words.replace(" ", "\0")
         return [pid for pid in _children(nodes.pid) if line in read_process(pid, "cmdline")]
 
-    _wait_for(lambda: len(with_words("sleep 100 ")) == 2, nodes)
+    wait_for(lambda: len(with_words("sleep 100 ")) == 2, nodes, lambda: nodes.communicate(timeout=5))
     everything = [*_children(nodes.pid)]
     if number == signal.SIGINT:
         os.killpg(nodes.pid, number)
@@ -128,31 +117,6 @@ def test_calibration_finds_the_nodes_and_the_speed_between_them(tmp_path: Path) 
     each = 1e6 / float(machine.across.point.seconds(1e6))
     assert 4e6 < each < 20e6, "two slots of a node send at once"
     assert float(machine.inside.point.seconds(1e6)) < 1e6 / each / 2
-
-
-def test_without_namespaces_it_goes_on_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(two_nodes, "missing_permission", lambda: "unshare: Operation not permitted")
-    assert two_nodes._network(5e6, []) is None and two_nodes._network(None, []) is None
-    said = capsys.readouterr().err
-    assert said.startswith("two_nodes: no limit between the nodes") and "(unshare: Operation not permitted)\n" in said
-    assert len(said.splitlines()) == 1
-
-
-def test_words_of_torchrun_and_speeds() -> None:
-    assert torchrun_words(["longspan", "bench", "step"]) == ["-m", "longspan", "bench", "step"]
-    assert torchrun_words([".venv/bin/python", "a.py", "-m"]) == ["a.py", "-m"]
-    assert torchrun_words(["python3.12", "-m", "tests"]) == ["-m", "tests"]
-    assert torchrun_words(["python", "-c", "pass"]) == ["--no-python", "python", "-c", "pass"]
-    assert torchrun_words(["script.py"]) == ["script.py"]
-    with pytest.raises(ValueError, match="each node is a torchrun already"):
-        torchrun_words(["torchrun", "script.py"])
-    for text, speed in {"2.65G": 2.65e9, "50M": 5e7, "10kB": 1e4, "800": 800, "1.5GB/s": 1.5e9}.items():
-        assert bytes_per_second(text) == speed
-    for text in ("3e", "0"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is no speed; give bytes a second"):
-            bytes_per_second(text)
 
 
 def test_ranks_with_their_nodes() -> None:

@@ -97,22 +97,21 @@ def test_dropout_is_the_same_at_every_degree_under_every_type_and_home() -> None
                 assert loss_and_norm == pytest.approx(expected, rel=1e-5), (home, kind, cp, step)
 
 
-def test_the_seed_is_that_of_the_step_in_which_a_shard_was_bound() -> None:
+def test_the_seed_is_that_of_the_step_in_which_a_shard_was_bound(world: World) -> None:
     """Step and seed change before recomputation; a shard that is bound after that is another."""
-    with World(Layout(ranks=1), backend=backend()) as world:
-        micro_batch = plan_fixed([9], world.home, cp=1).micro_batches[0]
-        q = torch.randn(9, 2, 4, dtype=torch.float64, device=world.device, requires_grad=True)
+    micro_batch = plan_fixed([9], world.home, cp=1).micro_batches[0]
+    q = torch.randn(9, 2, 4, dtype=torch.float64, device=world.device, requires_grad=True)
 
-        def gradient(shard: SequenceShard, change: Callable[[], None], recompute: bool) -> Tensor:
-            layer = partial(attend, shard=shard, dropout=0.5)
-            out = checkpoint(layer, q, q, q, use_reentrant=False) if recompute else layer(q, q, q)
-            change()
-            return torch.autograd.grad(out.square().sum(), q)[0]
+    def gradient(shard: SequenceShard, change: Callable[[], None], recompute: bool) -> Tensor:
+        layer = partial(attend, shard=shard, dropout=0.5)
+        out = checkpoint(layer, q, q, q, use_reentrant=False) if recompute else layer(q, q, q)
+        change()
+        return torch.autograd.grad(out.square().sum(), q)[0]
 
-        def next_step() -> None:
-            world.step, world.seed = world.step + 1, world.seed + 1
+    def next_step() -> None:
+        world.step, world.seed = world.step + 1, world.seed + 1
 
-        expected = gradient(shard := bind(micro_batch, world), lambda: None, False)
-        same = gradient(shard.with_padding(), next_step, True)
-        other = gradient(bind(micro_batch, world), next_step, True)
-        assert torch.equal(same, expected) and (other - expected).norm() > 0.1
+    expected = gradient(shard := bind(micro_batch, world), lambda: None, False)
+    same = gradient(shard.with_padding(), next_step, True)
+    other = gradient(bind(micro_batch, world), next_step, True)
+    assert torch.equal(same, expected) and (other - expected).norm() > 0.1

@@ -62,25 +62,24 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_wrong_calls_are_refused() -> None:
-    with World(Layout(ranks=1), backend=backend()) as world:
-        model = prepare(tiny("qwen3"), world)
-        _, arguments = _local(world)
-        logits = model(**arguments).logits
-        for change, says in CALLS.values():
-            with pytest.raises(ModelError, match=says):
-                model(**(arguments | change))
-        plain = model(arguments["input_ids"][0], position_ids=arguments["position_ids"][0], shard=arguments["shard"])
-        assert torch.equal(plain.logits, logits) and plain.past_key_values is None and model.config.use_cache is False
-        with pytest.raises(ModelError, match="prepared already"):
-            prepare(model, world)
-        with pytest.raises(ModelError, match=r"Qwen3ForCausalLM.generate would need caches.*save_model"):
-            model.generate(arguments["input_ids"])
-        with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
-            model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))
-        # an error inside a layer leaves no shard behind
-        with pytest.raises(ModelError, match=r"Qwen3Attention got no shard; .*model\(..., shard=shard\)"):
-            model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
+def test_wrong_calls_are_refused(world: World) -> None:
+    model = prepare(tiny("qwen3"), world)
+    _, arguments = _local(world)
+    logits = model(**arguments).logits
+    for change, says in CALLS.values():
+        with pytest.raises(ModelError, match=says):
+            model(**(arguments | change))
+    plain = model(arguments["input_ids"][0], position_ids=arguments["position_ids"][0], shard=arguments["shard"])
+    assert torch.equal(plain.logits, logits) and plain.past_key_values is None and model.config.use_cache is False
+    with pytest.raises(ModelError, match="prepared already"):
+        prepare(model, world)
+    with pytest.raises(ModelError, match=r"Qwen3ForCausalLM.generate would need caches.*save_model"):
+        model.generate(arguments["input_ids"])
+    with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
+        model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))
+    # an error inside a layer leaves no shard behind
+    with pytest.raises(ModelError, match=r"Qwen3Attention got no shard; .*model\(..., shard=shard\)"):
+        model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
 
 
 def _identity(rank: int) -> tuple[bool, bool, float, set[torch.dtype]]:
@@ -122,7 +121,7 @@ def test_every_parameter_is_sharded_and_freed_after_evaluation() -> None:
     assert run_ranks(_shards, 2) == [[], []]
 
 
-def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """transformers would look for it in the ids of every call without a mask, and warn of padding: there is none."""
     warned = list[object]()
     monkeypatch.setattr(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args: warned.append(args))
@@ -134,10 +133,9 @@ def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     loss, gradients = dense_answer(model, texts(LENGTHS))
     assert warned
     warned.clear()
-    with World(Layout(ranks=1), backend=backend()) as world:
-        prepared: Any = prepare(at_random(config), world)
-        ours = run_step(prepared, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss
-        assert ours == pytest.approx(loss, rel=1e-12) and worst(gradients_of(prepared), gradients) < 1e-12
+    prepared: Any = prepare(at_random(config), world)
+    ours = run_step(prepared, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss
+    assert ours == pytest.approx(loss, rel=1e-12) and worst(gradients_of(prepared), gradients) < 1e-12
     assert not warned
 
 
@@ -274,7 +272,7 @@ MISSING = "torch_flash" if backend() == "gloo" else "cpu_flash"
 SAID = "needs cuda tensors, got cpu" if backend() == "gloo" else "needs cpu tensors, got cuda"
 
 
-def test_the_named_kernel_is_what_every_layer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_kernel_is_what_every_layer_runs(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """By default, by name, and by name in recomputed layers."""
     packing: Any = import_module("longspan.attention.attend")
     chosen, choose, logits = set[str](), packing.choose_kernel, list[torch.Tensor]()
@@ -285,23 +283,22 @@ def test_the_named_kernel_is_what_every_layer_runs(monkeypatch: pytest.MonkeyPat
         return kernel
 
     monkeypatch.setattr(packing, "choose_kernel", noted)
-    with World(Layout(ranks=1), backend=backend()) as world:
-        batch = plan_fixed((9, 4), world.home, cp=1).micro_batches[0]
-        inputs: dict[str, Any] = {"input_ids": torch.arange(13, device=world.device)[None]}
-        for name, recompute in ((None, False), ("reference", False), ("reference", True)):
-            model = prepare(tiny("mistral"), world, attention_kernel=name, activation_checkpointing=recompute)
-            chosen.clear()
-            shard = bind(batch, world)  # a choice is kept with the shard
-            out = model(**inputs, position_ids=shard.position_ids[None], shard=shard).logits
-            out.sum().backward()
-            assert chosen == {name or "cpu_flash"} or (name is None and backend() == "nccl")
-            logits.append(out.detach())
-            chosen.clear()
-            shard = bind(batch, world)
-            with torch.no_grad():
-                model(**inputs, position_ids=shard.position_ids[None], shard=shard, attention_kernel="reference")
-            assert chosen == {"reference"}, "the argument of a call wins"
-            assert "attention_kernel" not in model.config.to_dict()
+    batch = plan_fixed((9, 4), world.home, cp=1).micro_batches[0]
+    inputs: dict[str, Any] = {"input_ids": torch.arange(13, device=world.device)[None]}
+    for name, recompute in ((None, False), ("reference", False), ("reference", True)):
+        model = prepare(tiny("mistral"), world, attention_kernel=name, activation_checkpointing=recompute)
+        chosen.clear()
+        shard = bind(batch, world)  # a choice is kept with the shard
+        out = model(**inputs, position_ids=shard.position_ids[None], shard=shard).logits
+        out.sum().backward()
+        assert chosen == {name or "cpu_flash"} or (name is None and backend() == "nccl")
+        logits.append(out.detach())
+        chosen.clear()
+        shard = bind(batch, world)
+        with torch.no_grad():
+            model(**inputs, position_ids=shard.position_ids[None], shard=shard, attention_kernel="reference")
+        assert chosen == {"reference"}, "the argument of a call wins"
+        assert "attention_kernel" not in model.config.to_dict()
     default, named, recomputed = logits
     assert (named - default).abs().max() <= 1e-4 and torch.equal(named, recomputed)
 
@@ -320,6 +317,8 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("family", "name", "message"), KERNELS)
-def test_a_kernel_that_is_missing_is_an_error_when_the_model_is_prepared(family: str, name: str, message: str) -> None:
-    with World(Layout(ranks=1), backend=backend()) as world, pytest.raises(AttentionError, match=message):
+def test_a_kernel_that_is_missing_is_an_error_when_the_model_is_prepared(
+    family: str, name: str, message: str, world: World
+) -> None:
+    with pytest.raises(AttentionError, match=message):
         prepare(tiny(family, attention="eager"), world, attention_kernel=name)

@@ -155,7 +155,7 @@ KINDS = ("a2a", "a2a+p2p", ("p2p", "a2a"), ("a2a+p2p", "a2a"), "p2p", "all_gathe
 
 
 def attends(plan: Plan, heads: int) -> None:
-    kinds = {group.cp_comm_type for batch in plan.micro_batches for group in batch.groups}
+    kinds = {group.cp_comm_type for group in plan.groups}
     layers = (
         [i for kind in kinds for i in range(1 if isinstance(kind, str) else len(kind))] if "auto" not in kinds else []
     )
@@ -230,9 +230,9 @@ def test_degrees_of_dynamic_plans_follow_heads_and_have_their_own_sizes() -> Non
     arguments = {"max_tokens_per_slot": 1500, "cp_comm_type": "a2a"}
     for heads, degrees in ((None, {3}), (4, {4})):  # both at once on three slots each, or one after the other on four
         plan = plan_dynamic([4000, 4000], Layout(6), heads=heads, **arguments)
-        assert {group.degree for batch in plan.micro_batches for group in batch.groups} == degrees
+        assert {group.degree for group in plan.groups} == degrees
     arguments = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": 4, "node_size": 1}
     for lengths, slots in (([4000] * 3, 1), ([57344] * 2, 7)):
         plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=8192, micro_batch_multiple=4, **arguments)
-        groups = [group for batch in plan.micro_batches for group in batch.groups]
+        groups = plan.groups
         assert {group.hierarchical_context_parallel_sizes for group in groups} == {(1, slots)}

@@ -58,7 +58,8 @@ def test_a_row_is_an_evaluation_or_none_or_is_refused_by_name() -> None:
     del bare["eval_token_accuracy"], bare["eval_bits_per_byte"]
     assert EvalRow.from_row(bare) == EvalRow(3, 2, 2.0, 900, 7, "fixed")
     del bare["eval_perplexity"]  # of a model that scores
-    assert (row := EvalRow.from_row(bare)) is not None and row.perplexity == "–"
+    row = EvalRow.from_row(bare)
+    assert row is not None and row.perplexity == "–"
     with pytest.raises(ConfigError, match="no planner, eval_documents, by_position, by_length"):
         EvalRow.from_row({"step": 3, "eval_loss": 2.0, "cp": 4, "eval_tokens": 900})
     with pytest.raises(ConfigError, match="its counts are no numbers"):

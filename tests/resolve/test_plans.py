@@ -185,7 +185,7 @@ def test_the_choice_is_that_of_which_degree() -> None:
     assert found.options.cp_comm_type == comparison.best.options.cp_comm_type != "auto"
     plan = found.plan(lengths, home)
     assert plan.predicted_seconds <= comparison.best.planned.predicted_seconds * (1 + 1e-9)
-    assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {found.degree}
+    assert {group.degree for group in plan.groups} == {found.degree}
     assert choose_degree(found, lengths, home) == (found, "") and choose_degree(choice, [], home) == (choice, "")
     with pytest.raises(
         ConfigError, match=r'evaluation.context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'
@@ -286,7 +286,7 @@ FEW = (90, 7, 40, 12)
 def test_a_planner_decides_groups_and_the_options_the_rest() -> None:
     config = config_of(context__planner=f"{OWN}one_by_one", context__cp_comm_type="all_gather", parallel__pp=2)
     plan = PlannerConfig.training(config, heads=4).plan(FEW, Layout(8, pp=2), targets=77)
-    assert [group.slots for batch in plan.micro_batches for group in batch.groups] == [(0, 1, 2, 3)] * 4
+    assert [group.slots for group in plan.groups] == [(0, 1, 2, 3)] * 4
     named = (plan.planner, plan.targets, plan.max_tokens_per_slot, len(plan.micro_batches))
     assert named == (f"{OWN}one_by_one", 77, 1024, 4)
     assert plan.predicted_seconds >= plan.lower_bound_seconds > 0 and plan.check() == plan
@@ -344,7 +344,7 @@ def test_evaluation_takes_the_planner_of_training_unless_it_has_its_own() -> Non
 def test_a_cost_of_ones_own_prices_plans() -> None:
     config = config_of(context__planner="dynamic")
     plan = PlannerConfig.training(config, cost=slow).plan((1000, 900, 800, 700), Layout(4))
-    assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {1}
+    assert {group.degree for group in plan.groups} == {1}
     shared = PlannerConfig.training(config, cost=slow).plan((2000,), Layout(4))
     assert shared.predicted_seconds > 5.0 and shared.cost.source == "a slow network"
     forward = PlannerConfig.evaluation(config, cost=slow).plan((3000,), Layout(4))

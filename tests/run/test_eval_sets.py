@@ -66,10 +66,11 @@ def rows_of(config: RunConfig, name: str | None = None) -> list[dict[str, Any]]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     config = with_sets(
         tmp_path_factory.mktemp("sets"),
-        {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
-        | {"max_tokens_per_slot": 128},
+        {"name": "books", "every": 3, "max_document_tokens": 0},
         {"name": "some", "documents": 3, "context_parallel_size": 1},
         train__steps=4,
+        evaluation__metrics=[f"{HERE}.top_five"],
+        evaluation__max_tokens_per_slot=128,
     )
     return config, *run(config)[0]
 
@@ -123,7 +124,7 @@ def write_rows(path: Path, texts: Sequence[str]) -> str:
     return str(path)
 
 
-def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path: Path) -> None:
+def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path: Path, token_cache: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")
     rows = write_rows(tmp_path / "rows.jsonl", TEXTS)
     datasets.Dataset.from_dict({"text": [*TEXTS[:3], "of no other text"]}).to_parquet(tmp_path / "some.parquet")
@@ -135,12 +136,7 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
     ]
 
     def counts(folder: str, path: str, held_out: int = 0, resumed: bool = False) -> tuple[list[Any], list[str]]:
-        keys = {
-            "data__path": path,
-            "evaluation__documents": held_out,
-            "data__cache_dir": str(tmp_path / "cache"),
-            **ALONE,
-        }
+        keys = {"data__path": path, "evaluation__documents": held_out, **ALONE}
         config = small_config(tmp_path / folder, evaluation__sets=sets, data__max_document_tokens=20, **keys)
         model, said = preset_config("qwen3-tiny", vocab_size=300), list[str]()
         with World(check_config(config, 1), backend="gloo") as world:
@@ -163,7 +159,7 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
     assert (name, trained) == ("", documents) and said[0].startswith(f"{trained} of {documents} held-out doc")
     held, _ = counts("d", rows, held_out=7)
     assert held[0][:2] == ("", 0) and held[1][1] < held[1][2], "what is held out is not trained on"
-    for file in (tmp_path / "cache").glob("*/hashes.npy"):  # as an earlier version made it
+    for file in token_cache.glob("*/hashes.npy"):  # as an earlier version made it
         file.unlink()
     assert {trained for _, trained, _ in counts("a", rows)[0]} == {None}
     assert all("is not known: an earlier version made their tokens" in line for line in counts("a", rows)[1])
@@ -171,11 +167,10 @@ def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path:
 
 def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: Straight, tmp_path: Path) -> None:
     config, *_ = straight
-    books = replace(
-        config.evaluation.sets[0], metrics=(f"{HERE}.told_to_stop",), planner="padded", context_parallel_size=1
-    )
+    books = replace(config.evaluation.sets[0], planner="padded", context_parallel_size=1)
     many = replace(books, path=str(write_texts(tmp_path / "many", count=16)), max_tokens_per_slot=256)
     stopped = replace(config.with_sets([many]), run=replace(config.run, dir=str(tmp_path / "run")))
+    stopped = replace(stopped, evaluation=replace(stopped.evaluation, metrics=(f"{HERE}.told_to_stop",), every=0))
     (text, result), (resumed, end) = run(
         stopped, stopped.with_sets(config.evaluation.sets[:1])
     )  # other sets are no other run
@@ -193,16 +188,16 @@ LONG += r"\(147 tokens, of file06.py\) on 2 ranks: .* evaluation.sets.books.max_
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] = [
     ({"path": "/nowhere"}, {}, DataError, r"evaluation.sets.books.path '/nowhere' does not exist"),
     (
-        {"metrics": [f"{HERE}.top_four"]},
         {},
+        {"evaluation__metrics": [f"{HERE}.top_four"]},
         ConfigError,
-        r"evaluation.sets.books.metrics has '\S*top_four', .* has no function",
+        r"evaluation.metrics has '\S*top_four', .* has no function",
     ),
     (
-        {"metrics": ["nowhere.f"]},
         {},
+        {"evaluation__metrics": ["nowhere.f"]},
         ConfigError,
-        r"evaluation.sets.books.metrics has 'nowhere.f', and nowhere cannot be imp",
+        r"evaluation.metrics has 'nowhere.f', and nowhere cannot be imp",
     ),
     ({}, {"evaluation__metrics": [f"{HERE}.loss"]}, ConfigError, r"^evaluation.metrics: a metric is called 'loss'"),
     ({"max_document_tokens": 0, "context_parallel_size": 1}, {}, ConfigError, LONG),
@@ -238,4 +233,4 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     with World(check_config(config, 1), backend="gloo") as world:
         trained = build_shared_corpus(config, world, model, resumed=False, log=lambda _: None)
         evaluated = open_evaluation_set(config, config.evaluation.sets[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
-    assert trained.manifest.encodings == evaluated.manifest.encodings
+    assert trained.documents_folder == evaluated.documents_folder

@@ -177,51 +177,41 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
 GB = 10**9
 
 
-@pytest.mark.parametrize(
-    ("keys", "there", "free", "says"),  # of a checkpoint of 12 GB, before 10 steps, and a model of 2 GB at the end
-    [
-        ({}, 0, 38, ""),
-        ({}, 0, 37, "has 34.46 GiB free, for 2 of 3 more checkpoints at once (0 are there); make room"),  # by the clock
-        ({"minutes": 0.0}, 0, 14, ""),  # one, after the last step
-        ({"minutes": 0.0}, 0, 13, "refused: RUN/model 1.863 GiB, and"),
-        ({"minutes": 0.0, "allow_little_disk": True}, 0, 13, "for 0 of 1 more checkpoint at once"),
-        ({"minutes": 0.0, "every": 4}, 0, 38, ""),
-        ({"minutes": 0.0, "every": 4}, 0, 37, "refused: for 2 of 3 more checkpoints at once (0 are there)"),
-        ({"minutes": 0.0, "every": 4}, 2, 14, ""),  # an old one goes when the next is there
-        ({"minutes": 0.0, "every": 4}, 2, 13, "refused: for 0 of 1 more checkpoint at once (2 are there)"),
-        ({"minutes": 0.0, "every": 1, "save_total_limit": 1, "keep_best": "eval_loss"}, 0, 37, "refused: for 2 of 3"),
-        ({"minutes": 0.0, "every": 1, "save_total_limit": 0}, 0, 121, "refused: for 9 of 10 more checkpoints"),
-    ],
-)
-def test_the_disk_is_compared_with_the_checkpoints_that_it_is_to_hold(
-    keys: dict[str, object], there: int, free: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _check_disk({f"checkpoint.{key}": value for key, value in keys.items()}, there, free, says, tmp_path, monkeypatch)
-
-
-def test_a_checkpoint_of_an_adapter_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _check_disk({"lora.rank": 4, "checkpoint.minutes": 0.0}, 0, 4, "", tmp_path, monkeypatch)
-    refused = "refused: a checkpoint takes 2.794 GiB, RUN/model 953.7 MiB, and"
-    _check_disk({"lora.rank": 4, "checkpoint.minutes": 0.0}, 0, 3, refused, tmp_path, monkeypatch)
-
-
-def test_moments_in_eight_bits_are_saved_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {"optimizer.moments": "8bit", "checkpoint.minutes": 0.0}
-    _check_disk(keys, 0, 10, "", tmp_path, monkeypatch)
-    _check_disk(keys, 0, 9, "refused: a checkpoint takes 7.451 GiB", tmp_path, monkeypatch)
-
-
-def test_muon_has_a_second_moment_of_half_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {"optimizer.class": "muon", "checkpoint.minutes": 0.0}
-    _check_disk(keys, 0, 12, "", tmp_path, monkeypatch)
-    _check_disk(keys, 0, 11, "refused: a checkpoint takes 9.313 GiB", tmp_path, monkeypatch)
-
-
-def test_the_last_model_may_go_to_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {"checkpoint.minutes": 0.0}
-    _check_disk(keys, 0, 12, "", tmp_path, monkeypatch, free_for_model=2)
-    refused = "refused: the model that a run saves at its end takes 1.863 GiB, and other has 953.7 MiB free"
-    _check_disk(keys, 0, 12, refused, tmp_path, monkeypatch, free_for_model=1)
+OF_ADAPTER = {"lora.rank": 4, "checkpoint.minutes": 0.0}
+IN_EIGHT_BITS = {"optimizer.moments": "8bit", "checkpoint.minutes": 0.0}  # saved in bfloat16
+MUON = {"optimizer.class": "muon", "checkpoint.minutes": 0.0}  # a second moment of half of the weights
+ONE = {"checkpoint.minutes": 0.0}  # after the last step
+EVERY_4 = ONE | {"checkpoint.every": 4}
+EVERY_1 = ONE | {"checkpoint.every": 1}
+# Of a checkpoint of 12 GB, before 10 steps, and a model of 2 GB at the end: keys, checkpoints that are there, GB that
+# are free, and on the model's own disk (0: it has none), and what is said.
+DISKS: list[tuple[dict[str, object], int, int, int, str]] = [
+    ({}, 0, 38, 0, ""),
+    ({}, 0, 37, 0, "has 34.46 GiB free, for 2 of 3 more checkpoints at once (0 are there); make room"),  # by the clock
+    (ONE, 0, 14, 0, ""),
+    (ONE, 0, 13, 0, "refused: RUN/model 1.863 GiB, and"),
+    (ONE | {"checkpoint.allow_little_disk": True}, 0, 13, 0, "for 0 of 1 more checkpoint at once"),
+    (EVERY_4, 0, 38, 0, ""),
+    (EVERY_4, 0, 37, 0, "refused: for 2 of 3 more checkpoints at once (0 are there)"),
+    (EVERY_4, 2, 14, 0, ""),  # an old one goes when the next is there
+    (EVERY_4, 2, 13, 0, "refused: for 0 of 1 more checkpoint at once (2 are there)"),
+    (
+        EVERY_1 | {"checkpoint.save_total_limit": 1, "checkpoint.keep_best": "eval_loss"},
+        0,
+        37,
+        0,
+        "refused: for 2 of 3",
+    ),
+    (EVERY_1 | {"checkpoint.save_total_limit": 0}, 0, 121, 0, "refused: for 9 of 10 more checkpoints"),
+    (OF_ADAPTER, 0, 4, 0, ""),
+    (OF_ADAPTER, 0, 3, 0, "refused: a checkpoint takes 2.794 GiB, RUN/model 953.7 MiB, and"),
+    (IN_EIGHT_BITS, 0, 10, 0, ""),
+    (IN_EIGHT_BITS, 0, 9, 0, "refused: a checkpoint takes 7.451 GiB"),
+    (MUON, 0, 12, 0, ""),
+    (MUON, 0, 11, 0, "refused: a checkpoint takes 9.313 GiB"),
+    (ONE, 0, 12, 2, ""),
+    (ONE, 0, 12, 1, "refused: the model that a run saves at its end takes 1.863 GiB, and other has 953.7 MiB free"),
+]
 
 
 class _OtherDisk(type(Path())):
@@ -229,14 +219,15 @@ class _OtherDisk(type(Path())):
         return SimpleNamespace(st_dev=-1)
 
 
-def _check_disk(
+@pytest.mark.parametrize(("keys", "there", "free", "free_for_model", "says"), DISKS)
+def test_the_disk_is_compared_with_the_checkpoints_that_it_is_to_hold(
     keys: dict[str, object],
     there: int,
     free: int,
+    free_for_model: int,
     says: str,
-    folder: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    free_for_model: int = 0,  # on a disk of its own
 ) -> None:
     """Two ranks have 2e9 bytes of trained weights in all, with two moments, and 6e9 that are not trained."""
     config, said = load_config(None, {"train.steps": 10, **keys}), list[str]()
@@ -246,11 +237,11 @@ def _check_disk(
 
     def disk_usage(path: Path) -> Any:
         asked.append(path)
-        return SimpleNamespace(free=(free if path == folder else free_for_model) * GB)
+        return SimpleNamespace(free=(free if path == tmp_path else free_for_model) * GB)
 
     monkeypatch.setattr(module.shutil, "disk_usage", disk_usage)
     monkeypatch.setattr(module, "read_configuration", lambda _: SimpleNamespace(dtype=torch.bfloat16))
-    monkeypatch.setattr(module, "complete_checkpoints", lambda _: [folder] * there)
+    monkeypatch.setattr(module, "complete_checkpoints", lambda _: [tmp_path] * there)
     monkeypatch.setattr(module, "run_on_first_rank", lambda world, work, kind: work())
     world = SimpleNamespace(
         home=SimpleNamespace(dp_replicate=2 if config.lora.rank else 1),
@@ -260,8 +251,8 @@ def _check_disk(
         config=config,
         world=world,
         done=0,
-        checkpoints=folder / "run" / "checkpoints",
-        dir=folder,
+        checkpoints=tmp_path / "run" / "checkpoints",
+        dir=tmp_path,
         model=SimpleNamespace(parameters=lambda: iter(weights)),
         optimizer=SimpleNamespace(
             param_groups=[{"params": weights[:1], "is_matrix": config.optimizer.class_ == "muon"}]
@@ -276,7 +267,7 @@ def _check_disk(
     else:
         check_free_disk(run, said.append)
         assert [says in line for line in said] == [True] * bool(says)
-    assert asked == [folder, *[run.dir] * bool(free_for_model)], "the nearest folder that is there"
+    assert asked == [tmp_path, *[run.dir] * bool(free_for_model)], "the nearest folder that is there"
 
 
 def test_a_run_keeps_its_best_checkpoint(tmp_path: Path) -> None:

@@ -49,20 +49,18 @@ def test_a_factor_is_chosen_and_said() -> None:
     assert lines == [
         "rope: yarn by 1.5, for documents of up to 150 tokens; the model knows 100, and the longest document has 130"
     ]
-    given = scale_positions(KNOWN, ModelConfig(rope_scaling="linear", rope_factor=4.0), 130, "a.txt", lines.append)
+    given = scale_positions(KNOWN, ModelConfig(rope_scaling="linear:4"), 130, "a.txt", lines.append)
     assert given.rope_parameters["factor"] == 4.0
 
 
 def test_longer_documents_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         scale_positions(KNOWN, ModelConfig(), 130, "a.txt", print)
-    says = (
-        r'130 tokens \(a.txt\), and the model knows 100 positions .* model.rope_scaling = "yarn" \(a factor of 1.5\), '
-    )
+    says = r'130 tokens \(a.txt\), and the model knows 100 positions .* set model.rope_scaling = "yarn:1.5", '
     assert re.search(says + "or cut documents with data.max_document_tokens = 100", str(refused.value))
-    says = r"knows 125 positions under model.rope_factor 1.25 .*; raise model.rope_factor to 1.5"
+    says = r'knows 125 positions under model.rope_scaling = "yarn:1.25" .*; set .* = "yarn:1.5", or cut'
     with pytest.raises(ConfigError, match=says):
-        scale_positions(KNOWN, ModelConfig(rope_scaling="yarn", rope_factor=1.25), 130, "a.txt", print)
+        scale_positions(KNOWN, ModelConfig(rope_scaling="yarn:1.25"), 130, "a.txt", print)
 
 
 def test_attention_without_positions_knows_documents_of_any_length() -> None:

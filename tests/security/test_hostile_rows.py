@@ -133,10 +133,10 @@ def test_an_arrow_file_with_places_outside_of_it_is_named(tmp_path: Path) -> Non
         corpus_of(tmp_path, path=str(tmp_path / "a.arrow"))
 
 
-def test_damaged_documents_of_a_corpus_are_named(tmp_path: Path) -> None:
+def test_damaged_documents_of_a_corpus_are_named(tmp_path: Path, token_cache: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, GOOD * 3)))
     corpus_of(tmp_path, path=str(tmp_path / "a.jsonl"))
-    (folder,) = {file.parent for file in (tmp_path / "cache").rglob("lengths.npy")}
+    (folder,) = {file.parent for file in token_cache.rglob("lengths.npy")}
 
     def read() -> None:
         corpus = Corpus(folder)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from longspan import Layout, World, bind
-from longspan.ssm import causal_conv, linear_scan, scan_kernel, state_pass as unit_vectors
+from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
 from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, ScanKernel
 from longspan.ssm.kernels.call import SavedScan, state_dtype
 from longspan.ssm.kernels.packages import fla_unsupported_call_reason

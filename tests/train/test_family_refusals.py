@@ -29,7 +29,7 @@ from longspan.errors import DataError, LossError, ModelError, PlanError
 from longspan.model.seams.call_rules import CallRules
 from longspan.mtp import MtpLoss
 from longspan.train import PlannerConfig, SharedDocuments, share_prefixes
-from longspan.train.families import share_where_exact
+from longspan.train.families import _log_once, share_where_faster
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
@@ -113,20 +113,35 @@ def test_families_of_two_rotary_frequencies_are_refused() -> None:
 def test_where_nobody_asked_documents_are_separate_and_a_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
     prompt, *answers = texts((300, 4, 6))
     documents = [Document(np.append(prompt, a), loss_mask=[0] * 300 + [1] * len(a)) for a in answers]
+    lengths = tuple(map(len, documents))
+    chunks = SimpleNamespace(call_rules=CallRules("Llama4", separate=("chunks of positions",)))
+    plain = SimpleNamespace(call_rules=CallRules("Qwen3"))
     fixed = PlannerConfig.fixed(1)
     padded = replace(fixed, planner="padded")
-    with World(Layout(1)) as world:
-        chunks = SimpleNamespace(call_rules=CallRules("Llama4", separate=("chunks of positions",)))
-        plain = SimpleNamespace(call_rules=CallRules("Qwen3"))
-        for _ in range(2):
-            assert share_where_exact(chunks, documents, fixed, world, training=True) is documents
-        assert share_where_exact(plain, documents, padded, world, training=True) is documents
-        assert len(share_where_exact(plain, documents, PlannerConfig.dynamic(), world, training=True)) == 3
-        assert share_where_exact(chunks, documents[:1], padded, world, training=True) == documents[:1]
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.split(": ")[1].split(" (")[0] for line in lines] == [
-        "Llama4 has chunks of positions", "planner 'padded' lays documents out alone"
-    ]  # fmt: skip
+    cases: list[tuple[Any, PlannerConfig, int]] = [
+        (chunks, fixed, 1),
+        (chunks, fixed, 1),  # the line stands once
+        (plain, padded, 1),
+        (plain, PlannerConfig.fixed(1, max_tokens_per_slot=310), 1),  # the family has 311 rows
+        (plain, fixed, 2),  # a slot for each document
+    ]
+    _log_once.cache_clear()
+    for model, choice, ranks in cases:
+        world: Any = SimpleNamespace(home=Layout(ranks), rank=0)
+        same, plan = share_where_faster(model, documents, lengths, choice, world, training=True, targets=10)
+        assert same is documents and (plan.lengths, plan.parents, plan.targets) == (lengths, None, 10)
+    world = SimpleNamespace(home=Layout(1), rank=0)
+    for choice in (PlannerConfig.dynamic(), PlannerConfig.fixed(1, max_tokens_per_slot=311)):
+        shared, plan = share_where_faster(plain, documents, lengths, choice, world, training=True, targets=10)
+        assert (len(shared), plan.parents, plan.targets) == (3, (2, 2, -1), 10)
+    share_where_faster(chunks, documents[:1], lengths[:1], padded, world, training=True)
+    begin = "documents that begin alike are computed whole, as "
+    assert [record.getMessage().removeprefix(begin).split(" (")[0] for record in caplog.records] == [
+        "Llama4 has chunks of positions",
+        "planner 'padded' lays documents out alone",
+        "max_tokens_per_slot lets a group hold 310 rows",
+        "that is predicted to be faster",
+    ]
 
 
 def test_plans_and_documents_of_other_families_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from longspan.testing import run_ranks
+from tests.parity import shared_at_any_price
 
 pytestmark = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed here: make test-verl")
 EXACT = 1e-12
@@ -81,26 +82,18 @@ def test_updates_of_an_actor_are_those_of_a_dense_model(plan: str, tmp_path: Pat
 def shared_prompts_errors(rank: int, folder: Path, plan: str) -> dict[str, float]:
     """Of an actor, a reference and a critic whose prompts of three tokens and more are computed once."""
     from functools import partial
-    from unittest.mock import patch
 
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    from longspan.resolve import choice
     from tests.train.own_loss.test_families import casts_in_float64
     from tests.verl import workers as w
 
-    found, errors, find = list[int](), dict[str, float](), choice.find_families
-
-    def counted(documents: Any, **keywords: Any) -> Any:
-        families = find(documents, least_rows=3, **keywords)
-        found.append(len(families.lengths) - len(documents))
-        return families
-
+    errors = dict[str, float]()
     kinds: dict[str, Any] = {
         "language_model": (AutoModelForCausalLM, partial(w.actor_loss, entropy_coeff=0.1)),
         "value_model": (AutoModelForTokenClassification, w.critic_loss),
     }
-    with patch.object(choice, "find_families", counted):
+    with shared_at_any_price() as found:
         for kind, (stock, make_loss) in kinds.items():
             critic = kind == "value_model"
             path = w.write_model(folder / kind, head=critic)
@@ -126,6 +119,30 @@ def shared_prompts_errors(rank: int, folder: Path, plan: str) -> dict[str, float
 def test_prompts_that_samples_share_are_computed_once(plan: str, tmp_path: Path) -> None:
     errors = run_ranks(shared_prompts_errors, 2, tmp_path, plan, timeout=200)[0]
     assert len(errors) == 11 and max(errors.values()) < 1, errors
+
+
+def shared_by_plan(rank: int, folder: Path) -> list[bool]:
+    """Whether two samples of one prompt share it, and eight, over two slots by the price of a Qwen3-8B."""
+    from unittest.mock import patch
+
+    from longspan import Document
+    from longspan.plan import Cost
+    from tests.verl import workers as w
+
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(3, 60, 300)
+    ids = [np.append(prompt, draw.integers(3, 60, 4 + i)) for i in range(8)]
+    documents = [Document(x, loss_mask=np.arange(len(x)) >= 300) for x in ids]
+    engine = w.make_worker(w.write_model(folder), planner="fixed", context_parallel_size=1).engine
+    data = w.make_batch(max_token_len_per_gpu=4096)
+    with patch.object(engine, "_cost", return_value=Cost()):
+        plans = [engine._plan(documents[:count], data, forward_only=False)[1] for count in (2, 8)]
+    engine.world.close()
+    return [plan.parents is not None for plan in plans]
+
+
+def test_a_prompt_is_shared_where_the_plan_is_predicted_to_be_faster(tmp_path: Path) -> None:
+    assert run_ranks(shared_by_plan, 2, tmp_path / "model", timeout=200) == [[False, True]] * 2
 
 
 def image_errors(rank: int, folder: Path) -> dict[str, float]:

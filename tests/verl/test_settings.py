@@ -14,6 +14,7 @@ from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.shape.model_shape import QWEN3_8B
+from longspan.resolve.ways import fastest_plan
 
 LENGTHS = (30_000, 2_000, 900, 4_000, 700, 12_000)
 ROWS = 16_384
@@ -54,7 +55,7 @@ def options(home: Layout, *, forward: bool) -> dict[str, Any]:
 
 
 def planned(config: Any, home: Layout, *, forward: bool, lengths: Sequence[int] = LENGTHS) -> Plan:
-    return config.plan_samples(lengths, home, **options(home, forward=forward))
+    return fastest_plan(config.planner_choice(**options(home, forward=forward)), lengths, home)
 
 
 @pytest.mark.parametrize("forward", FORWARD)
@@ -86,10 +87,10 @@ def test_samples_of_one_prompt_are_planned_together(engine_config: Any) -> None:
     """4 samples continue 12,000 rows of a prompt; dynamic plans and what is fastest keep them in one group."""
     lengths, parents = (*LENGTHS[:2], 2_000, 2_000, 2_000, 12_000), (-1, 5, 5, 5, 5, -1)
     for planner in ("dynamic", "auto"):
-        config, options_of_slot = engine_config(planner=planner), options(Layout(4), forward=False)
-        plan = config.plan_samples(lengths, Layout(4), parents=parents, **options_of_slot)
+        choice = engine_config(planner=planner).planner_choice(**options(Layout(4), forward=False))
+        plan = fastest_plan(choice, lengths, Layout(4), parents=parents)
         assert plan.parents == parents
-        apart = config.plan_samples([30_000, *(14_000,) * 4], Layout(4), **options_of_slot)
+        apart = fastest_plan(choice, [30_000, *(14_000,) * 4], Layout(4))
         assert plan.predicted_seconds < 0.8 * apart.predicted_seconds
 
 

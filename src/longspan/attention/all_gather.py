@@ -45,7 +45,7 @@ def all_gather_forward(
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
         q_part = q[:, heads.q]
         slice_call = call.for_heads(heads.q.start, heads.q.stop)
-        total = Partial(q_part.shape[0], q_part.shape[1], v.shape[2], like=q)
+        total = Partial(q_part, v.shape[2])
         add_block(total, q_part, all_k, all_v, members.launches(None), slice_call)
         parts.append(total.result_with_sinks(slice_call.sinks))
         del all_k, all_v  # freed before the next slice is laid in order
@@ -66,7 +66,7 @@ def all_gather_backward(
     sums = _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         saved_slice = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
-        dq = RowSum(tuple(saved_slice.q.shape), q)
+        dq = RowSum(saved_slice.q)
         slice_call = call.for_heads(heads.q.start, heads.q.stop)
         sums.send_gradients(
             block_gradients(dq, dout[:, heads.q], saved_slice, members.launches(None), slice_call), all_k, all_v

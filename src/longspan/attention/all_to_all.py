@@ -223,7 +223,7 @@ class _Forward:
                 if turn == 0:
                     if slice_index > run.start:
                         (q,) = self._receive_slice(slice_index)
-                    total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
+                    total = Partial(q, v.shape[2])
                     totals.append((q, total, self._swap.slice_call(self._call, slice_index)))
                 q, total, slice_call = totals[slice_index - run.start]
                 add_block(total, q, k, v, launches, slice_call)

@@ -40,7 +40,6 @@ from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.replays import Replay, Run
 from longspan.comm.shard import break_graphs_around
 from longspan.errors import AttentionError, import_object
-from longspan.plan import Group
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.messages import REPLAYED_NUMBERS
 
@@ -76,7 +75,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, late
         if not isinstance(x, Tensor) or x.ndim != 3:
             form = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise AttentionError(f"{name} has {form}; attend takes (rows, heads, head size), without a batch dim")
-        _check_plain_tensor(name, x)
+        _refuse_dtensor(name, x)
     dtypes = {name: dtype_name(x.dtype) for name, x in tensors.items()}
     devices = {name: str(x.device) for name, x in tensors.items()}
     for what, values, act in (("dtype", dtypes, "cast"), ("device", devices, "move")):
@@ -103,10 +102,20 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, late
         )
 
 
-def _check_plain_tensor(name: str, x: Tensor) -> None:
+def _refuse_dtensor(name: str, x: Tensor) -> None:
     if isinstance(x, DTensor):
         placements = ", ".join(map(str, x.placements))
         raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
+
+
+def _check_shape(name: str, x: Tensor, shape: tuple[int | str, ...], contents: str) -> None:
+    """Raise AttentionError unless x is a tensor of this shape; a size in words stands for any."""
+    if not isinstance(x, Tensor):
+        raise AttentionError(f"{name} is a {type(x).__name__}; give a tensor of {contents}")
+    _refuse_dtensor(name, x)
+    if x.ndim != len(shape) or any(size not in (n, "k") for n, size in zip(x.shape, shape, strict=True)):
+        form = str(shape).replace("'", "")
+        raise AttentionError(f"{name} has shape {tuple(x.shape)}; give {contents}: {form}")
 
 
 def check_attention_arguments(arguments: Arguments) -> None:
@@ -139,13 +148,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Raise AttentionError unless sinks is None or (N,) floating numbers on q's device."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor):
-        raise AttentionError(f"sinks is a {type(sinks).__name__}; give a tensor of one logit per query head")
-    _check_plain_tensor("sinks", sinks)
-    if tuple(sinks.shape) != (q.shape[1],):
-        raise AttentionError(
-            f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)"
-        )
+    _check_shape("sinks", sinks, (q.shape[1],), "one logit per query head")
     if not sinks.is_floating_point() or sinks.device != q.device:
         raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
 
@@ -174,8 +177,6 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
         if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_positive_integer, sizes)):
             raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
         arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
-    if types is not None and (kind := _layer_comm_type(types, arguments.layer, "cp_comm_type")) != "auto":
-        find_comm_pattern(kind)
     return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
 
 
@@ -183,49 +184,32 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
     """The call's type wins over the group's; of a list of types the layer's is taken."""
     group = shard.micro_batch.groups[index]
     where = f" of group {index}"
-    if arguments.cp_comm_type is None:
-        kind = _layer_comm_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
-        if kind != "auto":
-            find_comm_pattern(kind, where)
-    else:  # checked by the caller
-        kind = _layer_comm_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
+    types, whose = (group.cp_comm_type, where) if arguments.cp_comm_type is None else (arguments.cp_comm_type, "")
+    kind = _layer_comm_type(types, arguments.layer, f"cp_comm_type{whose}")
+    if kind != "auto":
+        find_comm_pattern(kind, whose)
     if group.degree == 1:  # nobody to communicate with
         return CommChoice("p2p")
-    if kind == "auto" and not call.indexed:
-        return _resolve_automatic_type(shard, index, call)
-    kind = "all_gather" if kind == "auto" else kind  # queries and their indices stay where they are
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
+    if kind == "auto" and call.indexed:
+        kind = "all_gather"  # queries and their indices stay where they are
+    elif kind == "auto":
+        world = world_of(shard.world_key)
+        fastest = world.machine.fastest_type(group, call.sizes, node_size=world.node_size)
+        kind, sizes = fastest.cp_comm_type, fastest.sizes
+    inner = group.degree if kind == "a2a" else 1
     if kind == "a2a+p2p":
-        _check_hierarchical_sizes(sizes, group.degree, where)
-    choice = _comm_choice_of_type(kind, group, sizes)
-    if call.heads % choice.inner:
+        inner = _hierarchical_sizes(sizes, group.degree, where)[0]
+    if call.heads % inner:
         fit = [size for size in range(1, group.degree + 1) if call.heads % size == 0 and group.degree % size == 0]
         level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
         raise AttentionError(
-            f"{call.heads} query heads cannot be dealt to the {choice.inner} members that cp_comm_type {kind!r}{where} "
+            f"{call.heads} query heads cannot be dealt to the {inner} members that cp_comm_type {kind!r}{where} "
             f"exchanges heads between; sizes that divide both the heads and cp {group.degree}: "
             f"{', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or use p2p or "
             "all_gather"
         )
-    return choice
-
-
-def _comm_choice_of_type(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
-    if kind == "a2a+p2p":
-        assert sizes is not None
-        return CommChoice(kind, sizes[0])
-    return CommChoice(kind, group.degree if kind == "a2a" else 1)
-
-
-def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) -> CommChoice:
-    automatic = cache_of(shard).automatic
-    key = (index, call)
-    if key not in automatic:
-        group = shard.micro_batch.groups[index]
-        world = world_of(shard.world_key)
-        fastest = world.machine.fastest_type(group, call.sizes, node_size=world.node_size)
-        automatic[key] = _comm_choice_of_type(fastest.cp_comm_type, group, fastest.sizes)
-    return CommChoice(*automatic[key])
+    return CommChoice(kind, inner)
 
 
 def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
@@ -239,9 +223,9 @@ def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -
     return types[layer]
 
 
-def _check_hierarchical_sizes(sizes: Sizes | None, degree: int, where: str) -> None:
+def _hierarchical_sizes(sizes: Sizes | None, degree: int, where: str) -> Sizes:
     if sizes is not None and sizes[0] * sizes[1] == degree:
-        return
+        return sizes
     fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
     if sizes is None:
         raise AttentionError(
@@ -258,13 +242,7 @@ def check_indices(indices: Tensor | None, q: Tensor, shard: SequenceShard, argum
     """Raise AttentionError unless indices is None or (T, k) integers on q's device, for a causal mask without spans."""
     if indices is None:
         return
-    if not isinstance(indices, Tensor):
-        raise AttentionError(f"indices is a {type(indices).__name__}; give a tensor of positions for each row")
-    _check_plain_tensor("indices", indices)
-    if indices.ndim != 2 or len(indices) != len(q):
-        raise AttentionError(
-            f"indices has shape {tuple(indices.shape)}; give positions for each row: ({len(q)}, k)"
-        )
+    _check_shape("indices", indices, (len(q), "k"), "positions for each row")
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
         raise AttentionError(f"indices is {indices.dtype} on {indices.device}; give int32 on {q.device}")
     if indices.device.type == "cpu" and indices.numel() and (least := int(indices.min())) < -1:  # a GPU would wait

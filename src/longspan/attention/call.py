@@ -558,6 +558,12 @@ class Kernel:
         return (call.one_document or not self.one_document_only) and not self.unsupported_call_reason(call)
 
 
+def unsupported_capability_reason(device: torch.device, capabilities: range, named: str) -> str:
+    """Return that a kernel needs the compute capabilities `named`, where the major one of a GPU is none of these."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major in capabilities else f"needs compute capability {named}, got {major}.{minor}"
+
+
 def dtype_name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
@@ -566,14 +572,13 @@ class AttentionCache:
     """What attention derives from a shard, for all layers (`cache_of`).
 
     `calls` by their tensors' shapes and arguments; `members` by the group's index, the number of neighbours that act as
-    one member, and the mask; `automatic`, the type that "auto" stands for, by the group's index and the call.
+    one member, and the mask.
     """
 
     def __init__(self, listed_by_layer: bool) -> None:
         self.listed_by_layer = listed_by_layer  # whether a group's types are a list with one per layer
         self.calls: dict[Any, AttendCall] = {}
         self.members: dict[tuple[int, int, Mask], Members] = {}
-        self.automatic: dict[Any, tuple[str, int]] = {}  # what "auto" chose: a type and its a2a size
 
 
 _caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their shards
@@ -644,7 +649,7 @@ def _sum_copies(gradient: Tensor, copies: Sequence[Tensor]) -> Tensor:
 
 
 def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
+    dk, dv = RowSum(k), RowSum(v)
     for rows, (k_addend, v_addend) in addends:
         dk.add(rows, k_addend)
         dv.add(rows, v_addend)

@@ -47,7 +47,7 @@ class Queries(NamedTuple):
 
 
 def make_queries(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
-    return Queries(dout, saved, call, RowSum(tuple(saved.q.shape), saved.q))
+    return Queries(dout, saved, call, RowSum(saved.q))
 
 
 def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
@@ -69,7 +69,7 @@ def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
     """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), all of this member's rows."""
-    total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
+    total = Partial(q, v.shape[2])
     for launches, block_k, block_v in key_blocks(k, v, members):
         add_block(total, q, block_k, block_v, launches, call)
     out, lse = total.result_with_sinks(call.sinks)
@@ -177,7 +177,7 @@ def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) ->
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
     saved_heads = Saved(q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads])
-    dq_part = RowSum(tuple(saved_heads.q.shape), saved_heads.q)
+    dq_part = RowSum(saved_heads.q)
     launches = members.launches(members.member)
     addends = block_gradients(
         dq_part, dout[:, heads], saved_heads, launches, call.for_heads(heads.start, heads.stop)

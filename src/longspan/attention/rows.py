@@ -46,8 +46,7 @@ def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None
         a, b, c = (*launched, *[launched[0]] * (_COPIES - len(launched)))
         widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1]), "C": _padded_width(c[-1])}
         constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
-        distinct = 1 + len(a) * len(launched)  # the index, and the moves before those that repeat the first
-        _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, distinct)
+        _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants)
 
 
 def fused_deltas(dout: Tensor, out: Tensor) -> Tensor:
@@ -66,18 +65,16 @@ def _launch_kernel(
     grid: tuple[int, int, int],
     arguments: Sequence[Any],
     constants: dict[str, Any],
-    distinct: int | None = None,
 ) -> None:
     """Launch a kernel; its compiled form is remembered by the launch's numbers, dtypes, devices and constants.
 
     Triton would look for it in every launch, which takes the host several times as long as the launch. The form depends
     on no more than that, and on whether 16 divides each address: only launches where it divides all are remembered.
-    With `distinct` only that many first arguments are looked at: the others repeat some of those.
     """
     addresses = 0
     key = [name, grid]
     values = constants.values()
-    for x in arguments[:distinct]:
+    for x in arguments:
         if type(x) is int or x is None:
             key.append(x)
         else:
@@ -350,24 +347,24 @@ def pad_heads(x: Tensor, size: int) -> Tensor:
     return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
 
 
+@dataclass(eq=False)
 class Partial:
-    """Attention of T query rows to the keys added so far: out (T, N, Hv) and lse (T, N).
+    """Attention of queries (T, N, H) to the keys added so far: out (T, N, Hv) and lse (T, N).
 
     A row that has seen no key has out 0 and lse −inf.
     """
 
-    def __init__(self, rows: int, heads: int, head_dim: int, like: Tensor) -> None:
-        self._shape = (rows, heads, head_dim)
-        self._like = like
-        self._total: tuple[Tensor, Tensor] | None = None
+    _q: Tensor
+    _value_dim: int
+    _total: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
         """Merge the attention of some rows to further keys: out (rows, N, Hv) and a finite lse (rows, N)."""
-        if self._total is None and covers_all_rows(rows, self._shape[0]):
+        if self._total is None and covers_all_rows(rows, len(self._q)):
             self._total = out, lse
             return
         total_out, total_lse = self.result()
-        dtype = accumulation_dtype(self._like.dtype)
+        dtype = accumulation_dtype(self._q.dtype)
         if total_out.dtype != dtype:
             (total_out,) = cast_rows((total_out,), dtype)
             self._total = total_out, total_lse
@@ -378,9 +375,10 @@ class Partial:
         dtype.
         """
         if self._total is None:
-            dtype = accumulation_dtype(self._like.dtype)
-            out = self._like.new_zeros(self._shape, dtype=dtype)
-            self._total = out, self._like.new_full(self._shape[:2], -torch.inf, dtype=dtype)
+            dtype = accumulation_dtype(self._q.dtype)
+            rows_and_heads = self._q.shape[:2]
+            out = self._q.new_zeros((*rows_and_heads, self._value_dim), dtype=dtype)
+            self._total = out, self._q.new_full(rows_and_heads, -torch.inf, dtype=dtype)
         return self._total
 
     def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -398,25 +396,25 @@ class Partial:
 
 @dataclass(eq=False)
 class RowSum:
-    """A sum of tensors that each cover some of the rows; rows that none covers are zero."""
+    """A sum of tensors that each cover some of the rows of one `like` it; rows that none covers are zero."""
 
-    _shape: tuple[int, ...]
     _like: Tensor
     _total: Tensor | None = None
 
     def add(self, rows: RowIndex, x: Tensor) -> None:
         """Add x (rows, …) to distinct rows; a first x of all rows becomes the sum, without a copy."""
-        if self._total is None and covers_all_rows(rows, self._shape[0]):
+        if self._total is None and covers_all_rows(rows, len(self._like)):
             self._total = x
             return
         add_rows([(x, self._full_sum())], rows)
 
     def add_heads(self, heads: slice, x: Tensor) -> None:
         """Add x (T, heads, …) to some heads of all rows."""
-        if heads == slice(0, self._shape[1]):
-            self.add(slice(0, self._shape[0]), x)
+        all_rows = slice(0, len(self._like))
+        if heads == slice(0, self._like.shape[1]):
+            self.add(all_rows, x)
         else:
-            add_rows([(x, self._full_sum()[:, heads])], slice(0, self._shape[0]))
+            add_rows([(x, self._full_sum()[:, heads])], all_rows)
 
     def _full_sum(self) -> Tensor:
         (self._total,) = cast_rows((self.result(),), accumulation_dtype(self._like.dtype))
@@ -425,5 +423,5 @@ class RowSum:
     def result(self) -> Tensor:
         """Return the sum in the accumulation dtype; a single addend that covers all rows keeps its own dtype."""
         if self._total is None:
-            self._total = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
+            self._total = self._like.new_zeros(self._like.shape, dtype=accumulation_dtype(self._like.dtype))
         return self._total

@@ -98,11 +98,15 @@ class Tiling:
     def k_rows(self) -> slice | Integers:
         return _row_index(self.bounds[:, 2], self.bounds[:, 3])
 
+    @property
+    def sizes(self) -> Integers:
+        """How many query rows and key rows each tile has: (tiles, 2)."""
+        return self.bounds[:, 1::2] - self.bounds[:, ::2]
+
     def packed_tiling(self) -> "Tiling":
         """Return the tiles over `x[q_rows()]` and `x[k_rows()]`: each begins where the one before ends."""
-        sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]  # (tiles, 2)
-        stops = np.cumsum(sizes, axis=0)
-        bounds = np.stack([stops - sizes, stops], axis=2).reshape(-1, 4)
+        stops = np.cumsum(self.sizes, axis=0)
+        bounds = np.stack([stops - self.sizes, stops], axis=2).reshape(-1, 4)
         return Tiling(bounds, self.left, self.right)
 
     def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
@@ -111,9 +115,8 @@ class Tiling:
         Blocks that meet the most keys (or rows) come first: those between the limits around the keys that the block's
         first and last row are aligned to.
         """
-        sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]
-        lengths = sizes[:, int(of_keys)]
-        other_lengths = sizes[:, int(not of_keys)]
+        lengths = self.sizes[:, int(of_keys)]
+        other_lengths = self.sizes[:, int(not of_keys)]
         counts = -(-lengths // rows)
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
@@ -204,7 +207,7 @@ class Launch:
     @cached_property
     def max_lengths(self) -> tuple[int, int]:
         """The most query rows and the most key rows of a tile."""
-        queries, keys = (self.tiling.bounds[:, 1::2] - self.tiling.bounds[:, ::2]).max(0).tolist()
+        queries, keys = self.tiling.sizes.max(0).tolist()
         return queries, keys
 
     def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
@@ -230,10 +233,9 @@ class Launch:
     @cached_property
     def chosen_keys(self) -> ChosenKeys:
         assert self._identities is not None, "this launch was made without identities of rows"
-        bounds = self.tiling.packed_tiling().bounds
         positions = self._identities().k_position[self.tiling.k_rows()]
-        starts = bounds[:, 2]
-        rows, keys = (bounds[:, 1::2] - bounds[:, ::2]).T
+        starts = self.tiling.packed_tiling().bounds[:, 2]
+        rows, keys = self.tiling.sizes.T
         ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)
         ends[:, 1:] = np.cumsum([np.maximum.reduceat(positions, starts) + 1, rows * -(-keys // 64)], axis=1)
         places = np.full(ends[0, -1], -1, dtype=np.int32)

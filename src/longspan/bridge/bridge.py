@@ -16,7 +16,7 @@ from longspan.layout import Exchange, Partition
 AHEAD = "tokens_ahead"  # the keyword of an input embedding that is called for later tokens than the shard's rows
 
 
-def splice_rows(embeddings: Tensor, shard: SequenceShard, ahead: int = 0) -> Tensor:
+def splice_rows(embeddings: Tensor, shard: SequenceShard, ahead: int) -> Tensor:
     """Put the rows of `shard.derived.spliced` into token embeddings (1, T, D); into a copy if there are any.
 
     The embeddings are those of the tokens `ahead` positions after the shard's rows (multi-token prediction). `spliced`
@@ -50,7 +50,7 @@ def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:
 _exchange = lru_cache(maxsize=32)(Exchange)  # planned once for a layout that comes again
 
 
-class Bridge:
+class Bridge(RowExchange):
     """Moves rows from the ranks that have them to the ranks that need them, differentiably.
 
     >>> have = Partition.from_rows([[0, 1], [2], []])          # per rank of the home, row ids in order
@@ -75,30 +75,6 @@ class Bridge:
     """
 
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
-        self.exchange: Exchange = _exchange(have, need)
-        self.gradient: RowGradient = gradient
         everyone = world.channels.everyone
         slots = [[everyone.ranks.index(rank) for rank in ranks] for ranks in world.home.tp_groups()]
-        self._rows = RowExchange(self.exchange, everyone, gradient=gradient, slots=slots)
-
-    def __call__(self, x_local: Tensor) -> Tensor:
-        """Bring this rank's rows of `have`, in order, to its rows of `need`.
-
-        Raises LayoutError for other numbers of rows.
-        """
-        return self._rows(x_local)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        """Bring the gradient of this rank's rows of `need` back to its rows of `have`; entered by all ranks.
-
-        For a caller who runs backward passes himself, after `bridge(x_local)` under `torch.no_grad()`.
-        """
-        return self._rows.back(gradient)
-
-    @property
-    def received_rows(self) -> tuple[int, int]:
-        """How many rows arrive at this rank from others, forward and backward."""
-        return self._rows.received_rows
-
-    def __repr__(self) -> str:
-        return f"Bridge({self.exchange!r}, gradient={self.gradient!r})"
+        super().__init__(_exchange(have, need), everyone, gradient=gradient, slots=slots)

@@ -36,7 +36,6 @@ class DeviceMoves:
     stays: Tensor
     places: Tensor
     summed_rows: Tensor
-    first: Tensor  # places of the first addends of `summed_rows`
     folds: tuple[Pair, ...]
     further_addends: tuple[Pair, ...]
     widened: bool
@@ -46,14 +45,14 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     """Return the same moves, ready to be carried out on a device; their indices go there in one copy."""
     zeros = sum(moves.receives) + len(moves.stays)
     places = np.where(moves.places < 0, zeros, moves.places)
-    rows = (moves.leaves, moves.stays, places, moves.summed_rows, places[moves.summed_rows])
+    rows = (moves.leaves, moves.stays, places, moves.summed_rows)
     arrays = [*rows, *chain.from_iterable([*moves.folds, *moves.further_addends])]
-    leaves, stays, places, summed_rows, first, *others = to_device(np.concatenate(arrays), device).split(
+    leaves, stays, places, summed_rows, *others = to_device(np.concatenate(arrays), device).split(
         [len(array) for array in arrays]
     )
     pairs = tuple(zip(others[::2], others[1::2], strict=True))  # source and target of each
     return DeviceMoves(
-        *(moves.sends, moves.receives, leaves, stays, places, summed_rows, first),
+        *(moves.sends, moves.receives, leaves, stays, places, summed_rows),
         folds=pairs[: len(moves.folds)],
         further_addends=pairs[len(moves.folds) :],
         widened=moves.widened,
@@ -83,7 +82,7 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
     handle.wait()
     result = pool[moves.places]
     if moves.further_addends:
-        total = widen_half_precision(pool[moves.first])
+        total = widen_half_precision(result[moves.summed_rows])
         for source, target in moves.further_addends:
             total.index_add_(0, target, widen_half_precision(pool[source]))
         result.index_copy_(0, moves.summed_rows, total.to(result.dtype))
@@ -129,7 +128,6 @@ class RowExchange:
             )
         self.exchange: Exchange = exchange
         self.channel: Channel = channel
-        self.gradient = gradient
         self._rows = exchange.have.counts[channel.index]
         groups: dict[str, Groups | None] = {
             "partial": [[member] for member in range(channel.degree)],
@@ -144,6 +142,10 @@ class RowExchange:
             self._moves_back = moves_on_device(moves_back, channel.device)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Bring this rank's rows of `have`, in order, to its rows of `need`.
+
+        Raises LayoutError for other numbers of rows.
+        """
         if x.shape[0] != self._rows:
             raise LayoutError(
                 f"{x.shape[0]} rows were given, this member has {self._rows}; pass them in the order of `have`"
@@ -156,13 +158,15 @@ class RowExchange:
 
     @property
     def received_rows(self) -> tuple[int, int]:
-        """How many rows arrive here from other members, forward and backward (0 where nothing flows back)."""
-        return sum(self._moves_there.receives), sum(
-            self._moves_back.receives
-        ) if self._moves_back is not None else 0
+        """How many rows arrive at this rank from others, forward and backward (0 where nothing flows back)."""
+        back = () if self._moves_back is None else self._moves_back.receives
+        return sum(self._moves_there.receives), sum(back)
 
     def back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of this member's rows of `have` from that of its rows of `need`."""
+        """Bring the gradient of this rank's rows of `need` back to its rows of `have`; entered by all ranks.
+
+        For a caller who runs backward passes himself, after a call under `torch.no_grad()`.
+        """
         assert self._moves_back is not None
         return carry_rows(gradient.detach(), self._moves_back, self.channel, "row gradients")
 

@@ -152,7 +152,7 @@ def merge_weights_by_layer(
     """
     _check_random_weights(run, configuration)
     images = image_text_class_of_architectures(configuration) is not None
-    model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
+    model = load_run_model(run, configuration, images=images)
     _refuse_adapted_tie(saved, model)
     base = run.model.source or run.model.preset_name
     formats = sorted({packed.name for packed in stored_formats(model).values()})

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -171,33 +171,25 @@ def _signature(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.stride()
 
 
+@dataclass(eq=False)
 class RunningSave:
     """A save in progress. Its thread sets what the main thread reads: `phase`, `failure`, `staged` and `ended`."""
 
-    def __init__(
-        self,
-        path: Path,
-        state: dict[str, Any],
-        values: OptimizerValues,
-        keep: int,
-        staging: StagedTensors,
-        started: float,
-    ) -> None:
-        self.path = path
-        self.state = state
-        self.values = values
-        self.keep = keep
-        self.staging = staging
-        self.started = started  # of time.monotonic
-        self.phase: str = "copying to the host"
-        self.failure: BaseException | None = None
-        self.shown: float = 0.0  # seconds that training paused for it
-        self.seconds: float = 0.0  # until it ended
-        self.bytes: int = 0  # of all ranks' files
-        self.given_up: bool = False  # nobody waits for it any more, and it is not published
-        self.has_figures: bool = False  # its figures are in the metrics, or about to be
-        self.staged = threading.Event()
-        self.ended = threading.Event()
+    path: Path
+    state: dict[str, Any]
+    values: OptimizerValues
+    keep: int
+    staging: StagedTensors
+    started: float  # of time.monotonic
+    phase: str = "copying to the host"
+    failure: BaseException | None = None
+    shown: float = 0.0  # seconds that training paused for it
+    seconds: float = 0.0  # until it ended
+    bytes: int = 0  # of all ranks' files
+    given_up: bool = False  # nobody waits for it any more, and it is not published
+    has_figures: bool = False  # its figures are in the metrics, or about to be
+    staged: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def failure_text(self) -> str:

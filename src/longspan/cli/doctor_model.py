@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from longspan.cli.machine import set_gpu_environment
 from longspan.cli.processes import (
     Processes,
     choose_processes,
@@ -139,7 +138,6 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 def _prove_cases(
     config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float, frozen: str = ""
 ) -> Proof:
-    set_gpu_environment()
     show = (1 if sys.stderr.isatty() else SHOWN_IN_FILES) * prints_results()
 
     def launch(fn: Any, task: Any, count: int, seconds: float) -> InWorld:

@@ -65,6 +65,7 @@ from longspan.evaluation.result import HELD_OUT, evaluation_table
 from longspan.files import as_json, json_safe_values, os_error_text, read_json
 from longspan.hub import find_local_path
 from longspan.launch.output import outlive_output
+from longspan.launch.stop_signals import block_signals
 from longspan.layout import Layout
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
@@ -89,12 +90,10 @@ class SavedModel:
     compute_dtype: Literal["", "auto", "float32", "bfloat16", "float64"] = ""
     """Arithmetic: auto (bfloat16 on GPUs, as dtype on CPUs), float32, bfloat16 or float64. Default: as in the run; of a
     folder: auto."""
-    rope_scaling: Literal["", "yarn", "linear"] = ""
-    """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings. Default: as the
-    model has been trained."""
-    rope_factor: float = 0.0
-    """Factor by which --model.rope_scaling extends the model's context; 0: as large as the longest document needs,
-    rounded up to 0.25."""
+    rope_scaling: str = ""
+    """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings, by the factor
+    that the longest document needs, rounded up to 0.25, or by one of your own, as in yarn:4. Default: as the model has
+    been trained."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ def _make_subject(
     # a degree that a flag gives brings its planner, and "auto" its type
     values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
     evaluation = inherit_keys(PlanSection(**values), own.evaluation, own.context)
-    return Subject(weights, replace(config, evaluation=replace(config.evaluation, **evaluation.plan_keys)))
+    return Subject(weights, config.with_keys("evaluation", **evaluation.plan_keys))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -312,7 +311,7 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:  # before heads and documents are read
         config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
-        check_config(replace(config, data=replace(config.data, max_document_tokens=0)), ranks, training=False)
+        check_config(config.with_keys("data", max_document_tokens=0), ranks, training=False)
     return home
 
 
@@ -325,8 +324,9 @@ def eval_rank(
     config = request.subjects[0].config
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compile != "none")
-    from longspan.comm import World
-    from longspan.evaluation.evaluate_saved import evaluate_saved
+    with block_signals():  # some imports catch every exception, and that of a signal with them
+        from longspan.comm import World
+        from longspan.evaluation.evaluate_saved import evaluate_saved
 
     starts.end_part("imports")
     home = check_request(request, ranks)

@@ -8,7 +8,7 @@ import inspect
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -28,8 +28,8 @@ from longspan.config.keys import (
 )
 from longspan.config.other_names import key_of_other_name
 from longspan.config.reference import OFTEN
-from longspan.config.renamed import flag_lines, renamed_hint, renamed_value
-from longspan.config.sections import RunConfig
+from longspan.config.renamed import renamed_hint, renamed_value
+from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
 
@@ -89,8 +89,6 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
             name = "--data" if flag == "--data.path" else flag_text(flag)  # as in verbs without that section
             text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
             lines += _flag_lines(f"{name} {_value_text(types[flag])}", text, width)
-    if whole and kind is TrainFlags:
-        lines += ["", "renamed since version 0.3 (longspan upgrade CONFIG.toml rewrites a file):", *flag_lines()]
     if shown and not whole:
         lines += ["", f"{prog} --help-all shows all {len(types)} flags."]
     return "\n".join(lines)
@@ -239,14 +237,10 @@ def flag_types(kind: Any) -> dict[str, Any]:
     words = word_fields(kind)
     for name in (field.name for field in fields(kind) if field.name not in words):
         if is_dataclass(hints[name]):
-            types |= {f"--{name}.{key.name}": key.kind for key in section_keys(hints[name]) if _is_value(key.kind)}
-        elif _is_value(hints[name]):
+            types |= {f"--{name}.{key.name}": key.kind for key in section_keys(hints[name])}
+        else:
             types[f"--{name}"] = hints[name]
-    return types
-
-
-def _is_value(kind: Any) -> bool:
-    return not any(map(is_dataclass, get_args(kind)))
+    return {flag: kind for flag, kind in types.items() if not any(map(is_dataclass, get_args(kind)))}
 
 
 def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
@@ -362,12 +356,8 @@ def _file_sections(flag_names: Collection[str], words: Sequence[str]) -> Mapping
         return {}
     file = read_file(words[0])
     if "--train.steps" in flag_names and "--train.epochs" not in flag_names:
-        file = replace(file, train=replace(file.train, epochs=0.0, epochs_of=""))
-    return _run_sections(file)
-
-
-def _run_sections(config: RunConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields(RunConfig)}
+        file = file.with_keys("train", epochs=0.0, epochs_of="")
+    return vars(file)
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
@@ -380,5 +370,6 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
                 "below a line [[data.sources]], or put the files into one folder"
             )
     flags = parse_flags(TrainFlags, argv, "longspan train", partial(_file_sections, names))
-    config = set_local_folders(RunConfig(**_run_sections(flags)), weights=not (flags.dry_run or flags.show))
+    config = RunConfig(**{section: getattr(flags, section) for section in section_kinds()})
+    config = set_local_folders(config, weights=not (flags.dry_run or flags.show))
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

@@ -13,6 +13,7 @@ from longspan.errors import ConfigError, DataError
 from longspan.evaluation.request import EvalRequest, fit_evaluation_plans
 from longspan.files import as_json
 from longspan.launch.output import outlive_output
+from longspan.launch.stop_signals import block_signals
 from longspan.run.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -94,12 +95,14 @@ def _generate_on_rank(
     rank: int, request: EvalRequest, flags: GenerateFlags, ranks: int, backend: str
 ) -> "Completions":
     outlive_output(None, ["stderr"])
-    from longspan.comm import World
-    from longspan.comm.all_ranks import StopSignal, run_on_every_rank
-    from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
-    from longspan.corpus.rows.sample import Row
-    from longspan.evaluation.completions import CompletionSettings, complete_prompts
-    from longspan.evaluation.evaluate_saved import check_saved_weights, load_saved_model
+    with block_signals():  # some of these imports catch every exception, and that of a signal with them
+        from longspan.comm import World
+        from longspan.comm.all_ranks import StopSignal, run_on_every_rank
+        from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
+        from longspan.corpus.rows.sample import Row
+        from longspan.evaluation.completions import CompletionSettings, complete_prompts
+        from longspan.evaluation.evaluate_saved import check_saved_weights, load_saved_model
+        from longspan.plan.shape.positions import position_limit
 
     (subject,) = request.subjects
     home = check_request(request, ranks)
@@ -115,7 +118,7 @@ def _generate_on_rank(
 
         def read_prompts() -> list[Prompt]:
             of_file = read_prompt_rows(Path(flags.prompts)) if flags.prompts else []
-            prompts = encode_prompts([*rows, *of_file], checked.tokenizer)
+            prompts = encode_prompts([*rows, *of_file], checked.tokenizer, position_limit(checked.configuration))
             return [
                 prompt._replace(temperature=flags.temperature) if prompt.temperature is None else prompt
                 for prompt in prompts

@@ -40,9 +40,9 @@ def choose_processes(
     world: int, device: Device = "auto", *, on_gpus: int = 0, on_cpus: int = 1, for_cpus: str = "--device cpu"
 ) -> Processes:
     """Choose the processes of a verb: torchrun's; else `world` local ones (0: not given); else `on_gpus` where this
-    machine has GPUs (0: one process a GPU), else `on_cpus`. Raises ConfigError for an impossible --world, for a lack of
-    GPUs that are asked for, and for more processes than GPUs. `for_cpus` is the flag that the error recommends for
-    processes on CPUs.
+    machine has GPUs (0: one process a GPU), else `on_cpus`. On GPUs the environment that they need is set. Raises
+    ConfigError for an impossible --world, for a lack of GPUs that are asked for, and for more processes than GPUs.
+    `for_cpus` is the flag that the error recommends for processes on CPUs.
     """
     if world < 0:
         raise ConfigError(f"--world is {world}; give the number of processes to start, or leave it out")
@@ -65,6 +65,7 @@ def choose_processes(
             f"start at most {gpus}, or give {for_cpus} for processes on CPUs"
         )
     if gpus:
+        set_gpu_environment()
         return Processes(ranks, "nccl", _gpu_note(ranks_here, gpus))
     cores = usable_cores()
     note = ""
@@ -126,7 +127,6 @@ def run_on_ranks(
     `timeout`: seconds that local ranks may take. Signals that are `ignored` do nothing in local ranks until `fn`
     handles them.
     """
-    set_gpu_environment()
     if has_torchrun():
         stop_when_torchrun_is_gone()
         return fn(int(os.environ["RANK"]), *args)
@@ -143,7 +143,6 @@ def compile_attention_ahead(
         return nullcontext()
     from longspan.train.kernels_ahead import compile_kernels_ahead
 
-    set_gpu_environment()
     gpus = find_gpus()
     slots = home_of(config.parallel, processes.ranks).slots
     return compile_kernels_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward)

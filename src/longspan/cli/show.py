@@ -58,24 +58,27 @@ def show_rows(config: RunConfig, count: int) -> None:
                 else:
                     print(f"\n{sample.where}: left out, {sample.reason}")
     if data.share_prefixes == AUTO and not config.model.num_labels:
-        for line in _family_lines(shown):
+        for line in _family_lines(shown, config.mtp.num_layers):
             print(line)
 
 
-def _family_lines(documents: Sequence[Document]) -> Iterator[str]:
-    """Draw the families of documents, numbered as they are shown: prefixes, and what continues each."""
-    families = find_families(documents)
+def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
+    """Draw the families of documents, numbered as they are shown, as trees: prefixes, and what continues each."""
+    families = find_families(documents, depths=depths)
     branches: dict[int, list[int]] = {}
     for number, parent in enumerate(families.parents):
         branches.setdefault(parent, []).append(number)
-    waiting = [(number, 0) for number in reversed(branches.get(-1, ())) if number in branches]
+    # a part, what is drawn before it, and before those that continue it
+    waiting = [(number, "", "") for number in reversed(branches.get(-1, ())) if number in branches]
     if waiting:
         yield "\nbegin alike, and are computed once in a step that has them (data.share_prefixes):"
     while waiting:
-        number, depth = waiting.pop()
+        number, mark, margin = waiting.pop()
         name = f"shown as {number + 1}" if number < len(documents) else "prefix"
-        yield f"{'   ' * depth}{'└─ ' if depth else ''}{name}, {plural(families.lengths[number], 'token')}"
-        waiting += [(branch, depth + 1) for branch in reversed(branches.get(number, ()))]
+        yield f"{mark}{name}, {plural(families.lengths[number], 'token')}"
+        continued = branches.get(number, [])
+        waiting += [(branch, f"{margin}└─ ", f"{margin}   ") for branch in continued[-1:]]
+        waiting += [(branch, f"{margin}├─ ", f"{margin}│  ") for branch in reversed(continued[:-1])]
 
 
 def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.launch.output import outlive_output
-from longspan.launch.stop_signals import NOTICES, Interrupted, ignore_signals
+from longspan.launch.stop_signals import NOTICES, Interrupted, block_signals, ignore_signals
 from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config, check_data, check_paths_exist
 from longspan.run.loggers import check_wandb_login
@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
         ranks = count_ranks(flags.world, flags.device)
         return show_dry_run(config, ranks=ranks, on_gpus=flags.device != "cpu", as_json=flags.json)
-    check_flags_at_least(flags, show=0)
     if flags.show:
         from longspan.cli.show import show_rows
 
+        check_flags_at_least(flags, show=0)
         check_data(config)
         check_paths_exist(config)
         if prints_results():
@@ -94,12 +94,13 @@ def train_rank(
     # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time
     gc.disable()
     try:
-        import torch
+        with block_signals():  # some of these imports catch every exception, and that of a signal with them
+            import torch
 
-        from longspan.comm import World
-        from longspan.resolve.kept_rows import halve_saved_rows, ran_short_of_memory
-        from longspan.run.loop import train
-        from longspan.run.progress import ProgressDisplay
+            from longspan.comm import World
+            from longspan.resolve.kept_rows import halve_saved_rows, ran_short_of_memory
+            from longspan.run.loop import train
+            from longspan.run.progress import ProgressDisplay
     finally:
         gc.freeze()  # nor is any looked for later among what was imported
         gc.enable()

@@ -111,9 +111,10 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
     for section, table in tables.items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
             old = f"{section}.{key}"
-            if old in GONE:
-                yield f"{old} is gone: {GONE[old]}"
             new = RENAMED.get(old, old)
+            if new in GONE:
+                yield f"{old} is gone: {GONE[new]}"
+                continue
             new_value = renamed_value(new, value)
             if new != old or new_value != value:
                 yield f"{old} is {new}" + (f" = {str(new_value).lower()}" if new_value != value else "")
@@ -140,9 +141,10 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
         name = None
         if key is not None:
             old = f"{section}.{key.key}"
-            if old in GONE:
+            new = RENAMED.get(old, old)
+            if new in GONE:
                 continue
-            new_section, _, name = RENAMED.get(old, old).partition(".")
+            new_section, _, name = new.partition(".")
             item = _with_new_value(f"{new_section}.{name}", item)
         place = table if new_section == section else moved.setdefault(new_section, tomlkit.table())
         for comment in comments:

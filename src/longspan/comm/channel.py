@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -383,11 +383,7 @@ class Channels:
                 f"the home's ranks {excerpt(descending)} descend along its pipeline stages, but torch orders the "
                 "members of a group by rank; with pp, give the home its ranks in ascending order"
             )
-        self._groups.make_parent("pipeline", pipelines, "pipeline")
-        ranks = next(ranks for ranks in pipelines if self._rank in ranks)
-        channel = Channel(self._groups, ranks, ranks.index(self._rank), self._device, "pipeline")
-        self._warm_up_channel(channel)
-        return channel
+        return self._make_channel("pipeline", pipelines)
 
     @cached_property
     def tp(self) -> Channel:
@@ -407,8 +403,13 @@ class Channels:
         home = self._home
         if self._plane == home.ranks:
             return self.find_channel(range(home.slots))
-        self._groups.make_parent("everyone", [home.ranks], "everyone")
-        channel = Channel(self._groups, home.ranks, home.ranks.index(self._rank), self._device, "everyone")
+        return self._make_channel("everyone", [home.ranks])
+
+    def _make_channel(self, kind: Literal["pipeline", "everyone"], lines: Sequence[tuple[int, ...]]) -> Channel:
+        """Make a group of each of these tuples of ranks; return the channel of the one that this rank is in."""
+        self._groups.make_parent(kind, lines, kind)
+        ranks = next(ranks for ranks in lines if self._rank in ranks)
+        channel = Channel(self._groups, ranks, ranks.index(self._rank), self._device, kind)
         self._warm_up_channel(channel)
         return channel
 
@@ -428,12 +429,7 @@ class Channels:
         """Let every two slots of a plane exchange a number: NCCL connects two ranks at their first message, slowly."""
         channel = self.find_channel(range(self._home.slots))
         other_members = [index for index in range(channel.degree) if index != channel.index]
-        if self._device.type == "cuda" and other_members:
-            x = torch.zeros(1, device=self._device)
-            channel.exchange(
-                [(i, x) for i in other_members], [(i, x.clone()) for i in other_members], "connecting pairs"
-            ).wait()
-            torch.cuda.synchronize(self._device)
+        self._exchange_numbers(channel, other_members, other_members, "connecting pairs")
 
     def make_communicators(self, plan: Plan) -> None:
         """Make communicators for the groups of this plan that gain from one and lack it; entered by all ranks."""
@@ -450,11 +446,18 @@ class Channels:
     def _warm_up_channel(self, channel: Channel) -> None:
         """Have NCCL connect the members: by a collective of the parent group, and an exchange with both neighbours."""
         self._warm_up_group(channel.group, channel.ranks)
-        if self._device.type == "cuda" and channel.degree > 1:
-            x = torch.zeros(1, device=self._device)
+        if channel.degree > 1:
             next_member = (channel.index + 1) % channel.degree
             previous_member = (channel.index - 1) % channel.degree
-            channel.exchange([(next_member, x)], [(previous_member, x.clone())], "warming point-to-point").wait()
+            self._exchange_numbers(channel, [next_member], [previous_member], "warming point-to-point")
+
+    def _exchange_numbers(
+        self, channel: Channel, targets: Sequence[int], sources: Sequence[int], what: str
+    ) -> None:
+        """Send a number to some members and receive one from others; on CPUs nothing is sent."""
+        if self._device.type == "cuda" and targets:
+            x = torch.zeros(1, device=self._device)
+            channel.exchange([(m, x) for m in targets], [(m, x.clone()) for m in sources], what).wait()
             torch.cuda.synchronize(self._device)
 
     def _warm_up_group(self, group: ProcessGroup, ranks: Sequence[int]) -> None:

@@ -117,6 +117,10 @@ class PairRounds:
             work.wait(timedelta(seconds=self._limit()))
 
 
+def _as_float64(values: Sequence[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
 _LARGE = 1 << 16  # bytes from which an array goes around gloo's ring
 
 
@@ -142,21 +146,14 @@ class ControlGroup:
         self._is_alone = len(home.ranks) == 1  # then nothing travels, and nothing is waited for
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
 
-    def compare_digests(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
-        """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
-
-        Raises CommError with the ranks that hold each of the different digests: `what` names what was compared, and
-        `hint` says what to do.
-        """
-        return self.compare_digests_and_flags(digest, flag, what=what, hint=hint)[0]
-
-    def compare_digests_and_flags(
-        self, digest: str, *flags: bool, what: str = "plans", hint: str = ""
-    ) -> tuple[bool, ...]:
-        """Compare a digest as `compare_digests` does, and as many flags on every rank; returns which are set on any.
+    def compare_digests(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
+        """Compare a hexadecimal digest over all ranks; returns which of the flags, as many on every rank, are set on
+        any of them.
 
         One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
         of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
+        Raises CommError with the ranks that hold each of the different digests: `what` names what was compared, and
+        `hint` says what to do.
         """
         if self._is_alone:
             return flags
@@ -219,13 +216,12 @@ class ControlGroup:
 
     def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Return sums over the slots of this plane, in float64 and in one order: the same bits on every rank."""
-        local = torch.tensor(list(values), dtype=torch.float64)
         with self._watch.enter_operation(what, self.plane):
-            return self._rounds_of_plane.reduce(local, torch.add, what).tolist()
+            return self._rounds_of_plane.reduce(_as_float64(values), torch.add, what).tolist()
 
     def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
         """Return sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
-        return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.add, what).tolist()
+        return self._reduce(_as_float64(values), torch.add, what).tolist()
 
     def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Return sums over the slots of all pipeline stages, in float64 and in one order."""
@@ -248,7 +244,7 @@ class ControlGroup:
 
     def largest_over_ranks(self, values: Sequence[float], what: str) -> list[float]:
         """Return the largest of all ranks' values at each index of the list."""
-        return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
+        return self._reduce(_as_float64(values), torch.maximum, what).tolist()
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
         if self._is_alone:

@@ -1,6 +1,5 @@
 """A rank's device: its name, and the bytes that are free there, that were held, and that its allocator took."""
 
-import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -8,6 +7,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+
+from longspan.host import free_host_bytes
 
 # the peak of each GPU before `measure_added_peak` reset its allocator's figure
 _highest: dict[torch.device, int] = {}
@@ -33,10 +34,7 @@ def unused_bytes(device: torch.device, ranks: int) -> int:
         free = torch.cuda.mem_get_info(device)[0]
         in_use = _allocator_figure(device, "allocated_bytes", "current")
         return free + _allocator_figure(device, "reserved_bytes", "current") - in_use
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-    except (AttributeError, ValueError):  # Windows and macOS have no such figures
-        return 0
+    return (free_host_bytes() or 0) // ranks
 
 
 def _allocator_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
 
 from longspan.errors import CommError, plural
+from longspan.launch.fork_server import temporary_variables
 from longspan.plain_text import excerpt
 
 T = TypeVar("T")
@@ -236,20 +237,13 @@ def init_default_group(place: Place, store: Store, backend: str, timeout: float)
         ) from error
 
 
-@contextmanager
-def defer_connections() -> Iterator[None]:
+def defer_connections() -> AbstractContextManager[None]:
     """Let groups made inside connect two ranks over gloo at their first message, not all with all when they are made.
 
     A rank that leaves before the first message is not noticed by the other, so groups over which tensors of a CPU
     travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.15).
     """
-    earlier_value = os.environ.get(_LAZY)
-    os.environ.setdefault(_LAZY, "1")
-    try:
-        yield
-    finally:
-        if earlier_value is None:
-            del os.environ[_LAZY]
+    return temporary_variables({_LAZY: os.environ.get(_LAZY, "1")})
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ class RingBlocks:
 
     `tensors` are this member's part of the block, each (counts[index], …) and of one dtype; a yielded block has
     `counts[owner]` rows, valid until the next iteration. While the caller works on one block the next is in flight, in
-    one of two rotating buffers: `peak_blocks` (one's own included) is at most 3, whatever the degree.
+    one of two rotating buffers, whatever the degree.
 
     >>> for owner, (k, v) in RingBlocks(channel, (k, v), part.counts, "ring forward"):
     ...     total = merge(total, block_attention(q, k, v))
@@ -35,7 +35,6 @@ class RingBlocks:
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
-        self._live = self.peak_blocks = 1
 
     def __iter__(self) -> Iterator[tuple[int, Block]]:
         degree = self._channel.degree
@@ -51,8 +50,6 @@ class RingBlocks:
                 arriving = self._spare.pop()
             else:
                 arriving = own_matrix.new_empty((max(self._counts), own_matrix.shape[1]))
-                self._live += 1
-                self.peak_blocks: int = max(self.peak_blocks, self._live)
             next_matrix = arriving[: self._counts[(owner - 1) % degree]]
             handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block
@@ -89,7 +86,7 @@ class GradientRing:
         what: str,
         *,
         add: Callable[..., None],
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype,
     ) -> None:
         self._channel = channel
         self._counts = tuple(counts)
@@ -97,7 +94,7 @@ class GradientRing:
         self._add = add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
-        self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
+        self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(2)]
         self._step = 0  # sums that were sent on
         self._handle: Handle | None = None  # of the sum on its way here; None before the first
 
@@ -124,7 +121,7 @@ class GradientRing:
         return total
 
     def _buffer(self, owner: int) -> Tensor:
-        return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
+        return self._buffers[self._step % 2][: self._counts[owner]]
 
 
 def split_columns(matrix: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:

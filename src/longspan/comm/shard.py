@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.comm.world import World, world_of
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments
@@ -97,17 +98,6 @@ def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def lay_out_local_rows(
-    micro_batch: MicroBatch, parts: Sequence[ShardPart]
-) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
-    """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
-    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])  # that of padding (−1) is not used
-    none = np.zeros(0, dtype=np.int64)  # where there is no part
-    columns = [(none,) * 4, *(_lay_out_part(shard_part, int(bases[shard_part.index])) for shard_part in parts)]
-    rows, positions, documents, sizes = map(np.concatenate, zip(*columns, strict=True))
-    return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
 def _lay_out_part(part: ShardPart, base: int) -> tuple[Integers, Integers, Integers, Integers]:
@@ -247,6 +237,7 @@ class SequenceShard(Immutable):
         "derived",
         "device",
         "documents",
+        "host_rows",
         "micro_batch",
         "parts",
         "position_ids",
@@ -263,6 +254,7 @@ class SequenceShard(Immutable):
     seed: tuple[int, int]
     parts: tuple[ShardPart, ...]
     rows: Tensor
+    host_rows: Integers  # the same, on the host
     position_ids: Tensor
     documents: Integers
     cu_seqlens: Tensor
@@ -285,7 +277,11 @@ class SequenceShard(Immutable):
         parts: list[ShardPart] = []
         for index, group in groups:
             parts.append(ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key))
-        rows, positions, documents, cu_seqlens = lay_out_local_rows(micro_batch, parts)
+        bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])  # that of padding (−1) is not used
+        none = np.zeros(0, dtype=np.int64)  # where there is no part
+        columns = [(none,) * 4, *(_lay_out_part(part, int(bases[part.index])) for part in parts)]
+        rows, positions, documents, sizes = map(np.concatenate, zip(*columns, strict=True))
+        cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         self._set(
             micro_batch=micro_batch,
             slot=slot,
@@ -293,6 +289,7 @@ class SequenceShard(Immutable):
             seed=seed,
             parts=tuple(parts),
             rows=to_device(rows, device),
+            host_rows=rows,
             position_ids=to_device(positions, device),
             documents=documents,
             cu_seqlens=to_device(cu_seqlens, device),
@@ -322,8 +319,7 @@ class SequenceShard(Immutable):
         The host computes it. A GPU, asked how many there are, would let the host wait for all queued work.
         """
         if (index := self.derived.real_rows.get((start, stop))) is None:
-            rows = lay_out_local_rows(self.micro_batch, self.parts)[0][start:stop]
-            index = to_device(np.flatnonzero(rows >= 0), self.device)
+            index = to_device(np.flatnonzero(self.host_rows[start:stop] >= 0), self.device)
             self.derived._set(real_rows=MappingProxyType({**self.derived.real_rows, (start, stop): index}))
         return index
 
@@ -338,8 +334,7 @@ class SequenceShard(Immutable):
                 segments = part.segments()
                 of_documents = np.asarray(part.group.leaf_counts)[segments.document]
                 counts.append(np.repeat(of_documents, segments.stop - segments.start))
-            rows = lay_out_local_rows(self.micro_batch, self.parts)[0]
-            self.derived._set(row_counts=to_device(np.concatenate(counts)[rows >= 0], self.device))
+            self.derived._set(row_counts=to_device(np.concatenate(counts)[self.host_rows >= 0], self.device))
         return self.derived.row_counts
 
     def with_padding(self, *, minimum: int = 1, multiple: int = 1) -> "SequenceShard":
@@ -426,7 +421,7 @@ class SequenceShard(Immutable):
         """
         if x_local.shape[0] != self.local_rows:
             raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
-        return _GatherPackedRows.apply(x_local, self)  # pyright: ignore[reportReturnType]
+        return apply_with_gradient(x_local, lambda x: _gather_packed_rows(x, self), self.scatter)
 
     def __repr__(self) -> str:
         return f"SequenceShard(slot {self.slot}, {self.local_rows} of {self.tokens} rows, {len(self.parts)} parts)"
@@ -448,27 +443,18 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
     return SequenceShard(micro_batch, world.slot, world.key, world.device, seed=(world.seed, world.step))
 
 
-class _GatherPackedRows(torch.autograd.Function):
-    """All slots' rows in packed order; backward takes the own rows of an identical gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
-        ctx.shard = shard
-        world = world_of(shard.world_key)
-        channel = world.channels.find_channel(range(world.home.slots))
-        counts = [0] * world.home.slots
-        for group in shard.micro_batch.groups:
-            for slot, group_rows in zip(group.slots, group.shares.counts, strict=True):
-                counts[slot] += group_rows
-        local = x_local.detach()[: counts[shard.slot]].contiguous()
-        rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
-        starts = channel.starts(counts)
-        known = shard.derived.packed_order
-        if known is None or known[0] != starts:
-            known = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
-            shard.derived._set(packed_order=known)
-        return rows.index_select(0, known[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.shard.scatter(gradients[0]), None
+def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
+    world = world_of(shard.world_key)
+    channel = world.channels.find_channel(range(world.home.slots))
+    counts = [0] * world.home.slots
+    for group in shard.micro_batch.groups:
+        for slot, group_rows in zip(group.slots, group.shares.counts, strict=True):
+            counts[slot] += group_rows
+    local = x_local.detach()[: counts[shard.slot]].contiguous()
+    rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
+    starts = channel.starts(counts)
+    known = shard.derived.packed_order
+    if known is None or known[0] != starts:
+        known = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
+        shard.derived._set(packed_order=known)
+    return rows.index_select(0, known[1])

@@ -82,14 +82,14 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
     if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
-        config = replace(config, context=replace(config.context, planner=planner))
+        config = config.with_keys("context", planner=planner)
     if config.evaluation.planner_of_degrees == "dynamic" and config.evaluation.context_parallel_size == NOT_GIVEN:
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.
     train = config.train
     if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
-        config = replace(config, train=replace(train, epochs=1.0))
+        config = config.with_keys("train", epochs=1.0)
     if not config.train.epochs:
         config = _set_defaults(config, {"train.steps": STEPS})
         config = config if is_demo(config.model) else set_steps(config, config.train.steps)
@@ -97,9 +97,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     parent = held_out_set(config)
     sets = list[EvalConfig]()
     for entry in config.evaluation.sets:
-        keys = [
-            key for key in ("max_document_tokens", "every", "metrics") if getattr(entry, key) in (NOT_GIVEN, ())
-        ]
+        keys = [key for key in ("max_document_tokens", "every") if getattr(entry, key) == NOT_GIVEN]
         entry = replace(entry, **{key: getattr(parent, key) for key in keys})
         sets.append(inherit_keys(entry, config.evaluation, config.context))
     return config.with_sets(sets)
@@ -128,14 +126,14 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     tokenizer = find_model(data.tokenizer, "data.tokenizer")
     rows = find_data(data.path, "data.path")
     prompts = absolute_path(config.evaluation.prompts) if weights else config.evaluation.prompts
-    others = {key: absolute_path(getattr(data, key)) for key in ("chat_template", "cache_dir") if weights}
+    template = absolute_path(data.chat_template) if weights else data.chat_template
     return replace(
         config,
         train=replace(config.train, epochs_of=find_data(config.train.epochs_of, "train.epochs_of")),
         model=replace(model, path=path, config=source),
         evaluation=replace(config.evaluation, prompts=prompts),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
-        data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, **others),
+        data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, chat_template=template),
     ).with_sets(
         replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.evaluation.sets
     )
@@ -182,7 +180,7 @@ def _set_partitions(config: RunConfig) -> RunConfig:
     """ "auto" for hybrids, whose type and partition are chosen together; elsewhere "auto" is zigzag."""
     if not is_hybrid(config.model):
         partition = "zigzag" if config.context.partition == AUTO else config.context.partition
-        return replace(config, context=replace(config.context, partition=partition))
+        return config.with_keys("context", partition=partition)
     config = _set_defaults(config, {"context.partition": AUTO})
     if config.context.partition != "zigzag":
         config = _set_defaults(config, {"context.cp_comm_type": AUTO})
@@ -192,7 +190,7 @@ def _set_partitions(config: RunConfig) -> RunConfig:
 
 def set_steps(config: RunConfig, steps: int) -> RunConfig:
     """Set the steps of a run and, if no warm-up is given, a twentieth of them as its warm-up, at most MOST_WARMUP."""
-    config = replace(config, train=replace(config.train, steps=steps))
+    config = config.with_keys("train", steps=steps)
     return _set_defaults(config, {"optimizer.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 
@@ -224,7 +222,7 @@ def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> N
 
 # The arguments of each train.loss, with TRL's names and defaults; simpo's cpo_alpha is that of SimPO itself.
 LOSS_ARGUMENTS: Mapping[str, Mapping[str, float]] = {
-    "": {},
+    "": {"center_rewards_coefficient": 0.0},  # of a model with one score, over pairs
     "dpo": {"beta": 0.1, "label_smoothing": 0.0},
     "sigmoid": {"beta": 0.1, "label_smoothing": 0.0},
     "ipo": {"beta": 0.1},

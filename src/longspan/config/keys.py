@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from keyword import iskeyword
@@ -133,6 +134,26 @@ def read_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             arguments[key] = value
     return arguments
+
+
+def word_and_number(name: str, text: str, words: Mapping[str, AtLeast | None]) -> tuple[str, float]:
+    """Read a word, and the number behind its colon where it may have one, by its bound; 0 where none is given.
+
+    >>> word_and_number("optimizer.lr_schedule", "wsd:200", {"cosine": None, "wsd": AtLeast(1)})
+    ('wsd', 200.0)
+    """
+    word, colon, rest = text.partition(":")
+    bound = words.get(word)
+    number = 0.0
+    with suppress(ValueError):  # of what is no number: 0 is outside every bound
+        number = float(rest or 0)
+    if word in words and (not colon or (bound is not None and bound.allows(number))):
+        return word, number
+    forms = ", ".join(
+        repr(known_word) + (f" or '{known_word}:NUMBER' ({number_bound})" if number_bound else "")
+        for known_word, number_bound in words.items()
+    )
+    raise ConfigError(f"{name} is {text!r}; give {forms}")
 
 
 def _attribute(key: str) -> str:

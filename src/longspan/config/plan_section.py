@@ -105,15 +105,14 @@ class EvalConfig(PlanSection):
         "planner",
         "min_dynamic_context_parallel_size",
         "max_dynamic_context_parallel_size",
+        "max_tokens_per_slot",
+        "cp_comm_type",
         "hierarchical_context_parallel_sizes",
     )
 
     context_parallel_size: NumberOrAuto = NOT_GIVEN
-    """As evaluation.context_parallel_size; plans of the set are then fixed. Default: the same."""
-    max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
-    """As evaluation.max_tokens_per_slot. Default: the same."""
-    cp_comm_type: Types = ""
-    """As evaluation.cp_comm_type. Default: the same, or auto where context_parallel_size is."""
+    """As evaluation.context_parallel_size; plans of the set are then fixed, and of the fastest type where it is auto.
+    Default: the same."""
     name: str = ""
     """Letters, digits, - and _ and dots: in lines, in metrics.jsonl, and the folder RUN/evaluation/NAME."""
     path: str = ""
@@ -126,20 +125,10 @@ class EvalConfig(PlanSection):
     """As data.max_document_tokens, of this set. Default: the same."""
     every: NonNegativeInt = NOT_GIVEN
     """Steps between evaluations; 0: only after the last step. Default: evaluation.every."""
-    metrics: tuple[str, ...] = ()
-    """Metrics of your own, as evaluation.metrics. Default: the same."""
 
     @property
     def prefix(self) -> str:
         return f"{self.SECTION}.{self.name}." if self.name else "evaluation."
-
-    @property
-    def metrics_key(self) -> str:
-        return f"{self.prefix}metrics"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_dotted_names(self.metrics_key, self.metrics)
 
 
 @dataclass(frozen=True)
@@ -147,16 +136,15 @@ class EvaluationPlan(PlanSection):
     """How documents are planned in evaluation."""
 
     SECTION: ClassVar[str] = "evaluation"
+    INHERITED: ClassVar[tuple[str, ...]] = ("min_dynamic_context_parallel_size",)
 
     planner: str = ""
     """Planner of evaluation. Default: as in training, or fixed where context_parallel_size is given, dynamic where a
-    smallest or largest degree is; tiny presets: fixed."""
+    largest degree is; tiny presets: fixed."""
     context_parallel_size: NumberOrAuto = NOT_GIVEN
     """Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto, or 0 where
     training's is chosen: the degree at which evaluation is fastest by the cost. Default: 0; tiny presets: 4, or 2 or 1
     where the slots are no multiple."""
-    min_dynamic_context_parallel_size: PositiveInt = NOT_GIVEN
-    """Smallest dynamic degree of evaluation. Default: as in training."""
     max_dynamic_context_parallel_size: NonNegativeInt = NOT_GIVEN
     """Largest dynamic degree of evaluation. Default: as in training."""
     max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
@@ -193,14 +181,25 @@ class EvaluationSection(EvaluationPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_dotted_names("evaluation.metrics", self.metrics)
+        for name in self.metrics:
+            if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
+                raise ConfigError(
+                    f"evaluation.metrics has {name!r}; give a function with its module, as in "
+                    "'my_package.my_metrics.top_five'"
+                )
 
 
-def check_dotted_names(key: str, names: tuple[str, ...]) -> None:
-    for name in names:
-        if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
-            like = "'my_package.my_metrics.top_five'"
-            raise ConfigError(f"{key} has {name!r}; give a function with its module, as in {like}")
+def name_of_key(prefix: str, key: str) -> str:
+    """Name the key of a plan section with this prefix, or the one that it inherits.
+
+    >>> name_of_key("evaluation.sets.books.", "planner")
+    'evaluation.planner'
+    """
+    if prefix.startswith(f"{EvalConfig.SECTION}.") and key in EvalConfig.INHERITED:
+        prefix = f"{EvaluationPlan.SECTION}."
+    if prefix == f"{EvaluationPlan.SECTION}." and key in EvaluationPlan.INHERITED:
+        prefix = f"{ContextConfig.SECTION}."
+    return prefix + key
 
 
 def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
@@ -214,7 +213,13 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     >>> evaluation.cp_comm_type, evaluation.hierarchical_context_parallel_sizes
     ('a2a', (2, 4))
     """
-    result = fill_from_parent(section, parent)
+    if section.planner == AUTO:
+        section = replace(section, planner=section.planner_of_degrees or AUTO)
+    values = parent.plan_keys | {"planner": _default_planner(section, parent)}
+    if section.context_parallel_size == AUTO:
+        values["cp_comm_type"] = AUTO
+    open_keys = {key: value for key, value in values.items() if getattr(section, key) in (NOT_GIVEN, "")}
+    result = replace(section, **open_keys)
     if result.context_parallel_size == 0:
         result = replace(result, context_parallel_size=training.context_parallel_size)
     if result.max_tokens_per_slot == AUTO:
@@ -222,16 +227,6 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     if section.hierarchical_context_parallel_sizes != NOT_GIVEN or result.planner not in ONE_DEGREE:
         return result
     return replace(result, hierarchical_context_parallel_sizes=_inherited_levels(result, parent))
-
-
-def fill_from_parent(section: AnyPlan, parent: PlanSection) -> AnyPlan:
-    """Fill the keys of a section that are not given from its parent's; a2a+p2p is not fitted to the degree."""
-    if section.planner == AUTO:
-        section = replace(section, planner=section.planner_of_degrees or AUTO)
-    values = parent.plan_keys | {"planner": _default_planner(section, parent)}
-    if section.context_parallel_size == AUTO:
-        values["cp_comm_type"] = AUTO
-    return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
 
 
 def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:

@@ -2,7 +2,7 @@
 docs."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 OLD_SETS = "eval"  # tables [[eval]], now [[evaluation.sets]]
@@ -57,18 +57,38 @@ RENAMED = {
     "run.stopped_status": "checkpoint.preempted_exit_code",
     "run.save_on": "checkpoint.save_signals",
 }
-# Keys of 0.3 that are gone, and what to write instead: in `REPLACING`, or nothing.
+# Keys that are gone, some after they had been renamed, and what to write instead: in `REPLACING`, or nothing.
 GONE = {
     "train.offload_activations": 'train.activation_checkpointing = "full+host" or "selective+host"',
     "train.fused_norms": "nothing: norms are fused on GPUs; in Python prepare(fused_norms=)",
     "train.betas": 'optimizer.arguments = ["betas=[0.9, 0.95]"], the default of adamw',
+    "model.rope_factor": 'the factor behind the word: model.rope_scaling = "yarn:4"',
+    "train.center_rewards_coefficient": 'train.loss_arguments = ["center_rewards_coefficient=0.01"]',
+    "optimizer.decay_steps": 'the steps behind the word: optimizer.lr_schedule = "wsd:200"',
+    "encoder.activation_checkpointing": "encoder.max_tokens, with which images are encoded again",
+    "data.cache_dir": "nothing: tokens are kept in longspan/corpora of the user's cache (XDG_CACHE_HOME)",
+    "evaluation.min_dynamic_context_parallel_size": "nothing: the smallest degree is that of [context]",
     # of tables, under which plans change no figure
     f"{OLD_SETS}.planner": "nothing, or context_parallel_size; evaluation.planner is that of all sets without it",
-    f"{OLD_SETS}.min_dynamic_context_parallel_size": "evaluation.min_dynamic_context_parallel_size, for all sets",
+    f"{OLD_SETS}.min_dynamic_context_parallel_size": "nothing: the smallest degree is that of [context]",
     f"{OLD_SETS}.max_dynamic_context_parallel_size": "evaluation.max_dynamic_context_parallel_size, for all sets",
     f"{OLD_SETS}.hierarchical_context_parallel_sizes": "nothing: evaluation's sizes are fitted to the set's degree",
+    f"{OLD_SETS}.max_tokens_per_slot": "evaluation.max_tokens_per_slot, for all sets",
+    f"{OLD_SETS}.cp_comm_type": "evaluation.cp_comm_type, for all sets; auto has the fastest of each",
+    f"{OLD_SETS}.metrics": "evaluation.metrics, for all sets",
 }
-REPLACING = ("train.activation_checkpointing", "optimizer.arguments")
+REPLACING = (
+    "model.rope_scaling",
+    "train.activation_checkpointing",
+    "train.loss_arguments",
+    "optimizer.arguments",
+    "optimizer.lr_schedule",
+    "encoder.max_tokens",
+    "evaluation.max_tokens_per_slot",
+    "evaluation.cp_comm_type",
+    "evaluation.metrics",
+)
+ALL_IMAGES = 1 << 30  # as encoder.max_tokens: more tokens than the images of a step have
 # By key of now: the values of 0.3 that are other ones now.
 VALUES: dict[str, dict[str, Any]] = {
     "data.split_turns": {"together": False, "split": True},
@@ -92,11 +112,11 @@ def renamed_hint(old: str, value: Any = None, *, flag: bool = False) -> str:
     >>> renamed_hint("train.memory", "none"), renamed_hint("train.memory", "none", flag=True)
     ('it is train.plan_memory = false now', 'it is --train.plan_memory false now')
     """
-    if old in GONE:
-        return f"it is gone; write {GONE[old]}"
-    if old not in RENAMED:
+    new = RENAMED.get(old, old)
+    if new in GONE:
+        return f"it is gone; write {GONE[new]}"
+    if new == old:
         return ""
-    new = RENAMED[old]
     before, equals = ("--", " ") if flag else ("", " = ")
     text = f"it is {before}{new}"
     if isinstance(value, str) and (word := renamed_value(new, value)) != value:
@@ -113,25 +133,74 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     {'train': {'plan_memory': False}, 'optimizer': {'lr': 0.1}, 'evaluation': {'sets': [{'name': 'books'}]}}
     """
     result: dict[str, Any] = {}
+    gone: dict[str, Any] = {}
+    sets = list[Any]()
     for section, values in tables.items():
         if section == OLD_SETS:
-            result.setdefault("evaluation", {})["sets"] = _upgraded_sets(values)
+            sets = values
+            result.setdefault("evaluation", {})["sets"] = _without_gone_keys(values)
         elif not isinstance(values, Mapping):
             result[section] = values
         else:
             for key, value in values.items():
                 new = RENAMED.get(f"{section}.{key}", f"{section}.{key}")
                 new_section, _, new_key = new.partition(".")
-                new_value = _upgraded_sets(value) if new == SETS else renamed_value(new, value)
+                if new in GONE:
+                    gone[new] = value
+                    continue
+                sets = value if new == SETS else sets
+                new_value = _without_gone_keys(value) if new == SETS else renamed_value(new, value)
                 result.setdefault(new_section, {})[new_key] = new_value
-    _replace_gone_keys(result)
+    values_of_sets = _values_of_sets(sets, result["evaluation"]) if _are_tables(sets) and sets else ()
+    for key, value in (*_values_of_gone_keys(gone, result), *values_of_sets):
+        section, _, name = key.partition(".")
+        result.setdefault(section, {})[name] = value
     return result
 
 
-def _upgraded_sets(tables: Any) -> Any:
-    if not _are_tables(tables):
-        return tables
-    return [{key: x for key, x in table.items() if f"{OLD_SETS}.{key}" not in GONE} for table in tables]
+def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of `REPLACING` that say what keys that are gone said, if that was not their default."""
+
+    def value_now(key: str, default: Any) -> Any:
+        section, _, name = key.partition(".")
+        return tables.get(section, {}).get(name, default)
+
+    if (factor := gone.get("model.rope_factor")) and (word := value_now("model.rope_scaling", "")):
+        yield "model.rope_scaling", f"{word}:{factor}"
+    checkpointing = value_now("train.activation_checkpointing", "auto")
+    if gone.get("train.offload_activations") and checkpointing not in ("auto", "none", False):
+        yield "train.activation_checkpointing", ("full" if checkpointing is True else checkpointing) + "+host"
+    if coefficient := gone.get("train.center_rewards_coefficient"):
+        arguments = value_now("train.loss_arguments", ())
+        yield "train.loss_arguments", [*arguments, f"center_rewards_coefficient={coefficient}"]
+    betas = gone.get("train.betas", [0.9, 0.95])
+    if [*betas] != [0.9, 0.95]:
+        yield "optimizer.arguments", [*value_now("optimizer.arguments", ()), f"betas={json.dumps(betas)}"]
+    if steps := gone.get("optimizer.decay_steps"):
+        yield "optimizer.lr_schedule", f"wsd:{steps}"
+    if gone.get("encoder.activation_checkpointing") and not value_now("encoder.max_tokens", 0):
+        yield "encoder.max_tokens", ALL_IMAGES
+
+
+def _values_of_sets(sets: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what [evaluation] must have so that no set lacks a metric, rows for its documents, or a type that fits."""
+    metrics = dict.fromkeys(name for table in (evaluation, *sets) for name in table.get("metrics", ()))
+    if [*metrics] != [*evaluation.get("metrics", ())]:
+        yield "evaluation.metrics", [*metrics]
+    rows = evaluation.get("max_tokens_per_slot")
+    own_rows = [table.get("max_tokens_per_slot") for table in sets]
+    most = max((number for number in own_rows if isinstance(number, int)), default=0)
+    if isinstance(rows, int) and 0 < rows < most:
+        yield "evaluation.max_tokens_per_slot", most
+    kind = evaluation.get("cp_comm_type")
+    if kind is not None and any(table.get("cp_comm_type", kind) != kind for table in sets):
+        yield "evaluation.cp_comm_type", "auto"
+
+
+def _without_gone_keys(sets: Any) -> Any:
+    if not _are_tables(sets):
+        return sets
+    return [{key: x for key, x in table.items() if f"{OLD_SETS}.{key}" not in GONE} for table in sets]
 
 
 def _are_tables(values: Any) -> bool:
@@ -149,40 +218,13 @@ def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in GONE]
 
 
-def _replace_gone_keys(tables: dict[str, Any]) -> None:
-    train = tables.get("train", {})
-    if not isinstance(train, dict):
-        return
-    values = {key: train.pop(key[6:]) for key in GONE if key.startswith("train.") and key[6:] in train}
-    checkpointing = train.get("activation_checkpointing", "auto")
-    if values.get("train.offload_activations") and checkpointing not in ("auto", "none", False):
-        train["activation_checkpointing"] = ("full" if checkpointing is True else checkpointing) + "+host"
-    betas = values.get("train.betas", [0.9, 0.95])
-    if [*betas] != [0.9, 0.95]:
-        optimizer = tables.setdefault("optimizer", {})
-        optimizer["arguments"] = [*optimizer.get("arguments", ()), f"betas={json.dumps(betas)}"]
-    if values and not train:
-        del tables["train"]
-
-
-def flag_lines() -> Iterator[str]:
-    """Write the flags of 0.3 and what they are now, for the help of `train`."""
-    width = max(map(len, RENAMED)) + 2
-    for old, new in RENAMED.items():
-        values = ", ".join(f"{a} is {str(b).lower()}" for a, b in VALUES.get(new, {}).items())
-        yield f"    --{old:<{width}}--{new}" + (f" ({values})" if values else "")
-    for old, advice in GONE.items():
-        if not old.startswith(f"{OLD_SETS}."):
-            yield f"    --{old:<{width}}{advice}"
-
-
 def upgrade_table() -> str:
     """Write the table of docs/upgrade.md, in Markdown."""
     rows = [f"| `[[{OLD_SETS}]]` | `[[{SETS}]]` |  |"]
-    for old, new in RENAMED.items():
-        rows.append(f"| `{old}` | `{new}` | {_value_texts(new)} |")
+    rows += [f"| `{old}` | `{new}` | {_value_texts(new)} |" for old, new in RENAMED.items() if new not in GONE]
     rows += [f"| `{key}` | `{key}` | {_value_texts(key)} |" for key in VALUES if key not in RENAMED.values()]
-    rows += [f"| `{old}` |  | gone; write {advice} |" for old, advice in GONE.items()]
+    old_names = {new: old for old, new in RENAMED.items()}
+    rows += [f"| `{old_names.get(key, key)}` |  | gone; write {advice} |" for key, advice in GONE.items()]
     return "\n".join(["| in 0.3 | in 0.4 | values |", "|---|---|---|", *rows])
 
 

@@ -24,6 +24,7 @@ from longspan.config.keys import (
     PositiveInt,
     Section,
     key_values,
+    word_and_number,
 )
 from longspan.config.plan_section import ContextConfig, EvalConfig, EvaluationSection
 from longspan.errors import ConfigError
@@ -55,11 +56,9 @@ class ModelConfig(Section):
     """Scores of each document, by a head in place of the vocabulary's: 1 for rows with chosen and rejected, or with a
     number as label; as many as there are classes. A language model gets a new head. 0: a language model
     (docs/losses.md#reward-models-and-classifiers-by-a-command)."""
-    rope_scaling: Literal["", "yarn", "linear"] = ""
-    """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings; empty: never."""
-    rope_factor: Annotated[float, AtLeast(0), Needs("model.rope_scaling", ("yarn", "linear"))] = 0.0
-    """Factor by which rope_scaling extends the model's context; 0: as large as the longest document needs, rounded up
-    to 0.25."""
+    rope_scaling: str = ""
+    """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings, by the factor
+    that the longest document needs, rounded up to 0.25, or by one of your own, as in yarn:4; empty: never."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Parameters and optimizer states: float32, float64 or bfloat16."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -72,8 +71,14 @@ class ModelConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if 0 < self.rope_factor <= 1:
-            raise ConfigError(f"model.rope_factor is {self.rope_factor:g}; it must be above 1, or 0 to be chosen")
+        _ = self.rope
+
+    @property
+    def rope(self) -> tuple[str, float]:
+        """How rotary positions are scaled, and by which factor; 0: by the one that the longest document needs."""
+        return word_and_number(
+            "model.rope_scaling", self.rope_scaling, {"": None, "yarn": Above(1), "linear": Above(1)}
+        )
 
     @property
     def source(self) -> str:
@@ -157,7 +162,8 @@ class EncoderLayout(Section):
     tp: PositiveInt = 1
     """Tensor-parallel degree of its home, which is over all ranks of the run."""
     max_tokens: NonNegativeInt = 0
-    """Rows of images that a slot encodes at once, which bounds memory; 0: all images of a step at once."""
+    """Rows of images that a slot encodes at once, and, where it is trained, encodes again before their backward pass,
+    so that activations of so many are kept at a time; 0: all images of a step, once."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +173,8 @@ class EncoderSection(EncoderLayout):
     trainable: Literal["", "all", "projector", "none"] = ""
     """What of it is trained: all (tower and projector), projector, or none. Default: all; with adapters (lora.rank):
     none."""
-    lr: NonNegativeFloat = 0.0
+    lr: Annotated[NonNegativeFloat, Needs("encoder.trainable", ("all", "projector"))] = 0.0
     """Its peak learning rate, scheduled as optimizer.lr; 0: optimizer.lr."""
-    activation_checkpointing: bool = False
-    """Encode images again before their backward pass, so that activations of one wave are kept at a time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.trainable == "none" and self.lr:
-            raise ConfigError(f'encoder.lr is {self.lr:g} and encoder.trainable is "none"; leave out one of them')
 
 
 MAX_TEXT_BYTES = 1 << 26
@@ -219,8 +218,6 @@ class DataConfig(Section):
     max_text_bytes: NonNegativeInt = MAX_TEXT_BYTES
     """A line, a text file or a row of a table (without its images) of more bytes is a bad row, and is not parsed;
     0: any."""
-    cache_dir: str = ""
-    """Folder where tokens are kept for all runs that ask for the same; empty: longspan/corpora in the user's cache."""
     split_turns: Annotated[bool, Needs("model.num_labels", (0,))] = False
     """true: a conversation is one document for each assistant turn, with what stood before it; false: one document."""
     tokenizer: str = ""
@@ -345,10 +342,9 @@ class OptimizerSection(Section):
     (lora.rank): 2e-4, and 5e-6 under train.loss."""
     warmup_steps: NonNegativeInt = NOT_GIVEN
     """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
-    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
-    decay_steps: Annotated[NonNegativeInt, Needs("optimizer.lr_schedule", ("wsd",))] = 0
-    """Steps of wsd's decay, the last ones; 0: a tenth of all steps."""
+    lr_schedule: str = "cosine"
+    """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then along a line in the last
+    tenth of all steps, or in as many steps as you say: wsd:200)."""
     min_lr_ratio: Annotated[float, AtLeast(0, most=1)] = 0.1
     """Learning rate of the last step, as a share of lr."""
     weight_decay: NonNegativeFloat = 0.01
@@ -372,8 +368,15 @@ class OptimizerSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.schedule
         for text in self.groups:
             NamedGroup.from_text(text)
+
+    @property
+    def schedule(self) -> tuple[str, float]:
+        """The curve of the learning rate, and the steps of wsd's decay; 0: a tenth of all steps."""
+        words = {"cosine": None, "linear": None, "constant": None, "wsd": AtLeast(1)}
+        return word_and_number("optimizer.lr_schedule", self.lr_schedule, words)
 
 
 @dataclass(frozen=True)
@@ -441,9 +444,9 @@ class TrainConfig(Section):
     or kto over rows with prompt, completion and label (docs/preferences.md); empty: the cross entropy of tokens, or
     what a model has that scores."""
     loss_arguments: tuple[str, ...] = ()
-    """Arguments of the loss by TRL's names, such as "beta=0.05" or "desirable_weight=1.33"."""
-    center_rewards_coefficient: Annotated[NonNegativeFloat, Needs("model.num_labels", (1,))] = 0.0
-    """Weight of (chosen + rejected)² in the loss of a pair, which keeps scores around 0."""
+    """Arguments of the loss by TRL's names, such as "beta=0.05" or "desirable_weight=1.33"; of a model with one score
+    (model.num_labels) "center_rewards_coefficient=0.01", the weight of (chosen + rejected)², which keeps scores around
+    0."""
     router_aux_loss_coef: Annotated[float, AtLeast(-1)] = -1.0
     """Weight of the load-balancing loss of experts' routers; 0: none. Default (-1): that of the model's
     configuration."""
@@ -452,12 +455,6 @@ class TrainConfig(Section):
     profile_steps: Annotated[tuple[int, ...], AtLeast(1)] = ()
     """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
     took the time (docs/gpu.md). Such a step is slower."""
-
-    @property
-    def row_form(self) -> RowForm:
-        """What rows become for the loss: pairs, for orpo pairs whose chosen document is learnt whole, or for kto
-        answers with labels; "" for no preferences."""
-        return self.loss if self.loss in ("", "orpo", "kto") else "pairs"
 
     @property
     def needs_reference(self) -> bool:
@@ -496,11 +493,6 @@ class CheckpointSection(Section):
     preempted_exit_code: Annotated[int, AtLeast(0, most=255)] = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.keep_best:
-            BestFigure.from_text(self.keep_best)
 
 
 @dataclass(frozen=True)
@@ -550,9 +542,13 @@ class RunConfig:
         """The documents that are held out, as the set without a name, and the sets [[evaluation.sets]]."""
         return (held_out_set(self), *self.evaluation.sets)
 
+    def with_keys(self, section: str, **values: Any) -> "RunConfig":
+        """Return this configuration with other values of fields of a section."""
+        return replace(self, **{section: replace(getattr(self, section), **values)})
+
     def with_sets(self, sets: Iterable[EvalConfig]) -> "RunConfig":
         """Return this configuration with other evaluation sets."""
-        return replace(self, evaluation=replace(self.evaluation, sets=tuple(sets)))
+        return self.with_keys("evaluation", sets=tuple(sets))
 
     def tables(self) -> dict[str, Any]:
         """Return the values of all keys by section, as TOML and JSON keep them; of tables a list."""
@@ -569,7 +565,6 @@ def held_out_set(config: RunConfig) -> EvalConfig:
     return EvalConfig(
         max_document_tokens=config.data.max_document_tokens,
         every=config.evaluation.every,
-        metrics=config.evaluation.metrics,
         **config.evaluation.plan_keys,
     )
 
@@ -577,7 +572,7 @@ def held_out_set(config: RunConfig) -> EvalConfig:
 def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
     """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
     held_out, *sets = entries
-    return replace(config, evaluation=replace(config.evaluation, **held_out.plan_keys, sets=tuple(sets)))
+    return config.with_keys("evaluation", **held_out.plan_keys, sets=tuple(sets))
 
 
 Checkpointing = Literal["none", "full", "selective"]

@@ -63,7 +63,7 @@ class _CorpusOfRun:
         self._folder = run_dir / settings.folder
         self._old_record = read_record(self._folder)
         self._files = settings.find_source_files(run_dir)
-        self._cache = _open_cache(settings.data, run_dir, log)
+        self._cache = _open_cache(run_dir, log)
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         # one file of sums for all sources together
         all_paths = Path(" ".join(path for _, path in settings.source_paths())).absolute()
@@ -83,7 +83,10 @@ class _CorpusOfRun:
             raise DataError(
                 f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
             )
-        changes = self._compare_settings(tokenizer) + self._compare_files()
+        recorded = self._old_record
+        changes = list[str]()
+        if recorded is not None:
+            changes = self._compare_settings(recorded, tokenizer) + self._compare_files(recorded)
         if resumed and changes:
             raise DataError(_describe_changes(self._run_dir, changes))
         if changes:
@@ -91,7 +94,6 @@ class _CorpusOfRun:
         if tokenizer is None:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
-        recorded = self._old_record
         if recorded is not None and recorded.key == recipe.key and not changes:
             if _documents_are_whole(self._folder / recorded.documents):
                 return Corpus(self._folder)
@@ -99,10 +101,8 @@ class _CorpusOfRun:
             raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
         return self._build_corpus(recipe, tokenizer)
 
-    def _compare_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
+    def _compare_settings(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
         """A key that the record lacks, as of another version, counts with its default."""
-        if (recorded := self._old_record) is None:
-            return []
         values = self._settings.deciding_values()
         changes = list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
@@ -125,12 +125,10 @@ class _CorpusOfRun:
             changes.append(f"data.vocab_size is {size}, the tokenizer has {recorded.tokenizer_size} entries")
         return sorted(changes)
 
-    def _compare_files(self) -> list[str]:
+    def _compare_files(self, recorded: Record) -> list[str]:
         """Of images three changes at most, as messages name no more. Lost documents are built again, images too."""
-        if self._old_record is None:
-            return []
-        old_sources = self._old_record.sources(self._folder)
-        documents = self._folder / self._old_record.documents
+        old_sources = recorded.sources(self._folder)
+        documents = self._folder / recorded.documents
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
         images = ImageTable.open_in_folder(documents) if documents.is_dir() and not changes else None
         return changes if images is None else list(islice(images.describe_changes(), 3))
@@ -150,7 +148,8 @@ class _CorpusOfRun:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
         tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
-        _check_saved_tokenizer(tokenizer, self._run_dir)
+        if tokenizer.folder is not None:  # one that was trained here has been read from here
+            _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in row_lines(recipe):
             self._log(line)
         build = partial(build_documents, recipe, log=self._log)
@@ -160,7 +159,7 @@ class _CorpusOfRun:
             )
         except OSError as error:
             raise cache_error(self._cache.folder, error) from error
-        self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (data.cache_dir)")
+        self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (XDG_CACHE_HOME)")
         record = Record(
             documents=str(documents),
             key=recipe.key,
@@ -174,14 +173,12 @@ class _CorpusOfRun:
         return Corpus(self._folder)
 
 
-def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache:
-    """Open the cache that `data.cache_dir` names; one in the run's folder if the user's own cannot be written."""
-    folder = cache_folder(data.cache_dir)
+def _open_cache(run_dir: Path, log: LogLine) -> Cache:
+    """Open the user's cache; one in the run's folder if it cannot be written."""
+    folder = cache_folder()
     try:
         return Cache(folder)
     except OSError as error:
-        if data.cache_dir:
-            raise cache_error(folder, error) from error
         log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
         return Cache((run_dir / "cache").absolute())
 

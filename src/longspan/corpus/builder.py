@@ -71,7 +71,9 @@ class _Writer:
         self._has_codes = False
         self._images = ImageWriter(folder) if recipe.has_images else None
         self._notes = Notes()
-        self.tokens = self._targets = self._texts = 0  # written so far
+        # written so far
+        self.tokens = 0
+        self._texts = 0
 
     def close(self) -> None:
         for column in (*self._columns.values(), self._codes):
@@ -103,7 +105,6 @@ class _Writer:
         self._tokens.write(encoded.ids.data)
         self._codes.append(encoded.codes, len(encoded.ids))
         self.tokens += len(encoded.ids)
-        self._targets += int(encoded.targets.sum())
         self._texts = int(values["texts"][-1]) + 1 if len(encoded.lengths) else self._texts
         self._notes.add_notes(encoded.notes)
         if len(sizes := self._notes.sizes) > 1:
@@ -119,24 +120,15 @@ class _Writer:
         notes = self._notes
         encoding = self._recipe.encodings[0]  # all sources have one tokenizer and settings
         return Manifest(
-            tokenizer_digest=encoding.tokenizer.digest,
             tokenizer_size=encoding.tokenizer.size,
             dtype=self._recipe.encoder.dtype,
-            max_document_tokens=self._recipe.settings.data.max_document_tokens,
-            key=self._recipe.key,
             kinds=tuple(encoding.kind for encoding in self._recipe.encodings),
-            encodings=tuple(encoding.digest for encoding in self._recipe.encodings),
-            files=len(self._recipe.files),
-            parse_special_tokens=encoding.settings.parse_special_tokens,
             columns=encoding.settings.columns,
-            opening=encoding.tokenizer.opening,
-            closing=encoding.tokenizer.closing,
             codes=self._codes.dtype,
             rows=notes.rows,
             documents=self._columns["lengths"].count,
             tokens=self.tokens,
             images=0 if self._images is None else self._images.count,
-            targets=self._targets,
             labels=next(iter(notes.sizes), 0),
             preference=self._recipe.settings.preference,
             pad_id=next((i for i in (encoding.tokenizer.pad, encoding.tokenizer.end) if i is not None), -1),

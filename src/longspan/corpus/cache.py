@@ -3,7 +3,6 @@
 import fcntl
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,16 +12,9 @@ from longspan.corpus.files import LogLine
 from longspan.errors import DataError
 from longspan.files import name_file_in_errors
 
-_POLL_SECONDS = 0.2
-_WAIT_NEWS_SECONDS = 30.0
 
-
-def cache_folder(setting: str) -> Path:
-    """Return the folder that `data.cache_dir` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
-    if setting == "none":
-        raise DataError('data.cache_dir is "none", and tokens are always kept; name a folder, or leave it empty')
-    if setting:
-        return Path(setting).expanduser().absolute()
+def cache_folder() -> Path:
+    """Return longspan/corpora in the user's cache (XDG_CACHE_HOME), where runs keep their tokens."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "longspan" / "corpora"
 
 
@@ -67,21 +59,16 @@ class Cache:
     @contextmanager
     def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
         """Lock these documents, after waiting for a run that has; yields False if the file system has no locks."""
-        last_log_time = 0.0
+        has_lock = False
         with folder.with_suffix(".lock").open("a") as file:
-            while True:
+            with suppress(OSError):
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
                 except BlockingIOError:
-                    if time.monotonic() - last_log_time > _WAIT_NEWS_SECONDS:
-                        log("another run tokenizes the same corpus: waiting for it")
-                        last_log_time = time.monotonic()
-                    time.sleep(_POLL_SECONDS)
-                except OSError:
-                    yield False
-                    return
-            yield True
+                    log("another run tokenizes the same corpus: waiting for it")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                has_lock = True
+            yield has_lock
 
 
 def cache_error(folder: Path, error: OSError) -> DataError:
@@ -89,6 +76,6 @@ def cache_error(folder: Path, error: OSError) -> DataError:
     with suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
     return DataError(
-        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache_dir to a folder with "
-        "room for its tokens"
+        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set XDG_CACHE_HOME to a folder "
+        "with room for its tokens"
     )

@@ -149,13 +149,14 @@ class _BatchDocuments:
             counts = sample.unseen._asdict()
             self.notes.unseen.update(counts.pop("others"))
             self.notes.left_out.update(counts)
-            self.notes.ends |= encoding.learnt_end(sample)
+            if sample.labels is not None:
+                self.notes.ends |= encoding.learnt_end(sample.ids, sample.labels)
             self._add_sample(sample, places[sample.row], rows[sample.row].where)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
         """Without codes (`encode_labels`) every token but the first is a target."""
         ids = sample.ids
-        codes = encode_labels(sample.ids, sample.labels)
+        codes = None if sample.labels is None else encode_labels(ids, sample.labels)
         largest_id = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
             self.add_bad_row(

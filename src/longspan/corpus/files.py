@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.config.sections import MAX_TEXT_BYTES
+from longspan.config.sections import MAX_TEXT_BYTES, DataConfig
 from longspan.corpus.row_files import (
     SUFFIXES,
     ZSTD,
@@ -328,17 +328,17 @@ FIRST_FILES = 5
 SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 
-def kind_of_files(files: Sequence[CorpusFile], skip_bad: bool, most_bytes: int, columns: Sequence[str]) -> Kind:
+def kind_of_files(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
 
-    With `skip_bad`, bad rows (also of over `most_bytes`) and rows of no kind do not count; else they raise DataError.
+    Where bad rows are skipped, they and rows of no kind do not count; else they raise DataError.
     """
     rows = list[Row]()
     bad = list[BadRow]()
     for file in files[:FIRST_FILES]:
-        for row in islice(rows_of_file(file, most_bytes), FIRST_ROWS):
-            row = rename_columns(row, columns) if columns and not isinstance(row, BadRow) else row
-            if skip_bad and not _tells_kind(row):
+        for row in islice(rows_of_file(file, data.max_text_bytes), FIRST_ROWS):
+            row = rename_columns(row, data.rename_columns) if not isinstance(row, BadRow) else row
+            if data.on_bad_row == "skip" and not _tells_kind(row):
                 continue
             if isinstance(row, BadRow):
                 bad.append(row)  # raised below: first rows of other files are read, as their kind may differ

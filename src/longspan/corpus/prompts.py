@@ -36,9 +36,10 @@ def read_prompt_rows(file: Path) -> list[Row]:
     return [row for row in rows if isinstance(row, Row)]
 
 
-def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Prompt]:
+def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer, positions: int | None) -> list[Prompt]:
     """Encode rows with `text`, a plain text; `prompt`, what a user says if the tokenizer has a chat template, else a
-    text; or `messages`, with `tools`. Raises DataError, with the row's place, for others.
+    text; or `messages`, with `tools`. Raises DataError, with the row's place, for others, and for a prompt of more
+    tokens than the model has `positions` (None: no limit).
     """
     if not rows:
         raise DataError("there are no prompts; give a line, or a row of JSON, for each")
@@ -50,6 +51,11 @@ def encode_prompts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Prompt
         if not prompt.ids:
             raise DataError(
                 f"{row.where}: the prompt has no tokens, and a model goes on from one at least; give a text"
+            )
+        if positions is not None and len(prompt.ids) > positions:
+            raise DataError(
+                f"{row.where}: the prompt has {len(prompt.ids)} tokens, and the model knows {positions} positions "
+                "(max_position_embeddings of its configuration); give a shorter prompt"
             )
     return prompts
 

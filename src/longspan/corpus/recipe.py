@@ -13,7 +13,7 @@ from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
 from longspan.corpus.files import STDLIB, CorpusFile, find_rows, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import DATE, KIND_TEXTS, RowSettings
+from longspan.corpus.rows.sample import DATE, KIND_TEXTS, Kind, RowSettings
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import PAIRS, SourceFile
 from longspan.errors import DataError
@@ -51,7 +51,7 @@ class Recipe:
             TEXT_VERSION if is_text else VERSION,
             digests,
             data.max_document_tokens,
-            self.settings.skips_bad,
+            data.on_bad_row == "skip",
         ]
         # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
         if data.max_text_bytes != MAX_TEXT_BYTES:
@@ -81,7 +81,8 @@ class Recipe:
         """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         longest = self.settings.data.max_document_tokens
-        return DocumentEncoder(self.encodings, longest, "<u2" if fits_uint16 else "<u4", self.settings.skips_bad)
+        skip_bad = self.settings.data.on_bad_row == "skip"
+        return DocumentEncoder(self.encodings, longest, "<u2" if fits_uint16 else "<u4", skip_bad)
 
     @property
     def processes(self) -> int:
@@ -102,7 +103,8 @@ class CorpusSettings:
     """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
     `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages;
-    `num_labels` is the model's, `preference` what rows become for train.loss.
+    `num_labels` is the model's, `preference` what rows become for train.loss: pairs, for orpo pairs whose chosen
+    document is learnt whole, or for kto answers with labels; "" for no preferences.
     """
 
     data: DataConfig
@@ -113,18 +115,15 @@ class CorpusSettings:
 
     @classmethod
     def for_run(cls, config: RunConfig) -> "CorpusSettings":
-        return cls(config.data, num_labels=config.model.num_labels, preference=config.train.row_form)
+        loss = config.train.loss
+        form: RowForm = loss if loss in ("", "orpo", "kto") else "pairs"
+        return cls(config.data, num_labels=config.model.num_labels, preference=form)
 
     @classmethod
     def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":
         """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut."""
         data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
         return replace(cls.for_run(replace(config, data=data)), **names)
-
-    @property
-    def skips_bad(self) -> bool:
-        """Whether a bad row is left out; else it is an error."""
-        return self.data.on_bad_row == "skip"
 
     def source_paths(self) -> tuple[tuple[str, str], ...]:
         """Return the key and the path of each source; without any, the standard library is the only one."""
@@ -137,7 +136,7 @@ class CorpusSettings:
 
         With data.sources, the name of a file in a source's folder begins with the name of that folder.
         """
-        leave_out = (run_dir, cache_folder(self.data.cache_dir))
+        leave_out = (run_dir, cache_folder())
         files = list[CorpusFile]()
         sources = zip(self.source_paths(), self.data.sources or (self.data,), strict=True)
         for number, ((key, path), source) in enumerate(sources):
@@ -158,40 +157,45 @@ class CorpusSettings:
         return {"sources": [f"{source.path} {source.split}".strip() for source in data.sources]} | values
 
 
+def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Kind]:
+    """Find the kind of rows of each source by their first rows. Raises DataError for kinds that do not go together, or
+    not with the loss."""
+    kinds = list[Kind]()
+    for number, _ in enumerate(settings.source_paths()):
+        source_files = [file for file in files if file.source == number]
+        kinds.append(kind_of_files(source_files, settings.data))
+    form = settings.preference
+    fitting = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
+    others = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - fitting))
+    paths = " and ".join(path for _, path in settings.source_paths())
+    if form and others:
+        wanted = "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
+        raise DataError(
+            f"rows of {paths} hold {others}, and train.loss needs {wanted}; give such rows, or leave train.loss out"
+        )
+    if PAIRS in kinds and settings.num_labels != 1 and not form:
+        raise DataError(
+            f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {settings.num_labels}; set it "
+            'to 1 to train a model that scores, or train.loss = "dpo" to train a language model on preferences '
+            "(docs/preferences.md)"
+        )
+    if PAIRS in kinds and others:
+        raise DataError(f"rows of {paths} are pairs and also {others}; train on one of them")
+    return kinds
+
+
 def make_recipe(
     settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[SourceFile], tokenizer: TextTokenizer
 ) -> Recipe:
-    """Make the recipe of the documents of these files. Raises DataError for different kinds of rows in one source."""
+    """Make the recipe of the documents of these files. Raises DataError for rows that do not go together."""
     data = settings.data
-    labels = settings.num_labels
     row_settings = RowSettings(
         parse_special_tokens=data.parse_special_tokens,
         turns="split" if data.split_turns else "together",
         end_of_chat=data.end_of_chat_token,
         columns=data.rename_columns,
-        num_labels=labels,
+        num_labels=settings.num_labels,
         preference=settings.preference,
     )
-    encodings = list[RowEncoding]()
-    for number, _ in enumerate(settings.source_paths()):
-        source_files = [file for file in files if file.source == number]
-        kind = kind_of_files(source_files, settings.skips_bad, data.max_text_bytes, data.rename_columns)
-        encodings.append(RowEncoding(kind, tokenizer, row_settings))
-    kinds = {encoding.kind for encoding in encodings}
-    paths = " and ".join(path for _, path in settings.source_paths())
-    form = settings.preference
-    fitting = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
-    if form and kinds - fitting:
-        wanted = "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
-        raise DataError(
-            f"rows of {paths} hold {' and '.join(KIND_TEXTS[kind] for kind in sorted(kinds - fitting))}, and "
-            f"train.loss needs {wanted}; give such rows, or leave train.loss out"
-        )
-    if PAIRS in kinds and labels != 1 and not form:
-        raise DataError(
-            f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {labels}; set it to 1 to train "
-            'a model that scores, or train.loss = "dpo" to train a language model on preferences (docs/preferences.md)'
-        )
-    if PAIRS in kinds and len(kinds) > 1 and not form:
-        raise DataError(f"rows of {paths} are pairs and also {' and '.join(kinds - {PAIRS})}; train on one of them")
-    return Recipe(settings, files, sources, tuple(encodings))
+    encodings = tuple(RowEncoding(kind, tokenizer, row_settings) for kind in find_kinds(settings, files))
+    return Recipe(settings, files, sources, encodings)

@@ -52,7 +52,7 @@ class Corpus:
         if record is not None and not documents_folder.is_dir():
             raise DataError(
                 f"{folder} is not a corpus: its documents are not in {documents_folder} any more; start its run again, "
-                "which makes them anew, with data.cache_dir as a folder on storage that all its machines share"
+                "which makes them anew, with XDG_CACHE_HOME on storage that all its machines share"
             )
         try:
             self.documents_folder: Path = documents_folder  # shared by runs
@@ -142,7 +142,7 @@ class Corpus:
         return int(np.isin(hashes, np.delete(self.hashes, [*leave_out])).sum())
 
     def origin(self, document: int) -> str:
-        return self.sources[self.file_of(document)].name
+        return self.sources[int(self._origins[document])].name
 
     def file_of(self, document: int) -> int:
         return int(self._origins[document])
@@ -184,10 +184,8 @@ class Corpus:
         return values[positions + start].astype(np.int64)
 
 
-def encode_labels(ids: Integers, labels: Integers | None) -> Integers | None:
+def encode_labels(ids: Integers, labels: Integers) -> Integers:
     """Return codes of tokens with these labels (n,): 0 for the token's own id, 1 for none, else the label + 2."""
-    if labels is None:
-        return None
     codes = np.where(labels == NO_TARGET, NOTHING, labels + OTHER_TOKEN)
     return np.where(labels == ids, OWN_TOKEN, codes)
 

@@ -6,7 +6,7 @@ folder has a record (`corpus.json` too), which names the folder of documents.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -143,7 +143,7 @@ FILE = "corpus.json"
 PAIRS = "chosen+rejected"  # the kind of rows that become two documents each, one after the other
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
 # Keys whose values are lists in JSON.
-_TUPLES = ("kinds", "skipped", "opening", "closing", "bad", "encodings", "columns")
+_TUPLES = ("kinds", "skipped", "bad", "columns")
 
 
 @dataclass(frozen=True)
@@ -172,25 +172,18 @@ class Manifest:
     a loss of preferences (`preference`) reads of it (0: of a language model); `pad_id` the tokenizer's token for
     padding, else for the end of a text (-1: none).
 
-    `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
-    with `closing`. `largest_at` is the row with the token `largest_id`. `ends` are special tokens that end answers, and
+    `largest_at` is the row with the token `largest_id`. `ends` are special tokens that end answers, and
     their ids. `unseen` counts what chat templates leave out beside assistant turns, `unread` rows with a key that
     nothing reads. `codes` is the type of the tokens' codes (empty: none).
     """
 
-    tokenizer_digest: str
     tokenizer_size: int
     dtype: str
-    max_document_tokens: int
-    key: str = ""
     kinds: tuple[str, ...] = ("text",)
-    encodings: tuple[str, ...] = ()
     codes: str = ""
-    files: int = 0
     rows: int = 0
     documents: int = 0
     tokens: int = 0
-    targets: int = 0
     images: int = 0
     labels: int = 0
     preference: str = ""
@@ -198,10 +191,7 @@ class Manifest:
     largest_id: int = -1
     largest_at: str = ""
     skipped: tuple[str, ...] = ()
-    parse_special_tokens: bool = False
     columns: tuple[str, ...] = ()
-    opening: tuple[str, ...] = ()
-    closing: tuple[str, ...] = ()
     bad: tuple[str, ...] = ()
     ends: dict[str, int] = field(default_factory=dict[str, int])
     unseen: dict[str, int] = field(default_factory=dict[str, int])
@@ -213,13 +203,12 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Raises KeyError, TypeError or ValueError for a text that is no manifest."""
+        """Raises KeyError, TypeError or ValueError for a text that is no manifest; an earlier version wrote more."""
         values: dict[str, Any] = parse_json(text)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-        for key in values.keys() & {*_TUPLES}:
-            values[key] = tuple(values[key])
-        known = {key: value for key, value in values.items() if key not in ("special", "names_as_text")}  # of 0.3
+        known = {key.name: values[key.name] for key in fields(cls) if key.name in values}
+        known |= {key: tuple(known[key]) for key in known.keys() & {*_TUPLES}}
         return cls(**{**known, "left_out": LeftOut(**known.pop("left_out", {}))})
 
 

@@ -1,13 +1,12 @@
 """Which documents a step trains on: a function of the seed and the step only.
 
 World size, degrees and planner have no influence, so a resumed run goes on with the same documents. Memory does not
-grow with the corpus: shuffled places are computed (`stream.py`), the start of every 64th step is kept.
+grow with the corpus: shuffled places are computed (`stream.py`), and of a step its beginning is kept.
 """
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,45 +27,6 @@ from longspan.data.stream import (
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plan.shape.positions import LengthLimit
-
-_STRIDE = 64  # steps; the beginning of every 64th is kept
-
-
-class StepBegins:
-    """Where steps begin, each of them where the one before ends: only the beginning of every 64th step is kept.
-
-    `end_of_step(begin)` gives the end of a step that begins there.
-    """
-
-    def __init__(self, end_of_step: Callable[[int], int]) -> None:
-        self._end_of_step = end_of_step
-        self._begins = array("q", [0])
-        self._block = lru_cache(maxsize=2)(self._compute_block)
-
-    def begin_and_end(self, step: int) -> tuple[int, int]:
-        """Return where a step begins and ends."""
-        block, index = divmod(step, _STRIDE)
-        while len(self._begins) <= block:
-            self._append_begin()
-        return self._block(block)[index]
-
-    def count_steps_before(self, place: int) -> int:
-        """Count the steps that begin before a place."""
-        while self._begins[-1] < place:
-            self._append_begin()
-        block = max(0, bisect_left(self._begins, place) - 1)
-        return block * _STRIDE + bisect_left(self._block(block), place, key=lambda bounds: bounds[0])
-
-    def _append_begin(self) -> None:
-        self._begins.append(self._block(len(self._begins) - 1)[-1][1])
-
-    def _compute_block(self, block: int) -> list[tuple[int, int]]:
-        begin = self._begins[block]
-        steps = list[tuple[int, int]]()
-        for _ in range(_STRIDE):
-            steps.append((begin, self._end_of_step(begin)))
-            begin = steps[-1][1]
-        return steps
 
 
 class StepOrder:
@@ -143,13 +103,13 @@ class StepOrder:
         self._last = self.stream.place_after(epochs, counted) if epochs else 0
         if epochs and len(self.stream.sources) == 1:
             self.ends = EpochEnds(self.stream.documents, self._last)
-        self._steps = StepBegins(self._end_of_step)
+        self._begins = array("q", [0])  # of steps, as far as they are known
         self.sharing: Corpus | None = None  # the corpus whose documents share prefixes, if they do
         self.length_limits: tuple[LengthLimit, ...] = ()  # of rotary frequencies, which they have the same
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is computed again; equal arrays, as the stream has, are files, or pickled once."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_steps"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_begins"}
         own = self.unit > 1 or self.groups is not None
         state["lengths"] = pickle_form(self.lengths) if own else None  # else the stream has them
         return state | {"targets": None if self.targets is None else pickle_form(self.targets)}
@@ -157,10 +117,10 @@ class StepOrder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else restored_array(state["targets"])}
         self.lengths = self.stream.lengths if state["lengths"] is None else restored_array(state["lengths"])
-        self._steps = StepBegins(self._end_of_step)
+        self._begins = array("q", [0])
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
-        units = self._unit_ids(step)
+        units = self._units_of_step(step)
         if self.groups is not None:
             return tuple(np.concatenate([self.groups[unit] for unit in units]).tolist())
         return documents_of_units(units.tolist(), self.unit)
@@ -182,8 +142,12 @@ class StepOrder:
         return None if self.sharing is None else self.select(self.sharing, step)
 
     def source_tokens(self, step: int) -> list[int]:
-        ids = self._unit_ids(step)
-        return self.stream.tokens_of_sources(ids, self.stream.lengths[ids])
+        """Sum the tokens of a step by the source of each document."""
+        ids = self._units_of_step(step)
+        sources = self.stream.sources
+        of_source = np.searchsorted([source.first for source in sources], ids, side="right") - 1
+        tokens = np.bincount(of_source, weights=self.stream.lengths[ids], minlength=len(sources))
+        return tokens.astype(np.int64).tolist()
 
     def count_steps(self) -> int:
         """Count the steps of the run's epochs, of several sources up to the step that ends those of the counted one.
@@ -191,14 +155,21 @@ class StepOrder:
         >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0, epochs=2).count_steps()
         6
         """
-        return self._steps.count_steps_before(self._last)
+        while self._begins[-1] < self._last:
+            self._append_begin()
+        return bisect_left(self._begins, self._last)
 
     def begin_of_step(self, step: int) -> int:
         """Return how many documents, or units, the steps before a step take."""
-        return self._steps.begin_and_end(step)[0]
+        while len(self._begins) <= step:
+            self._append_begin()
+        return self._begins[step]
 
-    def _unit_ids(self, step: int) -> Integers:
-        return self._ids_between(*self._steps.begin_and_end(step))
+    def _append_begin(self) -> None:
+        self._begins.append(self._end_of_step(self._begins[-1]))
+
+    def _units_of_step(self, step: int) -> Integers:
+        return self._ids_between(self.begin_of_step(step), self.begin_of_step(step + 1))
 
     def _ids_between(self, start: int, end: int) -> Integers:
         ids = list[Integers]()

@@ -75,14 +75,13 @@ Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches d
 
 
 def evaluate_saved(
-    request: EvalRequest, world: World, log: LogLine, progress: Progress, starts: Starts | None = None
+    request: EvalRequest, world: World, log: LogLine, progress: Progress, starts: Starts
 ) -> tuple[SubjectResult, ...]:
     """Evaluate each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
 
     Raises on all ranks what is missing or does not fit, and EvaluationStopped after a signal. `starts` has the parts of
     the start before this call.
     """
-    starts = starts or Starts()
     first = request.subjects[0]
     key = "--metrics"
     names = request.metrics
@@ -253,11 +252,7 @@ def load_saved_model(
     encoders = run_on_first_rank(world, has_encoders, CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
-    load = (
-        partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size)
-        if adapts
-        else make_model_without_weights
-    )
+    load = load_run_model if adapts else make_model_without_weights
     model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=encoders), ModelError)
     prepared = prepare_run_model(config, world, model, training=False, images=encoders)
     if not adapts or config.lora.rank:  # without its adapter a model is the base model, which `prepare` has read
@@ -282,10 +277,10 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     configuration = checked.configuration
     flag_keys = request.flag_keys
     model = subject.config.model
-    if flag_keys & {"model.rope_scaling", "model.rope_factor"}:
+    if "model.rope_scaling" in flag_keys:
         configuration = read_model_configuration(subject.config, configuration.get_text_config().vocab_size)
     else:  # the saved configuration has what the run was trained with
-        model = replace(model, rope_scaling="", rope_factor=0.0)
+        model = replace(model, rope_scaling="")
     configuration = scale_positions(configuration, model, longest, origin, log, cut_by="--max-document-tokens")
     if folder := checked.tokenizer.folder:
         sets = {name: documents_with_images(documents, configuration, folder) for name, documents in sets.items()}

@@ -10,9 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,18 +19,15 @@ from torch import nn
 from longspan.comm import World, raise_first_error
 from longspan.comm.device_memory import measure_added_peak, unused_bytes
 from longspan.data.scored_document import LABEL
-from longspan.data.shared_prefixes import cut_documents
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import (
     EvaluationOptions,
     Mean,
     RowSums,
     Totals,
-    check_metric_names,
     with_sums_of_sets,
 )
 from longspan.evaluation.result import Evaluation
-from longspan.layout import Layout
 from longspan.model.kinds import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
 from longspan.model.layers import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
@@ -41,11 +36,12 @@ from longspan.model.sharding import (
     fsdp_modules,
     leave_out_idle_hooks,
     reduction_groups,
-    reset_fsdp_groups,
+    reshard,
     reshards_after_forward,
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.resolve.choice import PlannerConfig
+from longspan.train.families import cached_plan, share_where_faster
 from longspan.train.passes import Passes, run_passes
 from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
@@ -54,8 +50,6 @@ from longspan.train.terms.step_terms import encoder_terms
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.token_loss import LossFunction
-
-_GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -75,25 +69,23 @@ def gather_once(model: nn.Module) -> Iterator[None]:
         for module in modules:
             # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
             module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
-        reset_fsdp_groups(modules)
+        reshard(model)
 
 
 def gathered_bytes(model: nn.Module) -> int:
     """Count the bytes on this rank of all parameters that `gather_once` holds; 0 where others sharded the model, or
     where weights wait on the host."""
-    if model not in _GATHERED_BYTES:
-        modules = fsdp_modules(model)
-        known = all(reshards_after_forward(module) is not None for module in modules) and not has_weights_on_host(
-            model
-        )
-        sizes = (
-            data.numel() * group.mesh_info.shard_mesh_size * _bytes_per_element(group, parameter)
-            for group in (reduction_groups(modules) if known else ())
-            for parameter in group.fsdp_params
-            for data in (parameter._sharded_param_data,)
-        )
-        _GATHERED_BYTES[model] = int(sum(sizes))
-    return _GATHERED_BYTES[model]
+    modules = fsdp_modules(model)
+    if has_weights_on_host(model) or any(reshards_after_forward(module) is None for module in modules):
+        return 0
+    sizes = (
+        parameter._sharded_param_data.numel()
+        * group.mesh_info.shard_mesh_size
+        * _bytes_per_element(group, parameter)
+        for group in reduction_groups(modules)
+        for parameter in group.fsdp_params
+    )
+    return int(sum(sizes))
 
 
 def _bytes_per_element(group: Any, parameter: Any) -> float:
@@ -134,9 +126,8 @@ def evaluate(
     """
     started = time.perf_counter()
     options = options or EvaluationOptions()
-    inputs = bring_gathered_rows(
-        _checked_step_inputs(model, documents, choice, world, share_prefixes=options.share_prefixes)
-    )
+    inputs = _checked_step_inputs(model, documents, choice, world, share_prefixes=options.share_prefixes)
+    inputs = bring_gathered_rows(inputs, 0)
     if options.loss is not None and score_columns(inputs.language_model) > 1:
         raise EvaluationError(
             "a loss of sets of documents is evaluated of a language model, or one of one score; leave loss= out"
@@ -183,19 +174,15 @@ def _checked_step_inputs(
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
     choice = _choice_for_evaluation(choice, language_model, documents)
-    rules = call_rules(language_model)
-    share_prefixes = share_prefixes and documents.items is None and isinstance(documents.documents, Sequence)
-    share_prefixes = share_prefixes and not rules.separate_features(training=False)
-    plan = choice.plan_documents(
-        documents.lengths,
-        documents.documents if share_prefixes else None,
-        world.home,
-        length_limits=rules.length_limits,
-        plan=partial(_cached_plan, choice),
-    )
-    if plan.parents is not None:
-        documents = cut_documents(documents.documents, plan.lengths, plan.parents)
-    return check_step_arguments(model, plan, documents, world, backward=False)
+    read: Any = documents
+    if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
+        shared, plan = share_where_faster(
+            language_model, documents.documents, documents.lengths, choice, world, training=False
+        )
+        read = documents if plan.parents is None else shared
+    else:
+        plan = cached_plan(choice, documents.lengths, world.home)
+    return check_step_arguments(model, plan, read, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
@@ -293,11 +280,6 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 # ---- the plan of an evaluation, priced for forward passes only
 
 
-@lru_cache(maxsize=8)
-def _cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, **options: Any) -> Plan:
-    return choice.plan(lengths, home, **options)
-
-
 def _choice_for_evaluation(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
     multiple = call_rules(model).row_multiple
     options = choice.options
@@ -391,7 +373,7 @@ class Portions:
             if self.items is not None:
                 self.world.control.compare_digests(self.items.digest(), what="lists of items")
             room = self._gathering_bytes()
-            any_ended, no_room = self.world.control.compare_digests_and_flags(self.plan.digest(), ended, not room)
+            any_ended, no_room = self.world.control.compare_digests(self.plan.digest(), ended, not room)
             self.gathered: int = 0 if no_room else room
             return any_ended
         self.any_long: bool
@@ -409,13 +391,8 @@ class Portions:
 
     def _end_reason(self, done: int) -> LongspanError | None:
         options = self.options
-        seconds = time.perf_counter() - self.started
-        if not done:
-            try:
-                check_metric_names((*options.metrics, *options.document_metrics))
-            except EvaluationError as error:
-                return error
         if options.stopped is not None and (reason := options.stopped()):
+            seconds = time.perf_counter() - self.started
             count = plural(len(self.plan.micro_batches), "micro-batch", "es")
             name = f" of {options.name}" if options.name else ""
             return EvaluationStopped(

@@ -5,7 +5,7 @@ documents are dealt out; sums and counts do not.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
@@ -16,17 +16,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm import World, to_device
+from longspan.comm import World
 from longspan.data.scored_document import LABEL
 from longspan.errors import ConfigError, EvaluationError, LongspanError, import_object, plural
 from longspan.layout import Floats, Integers
 from longspan.plain_text import short_text
 from longspan.train.loss import cut_into_chunks, row_scores, rows_per_chunk, target_log_probs
-from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, rows_before, target_rows
+from longspan.train.read_rows import WEIGHTS, LocalBatch, target_rows
+from longspan.train.terms.token_loss import BatchTargets, LossFunction, distribution_values
 
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
-    from longspan.train.terms.token_loss import BatchTargets, LossFunction
 
 
 class TargetTokens(NamedTuple):
@@ -34,7 +34,8 @@ class TargetTokens(NamedTuple):
 
     `documents` (n,) are numbered as in the plan; a row at `positions` (n,) predicts the token after it, whose id is in
     `targets` (n,). `losses` (n,) are in float64, of the natural logarithm; `logits` (n, V) as the model made them.
-    `values` (n,) are what came with the documents, by name, of the tokens that are predicted.
+    `values` (n,) are what came with the documents, by name, of the tokens that are predicted; "weights" are 1 where
+    none came.
     """
 
     documents: Tensor
@@ -114,7 +115,10 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """Options of `evaluate`; the same on every rank except `stopped` and `progress`."""
+    """Options of `evaluate`; the same on every rank except `stopped` and `progress`.
+
+    Raises EvaluationError for a metric of a name that every evaluation has.
+    """
 
     step: int = 0
     """Optimizer steps that the weights have taken: for results and errors."""
@@ -140,6 +144,9 @@ class EvaluationOptions:
     """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
     progress: Callable[[int, int], None] | None = None
     """Called after each portion with the number of micro-batches that are done, and of all."""
+
+    def __post_init__(self) -> None:
+        check_metric_names((*self.metrics, *self.document_metrics))
 
 
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
@@ -170,8 +177,6 @@ _SUM_OF_SETS = "sums of sets/"  # and a number: what a loss of sets reads of a l
 
 def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:
     """Return options that also sum, for each document, what their loss of sets reads of a language model."""
-    from longspan.train.terms.token_loss import distribution_values
-
     loss = options.loss
     assert loss is not None
 
@@ -179,7 +184,7 @@ def with_sums_of_sets(options: EvaluationOptions) -> EvaluationOptions:
         ones = torch.ones_like(rows.losses)
         if name in loss.also:
             numbers = distribution_values(rows.logits, rows.targets, (name,))[0]
-            return numbers * rows.values.get(loss.columns[0], ones), ones
+            return numbers * rows.values[loss.columns[0]], ones
         return -rows.losses * (ones if name == WEIGHTS else rows.values[name]), ones
 
     names = (*loss.columns, *loss.also)
@@ -208,7 +213,7 @@ class RowSums:
         lengths: Sequence[int],
         options: EvaluationOptions,
         world: World,
-        score_loss: "LossFunction | None" = None,
+        score_loss: LossFunction | None,
     ) -> None:
         """`score_loss` is the loss of a model whose rows have scores."""
         # of a user's metric: the passes go on, so that no rank leaves the others in a collective
@@ -224,75 +229,50 @@ class RowSums:
         self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=world.device)
         self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
-    def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+    def measure(self, batch: LocalBatch, hidden: Tensor, head: Any) -> Tensor:
         """Sum the losses of a micro-batch's hidden states (T, D), from which `head` makes logits."""
-        rows = target_rows(batch)
-        read_scores = None
-        if self._score_loss is not None:
-            from longspan.train.terms.token_loss import BatchTargets
-
-            read_scores = partial(self._score_losses, BatchTargets(batch, hidden.device))
+        targets = BatchTargets(batch, hidden.device)
+        count = len(targets.documents)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        if not len(rows):
+        if not count:
             head(hidden[:1])  # its parameters are gathered by all slots together
             return total
-        documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
-        positions = positions + rows_before(batch.shard.micro_batch, documents)
-        targets = batch.labels[rows]
-        measured = _MeasuredRows(documents, positions, [], [], [])
-        values = {name: to_device(numbers[rows], hidden.device) for name, numbers in batch.values.items()}
-        for chunk in self._compute_target_rows(
-            hidden, head, (rows, documents, positions, targets), values, read_scores
-        ):
+        measured = _MeasuredRows(targets.documents, targets.path_positions, [], [], [])
+        size = self._options.loss_chunk_rows or rows_per_chunk(
+            getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
+        )
+        for part in cut_into_chunks(count, size):
+            chunk = self._measure_rows(targets, part, head(hidden.index_select(0, targets.targets.rows[part])))
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
             measured.columns.append(self._add_metrics(chunk))
             total += chunk.losses.sum()
         self._measured_rows.append(measured)
-        self._rows += len(rows)
+        self._rows += count
         if (token_bytes := self._options.token_bytes) is not None:
-            self._bytes += int(token_bytes[targets].sum())
+            self._bytes += int(token_bytes[batch.labels[target_rows(batch)]].sum())
         return total
 
-    def _compute_target_rows(
-        self,
-        hidden: Tensor,
-        head: Any,
-        columns: tuple[Integers, Integers, Integers, Integers],
-        values: Mapping[str, Tensor],
-        read_scores: Callable[[slice, Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> Iterator[TargetTokens]:
-        rows, documents, positions, targets = (to_device(values, hidden.device) for values in columns)
-        size = self._options.loss_chunk_rows or rows_per_chunk(
-            getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
-        )
-        for part in cut_into_chunks(len(rows), size):
-            logits = head(hidden.index_select(0, rows[part]))
-            ids = targets[part]
-            if read_scores is not None:
-                ids, losses = read_scores(part, logits)
-                yield TargetTokens(documents[part], positions[part], ids, losses, logits)
-                continue
-            losses = -target_log_probs(logits, ids).double()
-            own_values = {name: numbers[part] for name, numbers in values.items()}
-            if WEIGHTS in values:
-                losses = losses * own_values[WEIGHTS]
-            yield TargetTokens(documents[part], positions[part], ids, losses, logits, own_values)
+    def _measure_rows(self, targets: BatchTargets, part: slice, logits: Tensor) -> TargetTokens:
+        """Return some rows with their losses; of a model of scores the targets are the labels of rows as classes.
 
-    def _score_losses(self, targets: "BatchTargets", part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the labels of rows, as classes (t,), and their losses (t,), both 0 after an error of labels."""
+        Both are 0 after an error of labels.
+        """
+        if self._score_loss is None:
+            at = targets.loss_rows(part, torch.float64)
+            losses = -target_log_probs(logits, at.target).double() * at[WEIGHTS]
+            return TargetTokens(at.document, at.position, at.target, losses, logits, at.values)
         scores = row_scores(logits, logits)[0]
-        losses = logits.new_zeros(len(logits), dtype=torch.float64)
-        classes = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        if self.error is not None or self._score_loss is None:
-            return classes, losses
         at = targets.loss_rows(part, scores.dtype)
-        try:
-            losses = self._score_loss(scores, at).double()
-            return at.values[LABEL].long() if LABEL in at.values else classes, losses
-        except LongspanError as error:
-            self.error = EvaluationError(f"the loss failed on rank {self._world.rank}: {error}")
-            return classes, losses
+        losses = logits.new_zeros(len(logits), dtype=torch.float64)
+        classes = torch.zeros_like(at.target)
+        if self.error is None:
+            try:
+                losses = self._score_loss(scores, at).double()
+                classes = at.values[LABEL].long() if LABEL in at.values else classes
+            except LongspanError as error:
+                self.error = EvaluationError(f"the loss failed on rank {self._world.rank}: {error}")
+        return TargetTokens(at.document, at.position, classes, losses, logits, at.values)
 
     def _add_metrics(self, rows: TargetTokens) -> Tensor:
         """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""

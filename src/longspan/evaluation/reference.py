@@ -106,7 +106,7 @@ def _model_key(config: RunConfig, device: str) -> str:
         else [model.preset_name, model.config, config.train.seed]
     )
     values = [weights, model.dtype, compute_dtype_name(model, device), model.frozen]
-    values += [model.rope_scaling, model.rope_factor, config.train.float8]
+    values += [*model.rope, config.train.float8]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 

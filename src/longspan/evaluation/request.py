@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longspan.checkpoint.files import step_of
-from longspan.config.keys import AUTO, NOT_GIVEN, with_key_values
-from longspan.config.plan_section import ONE_DEGREE
+from longspan.config.keys import AUTO, NOT_GIVEN, key_values, with_key_values
+from longspan.config.plan_section import ONE_DEGREE, EvaluationPlan
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.evaluation.result import Evaluation
@@ -157,8 +157,9 @@ def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str])
     if values["parallel.tp"] == 1:
         values["parallel.sequence_parallel"] = False
     slots = max(1, ranks // (values["parallel.tp"] * values["parallel.pp"]))
-    least = config.evaluation.min_dynamic_context_parallel_size
-    values |= {"evaluation.min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
+    least = min(config.context.min_dynamic_context_parallel_size, slots)  # evaluation's is the same
+    values |= {f"{section}.min_dynamic_context_parallel_size": least for section in ("context", "evaluation")}
+    values["context.node_size"] = AUTO
     values["encoder.tp"] = math.gcd(config.encoder.tp, ranks)
     for name in values.keys() - flag_keys:
         section, _, key = name.partition(".")
@@ -177,7 +178,7 @@ def fit_evaluation_plans(
     entry = config.evaluation
     choice = PlannerConfig.evaluation(config)
     values = dict[str, Any]()
-    types = choice.comm_types
+    types = choice.options.types
     degree = choice.widest_degree(home)
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
@@ -196,7 +197,7 @@ def fit_evaluation_plans(
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
         values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
     values = {key: value for key, value in values.items() if cap == AUTO or f"evaluation.{key}" not in flag_keys}
-    return replace(config, evaluation=replace(config.evaluation, **values))
+    return config.with_keys("evaluation", **values)
 
 
 def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
@@ -204,7 +205,7 @@ def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
     old = before.tables()
     new = now.tables()
     keys = {section: new[section] for section in ("parallel", "context", "encoder")}
-    keys["evaluation"] = now.evaluation.plan_keys
+    keys["evaluation"] = key_values(EvaluationPlan(**now.evaluation.plan_keys))
     names = ((section, key) for section in keys for key in keys[section])
     changes = (Change(f"{section}.{key}", old[section][key], new[section][key]) for section, key in names)
     return tuple(change for change in changes if change.before not in (change.now, AUTO))
@@ -299,23 +300,21 @@ def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Diffe
 
 def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
     """The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count."""
-    losses = first.evaluation.document_losses, other.evaluation.document_losses, first.evaluation.plan.lengths
+    evaluation = first.evaluation
+    losses = evaluation.document_losses, other.evaluation.document_losses, evaluation.document_lengths
     rows = [(a.sum, b.sum, a.count, length) for a, b, length in zip(*losses, strict=True) if a.count]
     sums, counts, lengths = np.split(np.array(rows).reshape(-1, 4), [2, 3], axis=1)  # (D, 2), (D, 1), (D, 1)
     means = sums.sum(0) / counts.sum()
-    lengths = lengths[:, 0]
     n = len(counts)
-    residuals = (sums - means * counts)[:, 1] - (sums - means * counts)[:, 0]
+    residuals = np.diff(sums - means * counts)
     by_length = list[tuple[int, int, float, float, int]]()
-    for bucket in first.evaluation.by_length:
-        inside = (bucket.first <= lengths) & (lengths <= bucket.last)
+    for bucket in evaluation.by_length:
+        inside = ((bucket.first <= lengths) & (lengths <= bucket.last))[:, 0]
         if inside.any():
-            in_bucket = sums[inside].sum(0) / counts[inside].sum()
-            by_length.append(
-                (bucket.first, bucket.last, float(in_bucket[0]), float(in_bucket[1]), int(inside.sum()))
-            )
+            in_bucket = (sums[inside].sum(0) / counts[inside].sum()).tolist()
+            by_length.append((bucket.first, bucket.last, *in_bucket, int(inside.sum())))
     return Difference(
-        name=first.evaluation.name,
+        name=evaluation.name,
         first=float(means[0]),
         other=float(means[1]),
         difference=float(means[1] - means[0]),

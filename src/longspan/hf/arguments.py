@@ -64,9 +64,6 @@ class LongspanArguments:
     mode: str = _argument("auto", "lockstep, free or auto: who waits in training")
     eval_planner: str = _argument("", "planner of evaluation; empty: as in training, or fixed with a degree")
     eval_context_parallel_size: str = _argument("", "ranks that share a document in evaluation; auto: the fastest")
-    eval_min_dynamic_context_parallel_size: int = _argument(
-        NOT_GIVEN, "smallest degree of evaluation; as in training"
-    )
     eval_max_dynamic_context_parallel_size: int = _argument(
         NOT_GIVEN, "largest degree of evaluation; as in training"
     )

@@ -245,22 +245,10 @@ class Facade:
         out = self._loss_output(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
-        value_tables: Mapping[str, Any] = {
-            name: table_of(name, dtype) for name in self.head.values if name != "top1"
-        }
-        top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
-        # not asked of the head
-        no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
-        return TokenOutput(
-            {
-                **out,
-                **no_values,
-                **value_tables,
-                "log_probs": leaf,
-                "label_mask": _label_mask(labels),
-                "is_top1": top1,
-            }
-        )
+        tables = dict.fromkeys((*VALUES, "aux_loss"))  # None: not asked of the head
+        tables |= {name: table_of(name, torch.bool if name == "top1" else dtype) for name in self.head.values}
+        tables["is_top1"] = tables.pop("top1")
+        return TokenOutput({**out, **tables, "log_probs": leaf, "label_mask": _label_mask(labels)})
 
     def _answer_scores(self, batch: Mapping[str, Any], labels: Any) -> TokenOutput:
         """Answer with logits (B, L) or (B, W, L), and the class's loss if there are labels."""

@@ -54,7 +54,7 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.train.families import share_where_exact
+from longspan.train.families import share_where_faster
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch
@@ -99,33 +99,6 @@ class BatchesAhead:
                 self._ready.append(error)
         coming = [self._newest, *islice(self._ready, count - 1)]
         return [batch for batch in coming if not isinstance(batch, Exception)]
-
-
-class HostBatches:
-    """The batches of a Trainer's loader, left on the host; `make_next_batches` has some of them made ahead."""
-
-    _batches: BatchesAhead | None = None
-
-    def keep_batches_on_host(self, loader: Any) -> None:
-        """Change a loader so that its batches stay on the host until `training_step` moves them, and can be made ahead.
-
-        Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
-        """
-        self._batches, base = None, getattr(loader, "base_dataloader", None)
-        if type(loader) is not DataLoaderShard or base is None or getattr(loader, "use_stateful_dataloader", False):
-            return
-        loader.device = None
-        iterate_stock = type(base).__iter__
-
-        def begin_batches() -> BatchesAhead:
-            self._batches = BatchesAhead(iterate_stock(base))
-            return self._batches
-
-        base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
-
-    def make_next_batches(self, count: int) -> list[Any]:
-        """Make the batches of the next step ahead; [] where they are not known."""
-        return [] if self._batches is None else self._batches.make_next_batches(count)
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
@@ -270,6 +243,7 @@ class StepsPart(StockTrainer):
 
     _runs_ahead = True  # whether steps run ahead of the Trainer's loss
 
+    _batches_ahead: BatchesAhead | None = None  # of the loader, where some can be made before they are asked for
     # batches of the optimizer step that begins; () once its first batch is called
     _coming_batches: Sequence[Any] = ()
     _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
@@ -280,13 +254,8 @@ class StepsPart(StockTrainer):
     _guessed_documents: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
     _guessed_gradients: Sequence[Tensor | None] = ()  # theirs: `.grad` holds what the Trainer's loss itself leaves
     _pass_nodes = range(0)  # of autograd's graph: those of the newest step's passes
-    _last_plan: tuple[Any, Any] = None, None  # what the newest plan is made for, and the plan
     _cost: Cost  # by which plans are made
     _was_cut_short = False  # whether a callback ended an epoch before all batches of a step came to the model
-
-    @cached_property
-    def _host_batches(self) -> HostBatches:
-        return HostBatches()
 
     @cached_property
     def _choices(self) -> dict[bool, PlannerConfig]:
@@ -298,30 +267,21 @@ class StepsPart(StockTrainer):
             False: PlannerConfig.evaluation(config, cost=cost, heads=heads),
         }
 
-    def _share_prefixes(self, model: Any, documents: Sequence[Document], *, training: bool) -> Sequence[Document]:
-        return share_where_exact(model, documents, self._choices[training], self.world, training=training)
-
-    def _cached_plan(self, documents: Sequence[Document], *, training: bool) -> Any:
-        """The last plan is kept, as both passes of a step have the same."""
-        key = training, [(len(document), document.targets, document.parent) for document in documents]
-        if self._last_plan[0] != key:
-            self._last_plan = key, self._make_plan(documents, training=training)
-        return self._last_plan[1]
-
-    def _make_plan(self, documents: Sequence[Document], *, training: bool) -> Plan:
+    def _plan_documents(
+        self, model: Any, documents: Sequence[Document], *, training: bool
+    ) -> tuple[Sequence[Document], Plan]:
+        """Return documents, whose common prefixes may be apart, and their plan, which all passes of a step have."""
+        lengths = tuple(map(len, documents))
         targets = sum(document.targets for document in documents)
-        lengths = [len(document) for document in documents]
-        parents = [document.parent for document in documents]
-        families = {"parents": parents} if max(parents, default=-1) >= 0 else {}
-        return self._choices[training].plan(lengths, self.world.home, targets=targets, **families)
+        choice = self._choices[training]
+        return share_where_faster(model, documents, lengths, choice, self.world, training=training, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         self._compare_rows_on_ranks(documents)
         prepared = facade.inner_model
         head = facade.head
         training = facade.inner_model.training
-        shared = self._share_prefixes(prepared, documents, training=training)
-        plan = self._cached_plan(shared, training=training)
+        shared, plan = self._plan_documents(prepared, documents, training=training)
         read_values = token_log_probs
         values = {"also": head.values, "temperature": head.temperature}
         if score_columns(prepared):
@@ -351,10 +311,26 @@ class StepsPart(StockTrainer):
         return super()._prepare_for_training(*args)
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's loader; its batches stay on the host unless a class below has a step that reads them."""
+        """Return the Trainer's loader; its batches stay on the host until `training_step` moves them, and can be made
+        ahead, unless a class below has a step that reads them.
+
+        Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
+        """
         loader = super().get_train_dataloader()
-        if self.is_in_train and not self._has_step_below:
-            self._host_batches.keep_batches_on_host(loader)
+        self._batches_ahead = None
+        base = getattr(loader, "base_dataloader", None)
+        if type(loader) is not DataLoaderShard or base is None or loader.use_stateful_dataloader:
+            return loader
+        if not self.is_in_train or self._has_step_below:
+            return loader
+        loader.device = None
+        iterate_stock = type(base).__iter__
+
+        def begin_batches() -> BatchesAhead:
+            self._batches_ahead = BatchesAhead(iterate_stock(base))
+            return self._batches_ahead
+
+        base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -431,8 +407,7 @@ class StepsPart(StockTrainer):
         rows, documents, firsts = read_step_documents(batches, items)
         if not documents:
             return None
-        shared = self._share_prefixes(self._facade.inner_model, documents, training=True)
-        plan = self._make_plan(shared, training=True)
+        shared, plan = self._plan_documents(self._facade.inner_model, documents, training=True)
         versions = [write_counts(document_entries(batch)) for batch in batches]
         return ComingStep(batches, rows, documents, shared, firsts, documents_digest(documents), plan, versions)
 
@@ -442,10 +417,11 @@ class StepsPart(StockTrainer):
             torch.cuda.current_stream(self.world.device).synchronize()
 
     def _prepare_next_step(self) -> None:
-        if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
+        ahead = self._batches_ahead
+        if ahead is None or self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):
-            batches = self._host_batches.make_next_batches(self._batch_count)
+            batches = ahead.make_next_batches(self._batch_count)
             # At an epoch's end no new batch is held back: `make_next_batches` then begins with this step's last one.
             is_new = all(batch is not old for batch in batches for old, _ in self._moved)
             if batches and is_new and self._runs_ahead:
@@ -506,8 +482,9 @@ class StepsPart(StockTrainer):
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade = self._facade
         model = facade.inner_model
-        shared = coming.shared if coming else self._share_prefixes(model, documents, training=True)
-        plan = coming.plan if coming else self._cached_plan(shared, training=True)
+        shared, plan = (
+            (coming.shared, coming.plan) if coming else self._plan_documents(model, documents, training=True)
+        )
         refuse_other_parameters(model, self._torch_optimizer())
         first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens([len(document) for document in documents], names)
@@ -580,7 +557,8 @@ class EvaluationPart(StockTrainer):
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
         self._compare_rows_on_ranks(documents)
-        plan = self._cached_plan(documents, training=False)
+        targets = sum(document.targets for document in documents)
+        plan = self._choices[False].plan([*map(len, documents)], self.world.home, targets=targets)
         with torch.autocast(self.args.device.type, enabled=False):
             return gather_logits(facade.inner_model, plan, documents, self.world)
 

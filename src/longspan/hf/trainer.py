@@ -80,13 +80,13 @@ def resolve_trainer(trainer: Any) -> Resolved:
     if asks_for_recomputation(args) and any(
         getattr(args, name, None) != default.get(name) for name in CHECKPOINTING
     ):
-        config = replace(config, train=replace(config.train, plan_memory=False, activation_checkpointing="full"))
+        config = config.with_keys("train", plan_memory=False, activation_checkpointing="full")
     world = trainer.world
     model = unwrap_peft_model(trainer.model).config
     lengths = _lengths_of_documents(trainer)
     gpu = world.device.type == "cuda"
     if config.context.max_tokens_per_slot == AUTO and not (lengths and (gpu or config.train.device_memory_limit)):
-        config = replace(config, context=replace(config.context, max_tokens_per_slot=0))
+        config = config.with_keys("context", max_tokens_per_slot=0)
     if not lengths:
         cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=world.home.slots)
         return Resolved(set_usual_mode(config), None, cost)
@@ -138,7 +138,7 @@ def _run_config(trainer: Any) -> RunConfig:
     model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
     asked = optimizer_name(args)
     name = "adamw" if asked in ONE_PASS_OPTIMIZERS else OPTIMIZERS.get(asked, "torch.optim.AdamW")
-    config = replace(config, train=replace(config.train, offload_optimizer_states=asked == PAGED))
+    config = config.with_keys("train", offload_optimizer_states=asked == PAGED)
     optimizer = OptimizerSection(class_=name, lr=1e-3)
     if asked in ONE_PASS_OPTIMIZERS and asked != PAGED:
         optimizer = replace(optimizer, moments="8bit")

@@ -49,13 +49,13 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
     # tracker ignores these two by itself, and the other signals only if they are blocked here.
     with block_signals():
         resource_tracker.ensure_running()
-    with _temporary_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
+    with temporary_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
         forkserver.ensure_running()
     return context
 
 
 @contextmanager
-def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
+def temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
     old_values = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:

@@ -24,12 +24,9 @@ from longspan.launch.fork_server import kill_fork_server, start_fork_server
 from longspan.launch.rank_process import (
     DEAD_KEY,
     DUMP,
-    READY,
     Descriptor,
     RankAnswer,
-    RankTask,
     Spec,
-    State,
     rank_main,
     stack_text,
 )
@@ -95,90 +92,49 @@ class LocalRank:
             self.death = describe_death(self.process.exitcode)
         self.waiting = False
 
-    def send_task(self, task: RankTask) -> None:
-        self.waiting = True
-        self.answer = None
-        self.pipe.send_bytes(pickle.dumps(task))
-
     @property
     def has_failed(self) -> bool:
         return self.death is not None or (self.answer is not None and not self.answer.ok)
 
 
 class LocalRanks:
-    """Local ranks of one call, from start to end; or, without a `payload`, of one call after another (`start_call`),
-    between which each rank restores the `state` that it had when it started. Ranks write their stacks into `folder` and
-    run with `threads` threads of torch. `n` ranks start at once; `payload` is the pickled call of all. Signals that are
-    `ignored` do nothing in a rank until its function handles them.
+    """Local ranks of one call, from start to end. They write their stacks into `folder` and run with `threads` threads
+    of torch.
     """
 
-    def __init__(
-        self,
-        n: int,
-        folder: Path,
-        threads: int,
-        payload: bytes | None = None,
-        state: Callable[[], State] | None = None,
-        *,
-        ignored: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         self._context = start_fork_server()
-        self.store = start_store_server()
+        self.store: Any = start_store_server()
         self.folder = folder
         self.failure: BaseException | None = None
-        self.ranks: list[LocalRank] = []  # those of the present call
+        self.ranks: list[LocalRank] = []
         self.failed: list[LocalRank] = []  # in the order in which their failures arrived
-        self._payload = payload
         self._threads = threads
-        self._state = state
-        self._n = n
-        self._ignored = tuple(ignored)
-        self._all_ranks: list[LocalRank] = []  # every rank that was started; a call may use fewer
 
-    def start(self) -> None:
-        self.ranks = self._all_ranks  # the same list, which `_start_rank` fills
-        for index in range(self._n):
+    def start(self, n: int, payload: bytes, ignored: Sequence[int] = ()) -> None:
+        """Start n ranks for a pickled call. `ignored` signals do nothing in a rank until its function handles them."""
+        for index in range(n):
             # The first start waits for the fork server's imports, so signals may interrupt it; no other is interrupted.
             with block_signals() if index else nullcontext():
-                self._start_rank(index)
+                self._start_rank(self.rank_spec(index, n, payload, ignored))
 
-    def _start_rank(self, index: int) -> None:
+    def _start_rank(self, spec: Spec) -> None:
         own_end, rank_end = self._context.Pipe()
-        task = None if self._payload is None else self._task_of_rank(index, self._n, self._payload)
-        args = Spec(index, task, self._threads, self.folder, self._state), rank_end, Descriptor(1), Descriptor(2)
-        process = self._context.Process(target=rank_main, args=args, name=f"rank {index}")
+        args = spec, rank_end, Descriptor(1), Descriptor(2)
+        process = self._context.Process(target=rank_main, args=args, name=f"rank {spec.rank}")
         try:
             process.start()
-            self._all_ranks.append(LocalRank(index, process, own_end))
+            self.ranks.append(LocalRank(spec.rank, process, own_end))
         except BaseException:
             own_end.close()  # a process that started in spite of the error reads the end of its pipe, and ends
             raise
         finally:
             rank_end.close()
 
-    def are_ready_for_calls(self, timeout: float) -> bool:
-        """Whether all ranks live, and have undone what the last call changed; a rank without an answer has made no call
-        yet.
-        """
-        for rank in self.ranks:
-            try:
-                if rank.answer is not None and not (rank.pipe.poll(timeout) and rank.pipe.recv_bytes() == READY):
-                    return False
-            except (EOFError, OSError):  # it died of what the call had left
-                return False
-        return True
-
-    def start_call(self, payload: bytes, n: int) -> None:
-        self.store: Any = start_store_server()
-        self.ranks = self._all_ranks[:n]
-        self.failed = []
-        self.failure = None
-        for rank in self.ranks:
-            rank.send_task(self._task_of_rank(rank.index, n, payload))
-
-    def _task_of_rank(self, index: int, n: int, payload: bytes) -> RankTask:
+    def rank_spec(self, index: int, n: int, payload: bytes, ignored: Sequence[int] = ()) -> Spec:
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
-        return RankTask(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
+        environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
+        return Spec(index, environment, payload, self._threads, self.folder, tuple(ignored))
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer for `timeout` seconds (None: no limit), but after a failure only for `grace` more; then
@@ -231,10 +187,7 @@ class LocalRanks:
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
-        for rank in running:
-            rank.process.join(0)
-            if rank.process.exitcode is None and rank.process.pid is not None:
-                os.kill(rank.process.pid, DUMP)  # the rank's faulthandler dumps its stack
+        _signal_ranks(running, DUMP)  # a rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(stack_text(self.folder, rank.index) for rank in running):
             time.sleep(0.05)
@@ -247,24 +200,27 @@ class LocalRanks:
         )
 
     def signal(self, number: int) -> None:
-        for rank in self.ranks:
-            rank.process.join(0)
-            if rank.process.exitcode is None and rank.process.pid is not None:
-                os.kill(rank.process.pid, number)
+        _signal_ranks(self.ranks, number)
 
     def end(self) -> None:
         """Ranks without an answer are killed, others end as their pipes close."""
         for rank in self.ranks:
             if rank.waiting:
                 rank.process.kill()
-        for rank in self._all_ranks:
             rank.pipe.close()
-        for rank in self._all_ranks:
+        for rank in self.ranks:
             rank.process.join(5)
             if rank.process.exitcode is None:
                 rank.process.kill()
                 rank.process.join()
             rank.process.close()
+
+
+def _signal_ranks(ranks: Sequence[LocalRank], number: int) -> None:
+    for rank in ranks:
+        rank.process.join(0)
+        if rank.process.exitcode is None and rank.process.pid is not None:
+            os.kill(rank.process.pid, number)
 
 
 def run_local(
@@ -298,10 +254,10 @@ def run_local(
     payload = pickle_call(fn, args)
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
         try:
-            ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload, ignored=ignored)
+            ranks = LocalRanks(Path(folder), threads or max(1, usable_cores() // n))
             try:
-                ranks.start()
-                with Forwarding(ranks) as forwarding:
+                ranks.start(n, payload, ignored)
+                with Forwarding(ranks.signal) as forwarding:
                     ranks.collect_answers(timeout, grace)
             finally:
                 ranks.end()

@@ -1,8 +1,4 @@
-"""The life of one local rank: set itself up, call a function, answer through a pipe; once, or call after call.
-
-A rank of `run_local` lives for one call. One that starts without a task, as those of tests on GPUs, takes calls until
-its pipe is closed, and puts back what a call may have changed in its process in between.
-"""
+"""The life of one local rank: set itself up, call a function, answer through a pipe."""
 
 import faulthandler
 import gc
@@ -12,21 +8,19 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, spawn, util
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from longspan.errors import CommError
 from longspan.launch.launcher_watch import stop_when_launcher_is_gone
 from longspan.launch.output import write_error
 from longspan.launch.stop_signals import ignore_signals, unblock_signals
-from longspan.launch.worker import pickle_error
+from longspan.launch.worker import main_program, pickle_error
 
-READY = b"ready"  # what a rank that takes tasks sends once nothing is left of the one before
 DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
 DUMP = signal.SIGQUIT  # asks a rank where it is; those of `stop_signals` are a run's
 
@@ -46,33 +40,18 @@ def _receive_descriptor(handle: Any) -> Descriptor:
 
 
 @dataclass(frozen=True)
-class RankTask:
-    """One call of a rank: its environment with torchrun's variables, and the pickled function and arguments. Signals
-    that are `ignored` do nothing until the function handles them.
-    """
-
-    environment: dict[str, str]
-    payload: bytes
-    ignored: tuple[int, ...] = ()
-
-
-class State(Protocol):
-    """What calls may change in a process, as it was before them."""
-
-    def restore(self) -> None: ...
-
-
-@dataclass(frozen=True)
 class Spec:
-    """What a rank needs to start: its number and its task. Without a task, its tasks come through the pipe, one by one,
-    and `state` returns what is put back between them.
+    """What a rank needs: its number, its environment with torchrun's variables, and the pickled function and arguments.
+    It runs with `threads` threads of torch and writes its stack into `folder`. Signals that are `ignored` do nothing
+    until the function handles them.
     """
 
     rank: int
-    task: RankTask | None
+    environment: dict[str, str]
+    payload: bytes
     threads: int
     folder: Path
-    state: Callable[[], State] | None = None
+    ignored: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -128,12 +107,8 @@ def _run_rank(
     spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
 ) -> NoReturn:
     _set_up_process(spec, out, err, launcher)
-    if spec.task is not None:
-        if not pipe.poll():  # readable here means closed: the launcher was interrupted
-            _answer_call(spec.rank, spec.task, pipe)
-    else:
-        assert spec.state is not None
-        _serve_calls(spec.rank, spec.state(), pipe)
+    if not pipe.poll():  # readable here means closed: the launcher was interrupted
+        answer_call(spec, pipe)
     pipe.close()
     util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]  (of locks, such as tqdm's, and pools)
     os._exit(0)  # no destructor may wait for a rank that is gone
@@ -148,7 +123,7 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
     launcher = parent.sentinel if parent is not None else -1  # −1: there is none
     file = spec.folder / f"rank-{spec.rank}.pickle"
     with file.open("wb") as stream:  # in this order: `spec` may name what is importable only after `spawn.prepare`
-        pickle.dump(_main_module(), stream)
+        pickle.dump({"dir": str(Path.cwd()), **main_program()}, stream)
         pickle.dump(spec, stream)
     numbers = (pipe.fileno(), out.number, err.number, launcher)
     for number in numbers:
@@ -157,16 +132,6 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
     program = f"import sys; sys.path[:] = {sys.path!r}; from longspan.launch import rank_process as process; "
     program += "process.continue_restarted_rank()"
     os.execv(sys.executable, [sys.executable, "-c", program, str(file), *map(str, numbers)])
-
-
-def _main_module() -> dict[str, Any]:
-    """The folder and the program of the launcher, whose functions a task may name, for `spawn.prepare`."""
-    main = sys.modules.get("__mp_main__")
-    folder: dict[str, Any] = {"dir": str(Path.cwd())}
-    if main is not None and (spec := getattr(main, "__spec__", None)) is not None:
-        return folder | {"init_main_from_name": spec.name}
-    path = getattr(main, "__file__", None)
-    return folder | ({"init_main_from_path": path} if path else {})
 
 
 def continue_restarted_rank() -> NoReturn:
@@ -185,14 +150,12 @@ def continue_restarted_rank() -> NoReturn:
     )
 
 
-def _answer_call(rank: int, task: RankTask, pipe: connection.Connection) -> None:
-    os.environ.clear()
-    os.environ.update(task.environment)
-    ignore_signals(task.ignored)
+def answer_call(spec: Spec, pipe: connection.Connection) -> None:
+    ignore_signals(spec.ignored)
     try:
         with unblock_signals():
-            fn, args = _read_call(task.payload)
-            result = fn(rank, *args)
+            fn, args = _read_call(spec.payload)
+            result = fn(spec.rank, *args)
         message = RankAnswer(True, pickle.dumps(result))
     except BaseException as error:
         message = _error_answer(error)
@@ -210,18 +173,6 @@ def _read_call(payload: bytes) -> tuple[Any, Any]:
             f"a rank does not find what it shall run ({error}); define it at the top of its module, and only call "
             'run_ranks under `if __name__ == "__main__":`'
         ) from error
-
-
-def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
-    while True:
-        try:
-            task: RankTask = pickle.loads(pipe.recv_bytes())
-        except (EOFError, OSError):  # the launcher has closed the pipe
-            return
-        _answer_call(rank, task, pipe)
-        state.restore()
-        with suppress(OSError):
-            pipe.send_bytes(READY)
 
 
 def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
@@ -242,9 +193,8 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
     if launcher is not None:
         stop_when_launcher_is_gone(lambda: bool(connection.wait([launcher], 0)), with_message=spec.rank == 0)
-    if spec.task is not None:  # before anything of torch is used
-        os.environ.clear()
-        os.environ.update(spec.task.environment)
+    os.environ.clear()  # before anything of torch is used
+    os.environ.update(spec.environment)
 
     import torch
 

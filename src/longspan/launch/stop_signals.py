@@ -8,10 +8,10 @@ signal goes to them. What a run makes of it is in `comm/all_ranks.py`.
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from longspan.launch.output import write_error
 
@@ -51,7 +51,8 @@ def raise_on_stop_signals() -> Iterator[None]:
             raised_at[0] = now
             raise Interrupted(number)
 
-    old_handlers = _set_handler(interrupt, [number for number in SIGNALS if not _is_ignored(number)])
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    old_handlers = _set_handler(interrupt, heeded)
     try:
         yield
     finally:
@@ -67,7 +68,7 @@ def ignore_signals(numbers: Collection[int]) -> None:
 
 def signals_that_stop() -> tuple[signal.Signals, ...]:
     """The signals that stop, without those notices that are ignored here, as nohup ignores SIGHUP."""
-    return (*KILLS, *(number for number in NOTICES if not _is_ignored(number)))
+    return (*KILLS, *(number for number in NOTICES if signal.getsignal(number) is not signal.SIG_IGN))
 
 
 def block_signals() -> AbstractContextManager[None]:
@@ -88,23 +89,16 @@ def _mask_signals(how: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
-class StartedRanks(Protocol):
-    """What signals are sent to."""
-
-    def signal(self, number: int) -> None: ...
-
-
 class Forwarding:
     """While open, signals that stop go to ranks instead of ending their launcher. Ranks know what a notice asks for,
     and get each. A second SIGINT or SIGTERM, more than a second after the first, kills them; within a second it is of
-    the same press, and does nothing. `sent` are all signals that were sent.
+    the same press, and does nothing. `send` sends a signal to all ranks; `sent` are all that were sent.
     """
 
-    def __init__(self, ranks: StartedRanks) -> None:
+    def __init__(self, send: Callable[[int], None]) -> None:
         self.sent: list[int] = []
-        # when the first of KILLS came; −1: none
-        self._ranks = ranks
-        self._first_signal_at = -1.0
+        self._send = send
+        self._first_signal_at = -1.0  # when the first of KILLS came; −1: none
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":
@@ -130,14 +124,10 @@ class Forwarding:
     def _send_to_ranks(self, number: int, to_ranks: int) -> None:
         self.received = number
         self.sent.append(to_ranks)
-        self._ranks.signal(to_ranks)
+        self._send(to_ranks)
 
 
-def _is_ignored(number: int) -> bool:
-    return signal.getsignal(number) is signal.SIG_IGN
-
-
-def _set_handler(handler: Any, numbers: Any) -> dict[int, Any]:
+def _set_handler(handler: Any, numbers: Collection[int]) -> dict[int, Any]:
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

@@ -79,13 +79,14 @@ def next_request(connection: "Connection[Any, Any]", parent: int) -> Any:
 
 def main_script(payload: bytes) -> dict[str, Any]:
     """Return where a worker finds this program's script, for `import_main`; {} if the payload names nothing of it."""
-    if b"_main__" not in payload:  # as in __main__, and in a worker's own __mp_main__
-        return {}
-    main = sys.modules["__main__"]
-    name = getattr(main.__spec__, "name", None)
-    file = getattr(main, "__file__", None)
-    by_path = {} if file is None else {"init_main_from_path": file}
-    return {"sys_argv": sys.argv} | (by_path if name is None else {"init_main_from_name": name})
+    return main_program() if b"_main__" in payload else {}  # as in __main__, and in a worker's own __mp_main__
+
+
+def main_program() -> dict[str, Any]:
+    """This program's words and its main module, by name or path, as `spawn.prepare` takes them in another process."""
+    data = spawn.get_preparation_data("")
+    names = ("sys_argv", "init_main_from_name", "init_main_from_path")
+    return {name: data[name] for name in names if name in data}
 
 
 def import_main(main: dict[str, Any]) -> None:

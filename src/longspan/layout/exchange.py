@@ -6,9 +6,9 @@ members; partial gradients have a group for each member. Work is a few array ope
 and indices of rows are made for only one member. `bridge/row_exchange.py` carries it out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -353,18 +353,15 @@ class Exchange:
             raise LayoutError(
                 f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})"
             )
-        if rank not in self._planned_moves:
-            have, need = self.blocks
-            self._planned_moves[rank] = plan_moves(have, need, rank)
-        return self._planned_moves[rank]
+        return self._moves_of_rank(rank)
 
     @cached_property
     def blocks(self) -> tuple[Blocks, ...]:
         return cut_into_blocks(self.have, self.need)
 
     @cached_property
-    def _planned_moves(self) -> dict[int, RowMoves]:
-        return {}
+    def _moves_of_rank(self) -> Callable[[int], RowMoves]:
+        return cache(partial(plan_moves, *self.blocks))
 
     def _check_supply(self) -> None:
         have, need = self.blocks

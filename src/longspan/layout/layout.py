@@ -10,6 +10,8 @@ from functools import cached_property
 from operator import index
 from typing import NamedTuple, SupportsIndex
 
+import numpy as np
+
 from longspan.errors import LayoutError, plural
 from longspan.plain_text import excerpt
 
@@ -100,23 +102,20 @@ class Layout:
 
     def planes(self) -> tuple[tuple[int, ...], ...]:
         """Return every plane, pp slowest: together they hold each rank once."""
-        return tuple(self.plane(pp=pp, tp=tp) for pp in range(self.pp) for tp in range(self.tp))
+        return self._groups(0, 2, 1)
 
     def tp_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the tensor-parallel groups, pp slowest."""
-        return tuple(
-            tuple(self.rank_at(slot, pp=pp, tp=tp) for tp in range(self.tp))
-            for pp in range(self.pp)
-            for slot in range(self.slots)
-        )
+        return self._groups(0, 1, 2)
 
     def pp_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the pipelines: the ranks of all stages at one slot and tensor-parallel position."""
-        return tuple(
-            tuple(self.rank_at(slot, pp=pp, tp=tp) for pp in range(self.pp))
-            for slot in range(self.slots)
-            for tp in range(self.tp)
-        )
+        return self._groups(1, 2, 0)
+
+    def _groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks along the last of these axes of `pp × slots × tp`, the first one slowest."""
+        grid = np.reshape(self.ranks, (self.pp, self.slots, self.tp)).transpose(axes)
+        return tuple(map(tuple, grid.reshape(-1, grid.shape[-1]).tolist()))
 
     @cached_property
     def _index(self) -> dict[int, int]:

@@ -5,11 +5,10 @@ of a group of 1024 costs a few array operations over the documents. Not covered:
 name slots) and how rows travel between two partitions (`exchange.py`).
 """
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -83,7 +82,7 @@ class Packing:
     @cached_property
     def cu_seqlens(self) -> Integers:
         """Where each document starts, and the end of the last: (documents + 1,) int64 from 0."""
-        return make_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+        return _document_starts(self.lengths)
 
     @cached_property
     def positions(self) -> Integers:
@@ -94,6 +93,11 @@ class Packing:
     def document_of_row(self) -> Integers:
         """Index of the document that each row belongs to: (S,) int64."""
         return make_read_only(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))
+
+
+def _document_starts(lengths: tuple[int, ...]) -> Integers:
+    """The row at which each document starts, and the total: (documents + 1,)."""
+    return make_read_only(np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))]))
 
 
 def find_runs(member: int, rows: Iterable[int]) -> Integers:
@@ -107,10 +111,7 @@ def find_runs(member: int, rows: Iterable[int]) -> Integers:
     if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0):
         raise LayoutError(f"the rows of member {member} hold {excerpt(ids.tolist())}; row ids are integers from 0")
     ids = ids.astype(np.int64)
-    # A run opens where an id is not one more than the id before; -2 is one before no id, so the first id opens one.
-    opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
-    closes = np.append(opens, len(ids))[1:] - 1
-    return make_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
+    return join_runs(np.stack([ids, ids + 1], axis=1))
 
 
 def join_runs(runs: Integers) -> Integers:
@@ -218,8 +219,7 @@ class _LengthPartition(Partition):
 
     @cached_property
     def _starts(self) -> Integers:
-        """The row at which each document starts, and the total: (documents + 1,)."""
-        return make_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+        return _document_starts(self.lengths)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -227,19 +227,13 @@ class _LengthPartition(Partition):
         return (base + 1,) * extra + (base,) * (self.degree - extra)
 
     @cached_property
-    def _recent_segments(self) -> dict[int, Segments]:
-        return {}
+    def _recent_segments(self) -> Callable[[int], Segments]:
+        """Those of the RECENT members that were last asked for are kept."""
+        return lru_cache(RECENT)(self._make_segments)
 
     def segments(self, member: int) -> Segments:
-        """Those of the RECENT members that were last asked for are kept."""
         self._check_member(member)
-        segments = self._recent_segments.pop(member, None)
-        if segments is None:
-            segments = self._make_segments(member)
-        while len(self._recent_segments) >= RECENT:
-            del self._recent_segments[next(iter(self._recent_segments))]
-        self._recent_segments[member] = segments  # the latest is last
-        return segments
+        return self._recent_segments(member)
 
     @abstractmethod
     def _make_segments(self, member: int) -> Segments:
@@ -347,17 +341,14 @@ class _ListedPartition(Partition):
         raise LayoutError("a partition from rows knows no documents; use runs(member), or make it from lengths")
 
     @cached_property
-    def _runs_digest(self) -> bytes:
-        digest = hashlib.blake2b(digest_size=16)
-        for runs in self.member_runs:
-            digest.update(len(runs).to_bytes(8, "little") + runs.tobytes())
-        return digest.digest()
+    def _bytes_of_runs(self) -> tuple[bytes, ...]:
+        return tuple(runs.tobytes() for runs in self.member_runs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ListedPartition) and self._runs_digest == other._runs_digest
+        return isinstance(other, _ListedPartition) and self._bytes_of_runs == other._bytes_of_runs
 
     def __hash__(self) -> int:
-        return hash(self._runs_digest)
+        return hash(self._bytes_of_runs)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Partition.from_rows, ([self.rows(member) for member in range(self.degree)],)

@@ -95,10 +95,8 @@ def towers_beside_text_model(model: PreTrainedModel) -> list[nn.Module]:
     text = text_model(model)
     if text is model:
         return []
-    children = [
-        child for child in base_model(model).children() if not any(module is text for module in child.modules())
-    ]
-    return [child for child in children if any(True for _ in child.parameters())]
+    beside = [child for child in base_model(model).children() if text not in {*child.modules()}]
+    return [child for child in beside if any(True for _ in child.parameters())]
 
 
 # what a projector, or what is around it up to the tower, is called

@@ -80,22 +80,20 @@ def load_model(
         config = preset_config(preset or "", vocab_size=vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config or path or ""))
+    source = path or config._name_or_path
+    sentence = f"no model can be made of the {type(config).__name__}{f' of {source}' if source else ''}"
     if path is not None:
         weight_files(Path(path), quantized=quantized)  # what it lacks, before transformers says it in its words
+        sentence = f"the model in {path} cannot be loaded"
     architecture = find_score_class(config) or choose_image_text_class(config, images)  # None: a causal model
-    source = path or config._name_or_path
-    if path is not None:
-        with _as_model_error(f"the model in {path} cannot be loaded"), no_progress_bars():
+    with _as_model_error(sentence), no_progress_bars():
+        if path is not None:
             model = _load_folder(Path(path), config, kind, architecture, sharded=sharded)
-    else:
-        with _as_model_error(
-            f"no model can be made of the {type(config).__name__}{f' of {source}' if source else ''}"
-        ):
-            if sharded:
-                model = empty_model(config, kind, architecture)
-                fill_when_prepared(model, RandomWeights(model, seed))
-            else:
-                model = _make_random_model(config, kind, architecture, seed)
+        elif sharded:
+            model = empty_model(config, kind, architecture)
+            fill_when_prepared(model, RandomWeights(model, seed))
+        else:
+            model = _make_random_model(config, kind, architecture, seed)
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
         raise ModelError(

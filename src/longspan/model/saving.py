@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
+from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, entries_trained_with_adapter
 from longspan.model.add_depths import add_mtp
@@ -77,17 +78,19 @@ def weights_by_name(
     refuse_unprepared_model(inside)
     world.check_open()
     weights = WholeWeights(inside, world)
-    if merge_adapter:
-        weights.check_mergeable()
     states = [encoder.module.state_dict() for encoder in encoders]
     if adapted := [name for state in states for name in state if belongs_to_adapter(name)]:
         raise ModelError(f"{adapted[0]} is of an adapter in an encoder; write it by longspan.save_model")
-    of_language = weights.iterate_merged_weights() if merge_adapter else weights.iterate_base_and_adapter()
-    return chain(of_language, ((name, _whole(x).detach()) for state in states for name, x in state.items()))
+    if merge_adapter:
+        weights.check_mergeable()
+        of_language = ((stock, weights.gather_merged(name)) for stock, name in weights.merged_names().items())
+    else:
+        of_language = weights.iterate_base_and_adapter()
+    return chain(of_language, ((name, _whole(x)) for state in states for name, x in state.items()))
 
 
 def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
 class _SavedEntry(NamedTuple):
@@ -113,16 +116,15 @@ class WholeWeights:
         self._adapter = adapter_of_prepared_model(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
-        self._packed = dict[
-            str, Any
-        ]()  # of frozen weights in 4 or 8 bits, which are given out as they are computed with
+        # of frozen weights in 4 or 8 bits, which are given out as they are computed with
+        self._packed = dict[str, Any]()
         entries = list[_SavedEntry]()
         position = world.coordinates.pp
         for stage in stages:
             state = stage.state_dict()
             tied = tied_names(stage)
             self._packed |= packed_weights(stage)
-            adapted = {} if self._adapter is None else adapted_weights(stage)
+            adapted = adapted_weights(stage)
             state = entries_trained_with_adapter(model, state) if saved else state
             for name, value in state.items():
                 if name not in tied and name not in self._local:
@@ -153,11 +155,6 @@ class WholeWeights:
             if self._adapter is not None and belongs_to_adapter(name):
                 stock = name_in_peft_files(name, self._adapter.name)
             yield stock, self.gather_tensor(name)
-
-    def iterate_merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base model's weights with the adapter added, and none of the adapter's own."""
-        for stock, name in self.merged_names().items():
-            yield stock, self.gather_merged(name)
 
     def merged_names(self) -> dict[str, str]:
         """Return the prepared model's names of the base model's weights, by those of the stock model."""
@@ -212,7 +209,7 @@ class WholeWeights:
         with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):
             if position == entry.stage:
                 value = self._local[name]
-                whole_tensor = _whole(value.to(world.device)).detach()  # it may wait on the host
+                whole_tensor = _whole(value.to(world.device))  # it may wait on the host
                 if (packed := self._packed.get(name)) is not None:
                     whole_tensor = packed.unpack_whole(whole_tensor)
                 sends = [(stage, whole_tensor.contiguous()) for stage in receivers]
@@ -243,7 +240,7 @@ def save_model(
     """
     encoders = _find_savable_encoders(model)
     target = Path(folder)
-    language_model = model.language_model if isinstance(model, MultimodalModel) else model
+    language_model: Any = find_language_model(model)
     inside: Any = unwrap_peft_model(language_model)
     if inside is not language_model:  # a PeftModel: the parameters of the model inside have other names
         refuse_unprepared_model(inside)
@@ -251,7 +248,11 @@ def save_model(
     with world.watch.name_collectives(
         f"writing of {target}", world.home.ranks
     ):  # for DTensor's gathers, which name nothing
-        _save_weights(inside, encoders, target, world, tokenizer, file_dtype)
+        adapter = adapter_of_prepared_model(inside)
+        if adapter is None:
+            _save_weights(inside, encoders, target, world, tokenizer, file_dtype)
+        else:
+            _save_adapter(inside, adapter, encoders, target, world, tokenizer, file_dtype)
 
 
 def _save_weights(
@@ -263,17 +264,8 @@ def _save_weights(
     file_dtype: torch.dtype | None,
 ) -> None:
     """All ranks gather a unit of weights (a layer) after another, and learn at once if the first cannot write."""
-    writes = world.rank == world.home.ranks[0]
-    if (adapter := adapter_of_prepared_model(model)) is not None:
-        modules, states = _trained_encoder_states(encoders)
-        units = chain(_weight_units(model, world), *(_gathered_units(state, writes=writes) for state in states))
-        cast = ({name: x.to(dtype=file_dtype) for name, x in unit.items()} for unit in units)
-        _save_adapter(adapter, target, world, tokenizer, cast, modules)
-        return
     writer: Any = _on_first_rank(world, target, lambda: _begin_files(model, target, file_dtype))
-    for unit in chain(
-        _weight_units(model, world), *(_gathered_units(e.module.state_dict(), writes=writes) for e in encoders)
-    ):
+    for unit in _gathered_units(model, [encoder.module.state_dict() for encoder in encoders], world):
         _on_first_rank(world, target, partial(WeightWriter.write_unit, writer, unit))
 
     def finish_files() -> None:
@@ -286,10 +278,9 @@ def _save_weights(
 
 def _on_first_rank(world: World, target: Path, work: Callable[[], object]) -> object:
     """Return what the work on the first rank gives, None elsewhere; all ranks raise its error."""
-    writes = world.rank == world.home.ranks[0]
     return result_or_first_error(
         world,
-        lambda: work() if writes else None,
+        lambda: work() if is_first_rank(world) else None,
         lambda error: ModelError(f"the model could not be saved to {target}: {type(error).__name__}: {error}"),
     )
 
@@ -308,29 +299,27 @@ def _find_savable_encoders(model: Any) -> list[Encoder]:
     return encoders
 
 
-def _trained_encoder_states(encoders: Sequence[Encoder]) -> tuple[tuple[str, ...], list[Mapping[str, Tensor]]]:
-    names = tuple[str, ...]()
+def _save_adapter(
+    model: PreTrainedModel | PipelineModel,
+    adapter: Adapter,
+    encoders: Sequence[Encoder],
+    target: Path,
+    world: World,
+    tokenizer: Any,
+    file_dtype: torch.dtype | None,
+) -> None:
+    modules = list[str]()  # of encoders, trained whole
     states = list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
         trained = {name for name, p in parameters if p.requires_grad and not belongs_to_adapter(name)}
-        modules = largest_trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
-        names += modules
+        trained_modules = largest_trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
+        modules += trained_modules
         state = encoder.module.state_dict()
-        adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
-        states.append(adapter | entries_inside_modules(modules, state))
-    return names, states
-
-
-def _save_adapter(
-    adapter: Adapter,
-    target: Path,
-    world: World,
-    tokenizer: Any,
-    units: Iterator[dict[str, Tensor]],
-    modules: tuple[str, ...],
-) -> None:
-    tensors = {name: x for unit in units for name, x in unit.items()}
+        of_adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
+        states.append(of_adapter | entries_inside_modules(trained_modules, state))
+    units = _gathered_units(model, states, world)
+    tensors = {name: x.to(dtype=file_dtype) for unit in units for name, x in unit.items()}
 
     def write_files() -> None:
         unfinished = make_partial_folder(target)
@@ -340,22 +329,15 @@ def _save_adapter(
     _on_first_rank(world, target, write_files)
 
 
-def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """Of stages, a rank that sends holds one whole tensor."""
-    writes = world.rank == world.home.ranks[0]
-    if not isinstance(model, PipelineModel):
-        yield from _gathered_units(entries_trained_with_adapter(model, model.state_dict()), writes=writes)
-        return
+def _gathered_units(
+    model: PreTrainedModel | PipelineModel, encoder_states: Sequence[Mapping[str, Tensor]], world: World
+) -> Iterator[dict[str, Tensor]]:
+    """Yield on the first rank weights of a layer after another, and nothing in them elsewhere; all ranks enter."""
     weights = WholeWeights(model, world, saved=True)
-    for _, unit in groupby(weights.names, weight_unit):
-        whole = ((name, weights.gather_tensor(name, first_only=True)) for name in unit)
-        yield {name: x.cpu() for name, x in whole if writes}
-
-
-def _gathered_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
-    for _, unit in groupby(state.items(), lambda entry: weight_unit(entry[0])):
-        whole = {name: _whole(x) for name, x in unit}
-        yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
+    of_language = ((name, weights.gather_tensor(name, first_only=True)) for name in weights.names)
+    of_encoders = ((name, _whole(x)) for state in encoder_states for name, x in state.items())
+    for _, unit in groupby(chain(of_language, of_encoders), lambda entry: weight_unit(entry[0])):
+        yield {name: x.cpu() for name, x in unit if is_first_rank(world)}
 
 
 def _begin_files(model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None) -> WeightWriter:
@@ -420,7 +402,11 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
     weights of the model, has them in other shapes, or cannot be read; the model's weights are then undefined.
     """
     folder = Path(folder)
-    as_error = partial(_make_load_error, folder)
+
+    def as_error(error: Exception) -> ModelError:
+        said = f"the weights in {folder} cannot be read: {type(error).__name__}: {error}"
+        return error if isinstance(error, ModelError) else ModelError(said)
+
     if (adapter := adapter_of_prepared_model(model)) is not None:
         result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), as_error)
         return
@@ -453,9 +439,3 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
                 raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
             refuse_quantized_tensor(name, values, tensor.dtype, folder)
             local_tensor(tensor).copy_(values[LocalPart.from_parameter(tensor).block])
-
-
-def _make_load_error(folder: Path, error: Exception) -> ModelError:
-    if isinstance(error, ModelError):
-        return error
-    return ModelError(f"the weights in {folder} cannot be read: {type(error).__name__}: {error}")

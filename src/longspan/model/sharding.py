@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -27,12 +28,12 @@ from longspan.model.options import Sharding
 from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.weights.fill import has_meta_parameters
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
+from longspan.plan.messages import SUMMED_NUMBERS
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _DEFAULT = Sharding()  # of a module that was sharded elsewhere
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
-_BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
 
 def shard_over_slots(
@@ -201,13 +202,12 @@ def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
 
 def drop_unsummed_gradients(model: nn.Module) -> None:
     """Drop gradients that backward passes left unsummed, which zero_grad() does not, and free what FSDP2 gathered."""
-    modules = fsdp_modules(model)
-    for group in reduction_groups(modules):
+    for group in reduction_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
             vars(parameter)["unsharded_accumulated_grad"] = None  # a property of `_unsharded_param` in torch 2.15
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                 whole.grad = None
-    reset_fsdp_groups(modules)
+    reshard(model)
 
 
 def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
@@ -365,14 +365,9 @@ def unshard(model: nn.Module) -> None:
 def reshard(model: nn.Module) -> None:
     """Free parameters that FSDP2 kept gathered after a forward pass without backward, or an error in one.
 
-    A later pass would take them for current ones.
+    A later pass would take them for current ones. FSDP2's groups are idle then.
     """
-    reset_fsdp_groups(fsdp_modules(model))
-
-
-def reset_fsdp_groups(modules: Sequence[FSDPModule]) -> None:
-    """Bring FSDP2's groups back to their idle state after an error, and free what they gathered."""
-    for module in modules:
+    for module in fsdp_modules(model):
         state: Any = module._get_fsdp_state()
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
@@ -396,20 +391,10 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         for parameter, count in zip(parameters, slots, strict=True):
             if parameter.grad is None and count > 0:  # all slots sum the same ones
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _gradient_buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
+        for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
             _sum_over_slots(bucket, world)
-
-
-def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS
-        if bucket and (full or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        yield bucket
 
 
 def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
@@ -436,28 +421,19 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
     for name, layer in layers.items():
         for parameter in layer.parameters():
             users.setdefault(id(parameter), set()).add(name)
-    groups: dict[tuple[int, ...], dict[int, nn.Module]] = {}
+    blocks: dict[tuple[int, ...], dict[nn.Module, None]] = {}  # by their parameters
     for layer in layers.values():
-        for module in _shared_modules(layer, users):
-            groups.setdefault(_parameter_ids(module), {})[id(module)] = module
-    return [list(group.values()) for key, group in groups.items() if len(group) == len(users[key[0]])]
-
-
-def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
-    # Lists and dictionaries of modules are never called themselves, so their children are returned.
-    modules: list[nn.Module] = []
-    for child in module.children():
-        layers = {frozenset(users[parameter]) for parameter in _parameter_ids(child)}
-        runs = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        if runs and len(layers) == 1 and len(next(iter(layers))) > 1:
-            modules.append(child)
-        else:
-            modules += _shared_modules(child, users)
-    return modules
-
-
-def _parameter_ids(module: nn.Module) -> tuple[int, ...]:
-    return tuple(id(parameter) for parameter in module.parameters())
+        passed_over = {layer}
+        for module in layer.modules():
+            parameters = tuple(map(id, module.parameters()))
+            sharers = {name for parameter in parameters for name in users[parameter]}
+            shared_alike = len(sharers) > 1 and all(users[parameter] == sharers for parameter in parameters)
+            # lists and dictionaries of modules are never called themselves
+            runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+            if shared_alike and runs and module not in passed_over:
+                blocks.setdefault(parameters, {})[module] = None
+                passed_over.update(module.modules())
+    return [[*modules] for parameters, modules in blocks.items() if len(modules) == len(users[parameters[0]])]
 
 
 class ShardingFeature(Feature):

@@ -16,7 +16,6 @@ from longspan.comm.all_ranks import is_first_rank
 from longspan.comm.device_memory import unused_bytes
 from longspan.comm.first_rank import FirstRank
 from longspan.errors import ModelError, plural
-from longspan.host import free_host_bytes
 from longspan.model.execution import model_execution
 from longspan.model.kinds import find_language_model, unwrap_peft_model
 from longspan.model.layers import decoder_layers
@@ -57,7 +56,6 @@ class StockCopy:
             self._stock = empty_model(config, dtype, stock_class(inside)).eval()
             self._tied = tied_names(self._stock)
             self._targets = {name: x for name, x in self._stock.state_dict().items() if name in self._names}
-            self._here = set[str]()
 
     @torch.no_grad()
     def run(self, work: Callable[[PreTrainedModel], Result], what: str) -> Result:
@@ -75,7 +73,7 @@ class StockCopy:
         return [self._weights.gather_merged(self._names[name], first_only=True) for name in names]
 
     def _place_weights(self) -> None:
-        """Gather what is around the layers, and have each layer gather its weights when it runs."""
+        """Gather what is around the layers and those for which there is room; others are gathered when they run."""
         device = self._world.device
         layers = decoder_layers(self._stock)
         shared = {*self._tied.values()}
@@ -86,9 +84,7 @@ class StockCopy:
         around = [name for name in self._targets if name not in of_layers]
         sizes = {path: self._count_bytes(inside) for path, inside in names.items()}
         least = self._count_bytes(around) + 2 * max(sizes.values())
-        ranks = self._world.ranks_of_host
-        free = unused_bytes(device, ranks) if device.type == "cuda" else (free_host_bytes() or 0) // ranks
-        free = int(_ROOM * free)
+        free = int(_ROOM * unused_bytes(device, self._world.ranks_of_host))
         room = self._room
         if room is None:
             room = free - least if free else sum(sizes.values())
@@ -105,32 +101,28 @@ class StockCopy:
         self._fetch(around)
         for path, layer in layers.items():
             room -= sizes[path]
-            layer.register_forward_pre_hook(partial(self._fetch_once, names[path]))
-            if room < 0:
-                layer.register_forward_hook(partial(self._drop, names[path]))
-            self.staying += room >= 0
+            if room >= 0:
+                self._fetch(names[path])
+                self.staying += 1
+                continue
+            layer.register_forward_pre_hook(partial(self._fetch, names[path]))
+            layer.register_forward_hook(partial(self._drop, names[path]))
         self.layers = len(layers)
 
     def _count_bytes(self, names: Sequence[str]) -> int:
         return sum(self._targets[name].nbytes for name in names)
 
-    def _fetch_once(self, names: Sequence[str], *_: Any) -> None:
-        if not self._here.issuperset(names):
-            self._fetch(names)
-
-    def _fetch(self, names: Sequence[str]) -> None:
+    def _fetch(self, names: Sequence[str], *_: Any) -> None:
         with self._first.call_on_others("weights", names):
             weights = self._gather(names)
         for name, weight in zip(names, weights, strict=True):
             same = [name, *(other for other, first in self._tied.items() if first == name)]
             self._set(same, weight.to(self._world.device, self._targets[name].dtype))
             self.gathered += self._targets[name].nbytes
-        self._here.update(names)
 
     def _drop(self, names: Sequence[str], *_: Any) -> None:
         for name in names:
             self._set([name], _placeholder(self._targets[name].dtype, self._world.device))
-        self._here.difference_update(names)
 
     def _set(self, names: Sequence[str], value: Tensor) -> None:
         """Put one tensor in place of parameters or buffers of these names."""

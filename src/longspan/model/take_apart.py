@@ -27,7 +27,7 @@ from longspan.model.options import PrepareOptions
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.replaced_parameters import name_parameters
 from longspan.model.seams.call_rules import doctor_hint
-from longspan.model.vision.image_encoder import VisionParts, pack_attention, split_off_image_encoder
+from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, split_off_image_encoder
 from longspan.model.vision.image_tokens import VideoTokens, image_tokens
 from longspan.model.weights.fill import DeferredWeights, find_deferred_weights
 from longspan.plan.cost.cost import Cost
@@ -88,7 +88,7 @@ def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projec
 
 
 @contextmanager
-def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
+def take_apart_or_undo(model: nn.Module) -> Iterator[ImageEncoder]:
     """Take the model apart for the `with` block; after an error in the block the model is put together again."""
     refuse_model_without_images(model)
     assert isinstance(model, PreTrainedModel)
@@ -104,11 +104,7 @@ def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
         raise
 
 
-_LAYERS = ("depth", "num_hidden_layers")
-_WIDTHS = ("embed_dim", "hidden_size")  # embed_dim first: Qwen2-VL's hidden_size is the language model's width
-
-
-def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
+def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int, gpu: bool) -> Cost:
     """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
 
     `encoder` is not sharded yet; of frozen parts only the forward pass is priced; recomputation runs forward `again`
@@ -129,22 +125,18 @@ def find_trained_part(encoder: nn.Module) -> Trained:
 
 
 def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
-    vision: Any = getattr(config, "vision_config", None)
-    width = _first_integer(vision, _WIDTHS)
-    layers = _first_integer(vision, _LAYERS)
-    in_blocks = sum(
-        p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1
+    vision = ConfigReader.read_whole_model(config).section("vision_config")
+    layers = vision.count("depth", "num_hidden_layers")
+    windows, side = read_window_layers(vision, layers)
+    in_blocks = (p for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+    return EncoderShape(
+        width=vision.count("embed_dim", "hidden_size"),  # Qwen2-VL's hidden_size is the language model's width
+        full_layers=layers - windows,
+        block_weights=sum(p.numel() for p in in_blocks),
+        merge=vision.count("spatial_merge_size") or 1,
+        window_layers=windows,
+        window=side,
     )
-    merge = getattr(vision, "spatial_merge_size", None) or 1
-    windows, side = read_window_layers(ConfigReader.read_whole_model(config).section("vision_config"), layers)
-    full_layers = layers - windows
-    in_windows = {"window_layers": windows, "window": side}
-    return EncoderShape(width=width, full_layers=full_layers, block_weights=in_blocks, merge=merge, **in_windows)
-
-
-def _first_integer(config: Any, names: tuple[str, ...]) -> int:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +180,13 @@ def take_encoder_apart(
     adapter = find_adapter(whole)
     name_parameters(whole)
     check_encoder_home(IMAGE, encoder.home, world)
-    with take_apart_or_undo(whole) as parts:
+    with take_apart_or_undo(whole) as image_encoder:
         if adapter is not None:
-            check_encoder_adapter(parts.encoder, adapter, encoder.home.tp)
+            check_encoder_adapter(image_encoder, adapter, encoder.home.tp)
 
         def join(language_model: Any) -> MultimodalModel:
             language_model.adapter = adapter  # also if only the encoder has one
-            prepared = _prepare_and_join_encoder(parts, language_model, world, encoder, weights)
+            prepared = _prepare_and_join_encoder(image_encoder, language_model, world, encoder, weights)
             redirect_peft_model(model, prepared)
             return prepared
 
@@ -202,7 +194,7 @@ def take_encoder_apart(
 
 
 def _prepare_and_join_encoder(
-    parts: VisionParts,
+    image_encoder: ImageEncoder,
     language_model: PreTrainedModel | PipelineModel,
     world: World,
     settings: EncoderHome,
@@ -210,14 +202,14 @@ def _prepare_and_join_encoder(
 ) -> MultimodalModel:
     encoder_world = world.open_inner(settings.home)
     if weights is not None:
-        DeferredWeights(parts.encoder, weights.source).fill_weights([parts.encoder], encoder_world)
+        DeferredWeights(image_encoder, weights.source).fill_weights([image_encoder], encoder_world)
     recomputed_passes = int(settings.recompute) + int(bool(settings.activation_checkpointing))
     cost = settings.cost or image_cost(
-        language_model.config, parts.encoder, again=recomputed_passes, gpu=world.device.type == "cuda"
+        language_model.config, image_encoder, again=recomputed_passes, gpu=world.device.type == "cuda"
     )
-    pack_attention(parts.encoder)
+    pack_attention(image_encoder)
     module: nn.Module = prepare_encoder(
-        parts.encoder,
+        image_encoder,
         encoder_world,
         shard_parameters=settings.shard_parameters,
         activation_checkpointing=settings.activation_checkpointing,
@@ -230,7 +222,7 @@ def _prepare_and_join_encoder(
         max_rows_per_slot=settings.max_rows_per_slot,
         recompute=settings.recompute,
         cost=cost,
-        deep_layers=parts.encoder.deep_layers,
+        deep_layers=image_encoder.deep_layers,
         in_spans=find_family(language_model.config.model_type).images_see_each_other,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)

@@ -18,6 +18,7 @@ GATHER_SLICES = 2
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 # of queries at most, whose attention is replayed: launches of more hide behind the device
 REPLAYED_NUMBERS = 1 << 24
+SUMMED_NUMBERS = 1 << 24  # of gradients that FSDP2 does not shard, in a flat buffer that is summed over slots
 
 QUERY_GRADIENT_BYTES = 1 << 30
 """The most bytes of a float32 gradient of queries that backward of attention makes at once; of a larger one, heads are

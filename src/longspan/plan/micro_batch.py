@@ -34,13 +34,15 @@ class Group:
     pad_to: int | None = None
     parents: tuple[int, ...] | None = None
 
+    @property
+    def _parents(self) -> tuple[int, ...]:
+        return self.parents or (-1,) * len(self.lengths)
+
     @cached_property
     def bases(self) -> tuple[int, ...]:
         """How many rows come before each document's own: those of all that it continues."""
-        if self.parents is None:
-            return (0,) * len(self.lengths)
         bases = list[int]()
-        for parent in self.parents:
+        for parent in self._parents:
             bases.append(0 if parent < 0 else bases[parent] + self.lengths[parent])
         return tuple(bases)
 
@@ -55,8 +57,8 @@ class Group:
     def longest_paths(self) -> tuple[int, ...]:
         """Of each document the most rows up to the last of one that continues it, or its own."""
         longest = list(self.path_lengths)
-        for index in reversed(range(len(longest))):  # parents come first
-            if self.parents is not None and (parent := self.parents[index]) >= 0:
+        for index, parent in reversed([*enumerate(self._parents)]):  # parents come first
+            if parent >= 0:
                 longest[parent] = max(longest[parent], longest[index])
         return tuple(longest)
 
@@ -64,10 +66,10 @@ class Group:
     def leaf_counts(self) -> tuple[int, ...]:
         """How many documents have each one's rows among theirs: those that continue it, and that none continues."""
         counts = [0] * len(self.lengths)
-        for index in reversed(range(len(counts))):  # parents come first
+        for index, parent in reversed([*enumerate(self._parents)]):  # parents come first
             counts[index] = counts[index] or 1
-            if self.parents is not None and self.parents[index] >= 0:
-                counts[self.parents[index]] += counts[index]
+            if parent >= 0:
+                counts[parent] += counts[index]
         return tuple(counts)
 
     def ancestors(self) -> Iterator[tuple[int, ...]]:

@@ -66,23 +66,28 @@ class Plan:
         """Rows of all documents."""
         return sum(self.lengths)
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of all micro-batches, in order."""
+        return tuple(group for batch in self.micro_batches for group in batch.groups)
+
     @cached_property
     def parents(self) -> tuple[int, ...] | None:
         """Of each document the one whose rows come before its own, −1 for none; None: no documents share a prefix."""
         parents = [-1] * len(self.lengths)
-        families = [group for batch in self.micro_batches for group in batch.groups if group.parents is not None]
-        for group in families:
-            for document, parent in zip(group.documents, group.parents or (), strict=True):
+        for group in self.groups:
+            for document, parent in zip(group.documents, group.parents or (), strict=False):
                 parents[document] = -1 if parent < 0 else group.documents[parent]
-        return tuple(parents) if families else None
+        return tuple(parents) if any(group.parents is not None for group in self.groups) else None
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
         """The rows before each document's own, those of all that it continues; () where no documents share a prefix."""
         if self.parents is None:
             return ()
-        groups = [group for batch in self.micro_batches for group in batch.groups]
-        by_document = {d: base for group in groups for d, base in zip(group.documents, group.bases, strict=True)}
+        by_document = {
+            d: base for group in self.groups for d, base in zip(group.documents, group.bases, strict=True)
+        }
         return tuple(by_document[document] for document in range(len(self.lengths)))
 
     @cached_property
@@ -150,7 +155,7 @@ class Plan:
             self.mode,
             max_cp=max_cp,
             node_size=self.node_size,
-            bases=self.bases if self.parents else (),
+            bases=self.bases,
         ).seconds
         bound += cost.update_seconds + cost.closing_seconds
         return replace(plan, predicted_seconds=plan.timeline().step_seconds, lower_bound_seconds=bound)
@@ -172,18 +177,9 @@ class Plan:
         return json.dumps(self._fields_for_digest() | further_fields, indent=indent)
 
     def _fields_for_digest(self) -> dict[str, Any]:
-        names = (
-            "slots",
-            "lengths",
-            "targets",
-            "mode",
-            "max_tokens_per_slot",
-            "node_size",
-            "row_multiple",
-            "planner",
-        )
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
-        return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
+        return {"slots": self.slots, "lengths": self.lengths} | numbers | {"micro_batches": batches}
 
     def table(self, cost: Cost | None = None, limit: int = 24) -> str:
         """Return the plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
@@ -211,7 +207,7 @@ class Plan:
             for index, group in enumerate(batch.groups):
                 _check_group(f"micro-batch {m}, group {index}", group, self)
         _check_documents(self)
-        pads = [group.pad_to or 0 for batch in self.micro_batches for group in batch.groups]  # priced as rows too
+        pads = [group.pad_to or 0 for group in self.groups]  # priced as rows too
         check_work_fits_int64(len(self.lengths), max((*pads, *self.lengths), default=0))
         _check_cap(self)
         return self
@@ -460,21 +456,20 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
     the step's line and the one with its cost are parsed. Raises PlanError for a line that holds no plan.
     """
     start = b'{"step":%d,' % step
-    step_line = b""
+    found = None
     cost_line = b""
-    cost_line_of_step = b""
     for line in read_lines(Path(path), MOST_BYTES):
         if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
             continue
         if b'"cost":{' in line:
             cost_line = line
         if line.startswith(start):
-            step_line = line
-            cost_line_of_step = cost_line
-    if not step_line:
+            found = line, cost_line
+    if found is None:
         return None
+    step_line, cost_line = found
     where = f"{path}, step {step}"
-    cost = read_plan_row(cost_line_of_step, where=where)[1].cost if cost_line_of_step else DEFAULT_COST
+    cost = read_plan_row(cost_line, where=where)[1].cost if cost_line else DEFAULT_COST
     return read_plan_row(step_line, cost, where)[1]
 
 
@@ -488,7 +483,7 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     """
     counts = Counter[tuple[int, str]]()
     tokens = Counter[tuple[int, str]]()
-    for group in (group for batch in plan.micro_batches for group in batch.groups):
+    for group in plan.groups:
         kind = (
             comm_type_text(group.cp_comm_type, [group.hierarchical_context_parallel_sizes])
             if group.degree > 1

@@ -11,14 +11,21 @@ from typing import Any, Unpack
 
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import FAMILY_PLANNERS, ONE_DEGREE, PLANNERS, EvalConfig, PlanSection
+from longspan.config.plan_section import (
+    FAMILY_PLANNERS,
+    ONE_DEGREE,
+    PLANNERS,
+    EvalConfig,
+    PlanSection,
+    name_of_key,
+)
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
 from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, plan_padded
-from longspan.plan.check import LongDocumentError, heads_allow_degree, replace_argument_names
+from longspan.plan.check import LongDocumentError, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords, Request
@@ -79,12 +86,12 @@ class PlannerConfig:
         >>> PlannerConfig.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
         """
-        return cls("fixed", degree, min_degree=1, max_degree=0, options=_hashable_options(options), prefix="")
+        return cls("fixed", degree, min_degree=1, max_degree=0, options=PlanOptions(**options), prefix="")
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
         """Choose plans of a degree a document, up to `max_degree` (0: no limit); `options` of `plan_dynamic`."""
-        return cls("dynamic", 1, min_degree, max_degree, _hashable_options(options), prefix="")
+        return cls("dynamic", 1, min_degree, max_degree, PlanOptions(**options), prefix="")
 
     @classmethod
     def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlannerConfig":
@@ -149,20 +156,11 @@ class PlannerConfig:
     def widest_even_degree(self, home: Layout) -> int:
         """Return the highest degree of groups that fill the slots and that the query heads allow."""
         widest = self.widest_degree(home) or home.slots
-        return max(d for d in range(1, widest + 1) if home.slots % d == 0 and self.allows(d, home))
+        return max(d for d in range(1, widest + 1) if home.slots % d == 0 and self.options.allows(d, home.tp))
 
     @property
     def degree_key(self) -> str:
         return self.prefix + "context_parallel_size"
-
-    @property
-    def comm_types(self) -> tuple[str, ...]:
-        types = self.options.cp_comm_type
-        return (types,) if isinstance(types, str) else tuple(types)
-
-    def allows(self, degree: int, home: Layout) -> bool:
-        """Return whether a2a, where a layer uses it, can deal the query heads evenly to groups of this degree."""
-        return heads_allow_degree(degree, self.options.heads, self.comm_types, home.tp)
 
     def at_degree(self, degree: int, *, longest: int) -> "PlannerConfig":
         """Return this choice at a fixed degree, with a cap raised to hold a document of `longest` tokens."""
@@ -187,11 +185,9 @@ class PlannerConfig:
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
         do not fit.
         """
-        options = self.home_options(home)
+        options = replace(self.home_options(home), parents=parents)
         if targets is not None:
             options = replace(options, targets=targets)
-        if parents is not None:
-            options = replace(options, parents=parents)
         if self.planner == "dynamic":
             from longspan.plan.dynamic.planner import plan_dynamic
 
@@ -200,7 +196,7 @@ class PlannerConfig:
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
-            make = partial(plan_by_custom_planner, self.planner, f"{self.prefix}planner", lengths, home)
+            make = partial(plan_by_custom_planner, self.planner, name_of_key(self.prefix, "planner"), lengths, home)
         else:
             widest = self.degree or smallest_fitting_degree(lengths, home, options)
             if not self.degree:
@@ -213,16 +209,20 @@ class PlannerConfig:
     def find_families(
         self, documents: Sequence[Any], home: Layout, length_limits: Sequence[LengthLimit] = ()
     ) -> Families | None:
-        """Find prefixes that documents share, as these plans may have them; None if there are none.
+        """Find prefixes that documents share, as these plans may have them; None if no documents begin alike.
 
         Documents are read as far as they begin alike. `length_limits` are those of the model's rotary frequencies.
         """
         if self.planner not in FAMILY_PLANNERS:
             return None
-        rows = self.options.rows  # of a slot
-        most_rows = rows and rows * self.widest_even_degree(home)
+        most_rows = self.most_family_rows(home)
         families = find_families(documents, max_rows=most_rows, depths=self.depths, length_limits=length_limits)
-        return families if max(families.parents, default=-1) >= 0 else None
+        return families if families.left_out or families.parents != (-1,) * len(documents) else None
+
+    def most_family_rows(self, home: Layout) -> int | None:
+        """Return the most rows of all documents that share some, those that a group holds; None: no limit."""
+        rows = self.options.rows  # of a slot
+        return rows and rows * self.widest_even_degree(home)
 
     def plan_documents(
         self,
@@ -232,19 +232,13 @@ class PlannerConfig:
         *,
         targets: int | None = None,
         length_limits: Sequence[LengthLimit] = (),
-        plan: Callable[..., Plan] | None = None,
     ) -> Plan:
         """Plan documents of these lengths, with common prefixes computed once where that is predicted to be faster.
 
-        Without `documents` each is computed whole. `plan` makes plans as `self.plan` does, such as one that keeps them.
+        Without `documents` each is computed whole.
         """
-        plan = plan or self.plan
-        separate = plan(lengths, home, targets=targets)
         families = None if documents is None else self.find_families(documents, home, length_limits)
-        if families is None:
-            return separate
-        shared = plan(families.lengths, home, targets=targets, parents=families.parents)
-        return min(shared, separate, key=lambda plan: plan.predicted_seconds)
+        return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:
         return replace(self.options, cost=self.options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
@@ -254,12 +248,12 @@ class PlannerConfig:
         try:
             self.check_fits(longest, home)
         except LongDocumentError as error:
-            rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
+            rows = f"{name_of_key(self.prefix, 'max_tokens_per_slot')} {self.options.max_tokens_per_slot or 0}"
             degree = f"{self.degree_key} {self.degree or AUTO}"
             keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
         except LongspanError as error:
-            keys = {argument: self.prefix + key for argument, key in KEYS.items()}
+            keys = {argument: name_of_key(self.prefix, key) for argument, key in KEYS.items()}
             raise ConfigError(replace_argument_names(str(error), keys)) from error
 
     def check_fits(self, longest: int, home: Layout) -> None:
@@ -267,8 +261,6 @@ class PlannerConfig:
         # what a planner of one's own allows, it alone knows
         if not (self.has_one_degree or self.planner == "dynamic"):
             self.plan((longest,), home)
-            return
-        if self._surely_fits(longest, home):
             return
         options = self.options
         if self.has_one_degree:
@@ -279,22 +271,31 @@ class PlannerConfig:
             request = Request.from_arguments((longest,), home, options)
             request.check_degrees(self.min_degree, self.max_degree or None)
 
-    def _surely_fits(self, longest: int, home: Layout) -> bool:
-        """Whether slots and rows hold a document, and no heads or levels limit degrees; False: ask the planner."""
-        options = self.options
-        if "a2a" in self.comm_types or options.hierarchical_context_parallel_sizes:
-            return False
-        degree = (self.degree if self.has_one_degree else min(self.max_degree, home.slots)) or home.slots
-        rows = options.rows
-        holds = rows is None or longest <= rows * degree
-        return holds and (home.slots % degree == 0 if self.has_one_degree else self.min_degree <= degree)
+
+def plan_families(
+    plan: Callable[..., Plan],
+    lengths: Sequence[int],
+    families: Families | None,
+    home: Layout,
+    *,
+    targets: int | None = None,
+) -> Plan:
+    """Return the plan of families or that of separate documents, whichever is predicted to be faster.
+
+    `plan` makes both, as `PlannerConfig.plan` does.
+    """
+    separate = plan(lengths, home, targets=targets)
+    if families is None or max(families.parents, default=-1) < 0:
+        return separate
+    shared = plan(families.lengths, home, targets=targets, parents=families.parents)
+    return min(shared, separate, key=lambda plan: plan.predicted_seconds)
 
 
-def degrees_to_compare(home: Layout, choice: PlannerConfig | None = None) -> tuple[int, ...]:
+def degrees_to_compare(home: Layout, choice: PlannerConfig) -> tuple[int, ...]:
     """List the degrees 1, 2, 4, … and all slots, as far as they divide the slots and suit a choice's heads."""
     powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
-    divisors = sorted(degree for degree in powers if home.slots % degree == 0)
-    return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))
+    divisors = (degree for degree in sorted(powers) if home.slots % degree == 0)
+    return tuple(degree for degree in divisors if choice.options.allows(degree, home.tp))
 
 
 def list_choices(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> Iterator[PlannerConfig]:
@@ -313,11 +314,6 @@ def list_choices(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> I
             continue
         for cp in degrees_to_compare(home, one):
             yield replace(one, degree=cp, options=options_at_degree(one.options, cp))
-
-
-def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
-    values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in keywords.items()}
-    return PlanOptions(**values)
 
 
 def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:

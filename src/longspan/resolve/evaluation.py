@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from longspan.errors import LongspanError, PlanError, plural
 from longspan.layout import Layout, check_lengths
-from longspan.plan.check import check_comm_types, heads_allow_degree
+from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind, comm_type_text, fit_level_sizes
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
@@ -26,17 +26,17 @@ MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline 
 NAMED = 4  # degrees after the best, in a line of reasons
 
 
-def options_by_comm_type(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
-    """List the options under each type that comes into question at a degree (None: in a dynamic plan), rings first.
+def options_by_comm_type(options: PlanOptions, home: Layout, cp: int) -> list[PlanOptions]:
+    """List the options under each type that comes into question at a degree, rings first.
 
     A type of `options` other than "auto" is the only one. Types that exchange heads need them, and first levels inside
     a node. Contiguous rows, which are even only under a2a, take other types only where the heads do not allow a2a.
     """
     if options.cp_comm_type != "auto":
-        return [options if cp is None else options_at_degree(options, cp)]
+        return [options_at_degree(options, cp)]
     known = options.heads is not None
     types = ["p2p", "all_gather"]
-    exchanged = known and (cp is None or heads_allow_degree(cp, options.heads, ("a2a",), home.tp))
+    exchanged = known and heads_allow_degree(cp, options.heads, ("a2a",), home.tp)
     if cp == 1:  # one slot sends nothing, so that all types are the same
         types = ["p2p"]
     elif options.partition == "contiguous":
@@ -48,10 +48,9 @@ def options_by_comm_type(options: PlanOptions, home: Layout, cp: int | None = No
 
 def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
     sizes = options.hierarchical_context_parallel_sizes
-    if sizes is None or "a2a+p2p" not in check_comm_types(options.cp_comm_type):
+    if sizes is None or "a2a+p2p" not in options.types:
         return options
-    levels = fit_level_sizes(sizes if isinstance(sizes, int) else tuple(sizes), cp)
-    return replace(options, hierarchical_context_parallel_sizes=levels)
+    return replace(options, hierarchical_context_parallel_sizes=fit_level_sizes(sizes, cp))
 
 
 class PartitionChoice(NamedTuple):
@@ -124,9 +123,8 @@ def plan_evaluation(
 
 def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
     """Return the highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
-    types = check_comm_types(options.cp_comm_type)
     degrees = range(min(most or home.slots, home.slots), 1, -1)
-    return next((degree for degree in degrees if heads_allow_degree(degree, options.heads, types, home.tp)), 1)
+    return next((degree for degree in degrees if options.allows(degree, home.tp)), 1)
 
 
 class DegreeChoice(NamedTuple):
@@ -177,7 +175,6 @@ def compare_degrees(
     home: Layout,
     *,
     options: PlanOptions | None = None,
-    degrees: Sequence[int] | None = None,
     dynamic_degrees: tuple[int, int] = (1, 0),
 ) -> DegreeComparison:
     """Price forward passes over these documents at each degree, and by a dynamic plan.
@@ -186,25 +183,24 @@ def compare_degrees(
     8
 
     `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
-    fastest type (`options_by_comm_type`). Degrees (default: all that divide the slots) at which the longest document
-    does not fit, or that the heads do not allow, are left out. `max_tokens_per_slot` None takes the longest document.
+    fastest type (`options_by_comm_type`). Degrees that do not divide the slots, at which the longest document does not
+    fit, or that the heads do not allow, are left out. `max_tokens_per_slot` None takes the longest document.
     `dynamic_degrees` are the smallest and the largest (0: no limit) of the dynamic plan. Raises PlanError where no
     degree is possible.
     """
-    lengths, options = check_lengths(lengths), options or PlanOptions()
+    lengths = check_lengths(lengths)
+    options = options or PlanOptions()
     longest = max(lengths)
     multiple = options.row_multiple
     cap = options.max_tokens_per_slot or -(-longest // multiple) * multiple
-    heads = options.heads
-    types = check_comm_types(options.cp_comm_type)
     choices = list[DegreeChoice]()
     refused = list[str]()
-    degrees = tuple(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
+    degrees = tuple(degree for degree in range(1, home.slots + 1) if home.slots % degree == 0)
     for cp in degrees:
         if longest > cp * (cap // multiple * multiple):
             refused.append(f"cp {cp} holds {plural(cp * cap, 'row')}, the longest document has {longest:,}")
-        elif not heads_allow_degree(cp, heads, types, home.tp):
-            refused.append(f"cp {cp} does not divide {(heads or 0) // home.tp} query heads")
+        elif not options.allows(cp, home.tp):
+            refused.append(f"cp {cp} does not divide {(options.heads or 0) // home.tp} query heads")
         else:
             choices.append(_price_degree(lengths, home, options, cp))
     if not choices:
@@ -217,7 +213,8 @@ def compare_degrees(
     comparison = DegreeComparison(tuple(choices), None, tuple(refused))
     from longspan.plan.dynamic.planner import plan_dynamic
 
-    (least_cp, most_cp), best = dynamic_degrees, comparison.best.options
+    least_cp, most_cp = dynamic_degrees
+    best = comparison.best.options
 
     def make_plan(options: PlanOptions) -> Plan:
         return plan_dynamic(lengths, home, min_cp=least_cp, max_cp=most_cp or None, options=options)

@@ -6,6 +6,7 @@ Who resolves a configuration has these from a world (`longspan train`), or from 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from longspan.layout import Layout
@@ -83,6 +84,11 @@ class Facts:
         longest_step = max(lengths, key=lambda step: max(lengths[step], default=0))
         return tuple(sorted({longest_step, max(lengths, key=lambda step: sum(lengths[step]))}))
 
+    @cached_property
+    def _seen_lengths(self) -> list[Lengths]:
+        """The lengths of each step that is looked at."""
+        return [self.lengths(step) for step in {*self.heaviest_steps, *self.timed_steps}]
+
     @property
     def sees_all(self) -> bool:
         """Whether so few steps are to come that all of them are planned."""
@@ -91,18 +97,16 @@ class Facts:
     @cached_property
     def longest_document(self) -> int:
         """The longest document of the run, as far as it is known."""
-        steps = {*self.heaviest_steps, *self.timed_steps}
-        return max(self.longest, 1, *(max(self.lengths(step), default=1) for step in steps))
+        return max(self.longest, 1, *chain.from_iterable(self._seen_lengths))
 
     @cached_property
     def most_tokens(self) -> int:
         """The most tokens of a step that is looked at."""
-        return max(1, *(sum(self.lengths(step)) for step in (*self.heaviest_steps, *self.timed_steps)))
+        return max(1, *map(sum, self._seen_lengths))
 
     @cached_property
     def lengths_differ(self) -> bool:
-        steps = {*self.heaviest_steps, *self.timed_steps}
-        return len({n for step in steps for n in self.lengths(step)}) > 1
+        return len(set(chain.from_iterable(self._seen_lengths))) > 1
 
     def lengths(self, step: int) -> Lengths:
         return tuple(int(n) for n in self.lengths_of_step(step))

@@ -4,7 +4,7 @@ Where a rank runs out of memory in the warm-up, they are halved, and the run beg
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -107,4 +107,4 @@ def keys_that_decide_rows(config: RunConfig) -> dict[str, Any]:
 
 def set_rows(config: RunConfig, rows: int) -> RunConfig:
     """Give training, and evaluations with "auto", these rows of a slot."""
-    return set_evaluation_rows(replace(config, context=replace(config.context, max_tokens_per_slot=rows)), rows)
+    return set_evaluation_rows(config.with_keys("context", max_tokens_per_slot=rows), rows)

@@ -6,7 +6,7 @@ from operator import itemgetter
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.plan import MicroBatch, Plan
-from longspan.plan.memory.memory_plan import any_choice_fits, largest_number_that_fits
+from longspan.plan.memory.memory_plan import any_choice_fits
 from longspan.resolve.facts import Facts
 from longspan.resolve.ways import UNIT, Way
 
@@ -48,7 +48,14 @@ def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     def fits(plan: Plan) -> bool:
         return any_choice_fits(way.memory_needs([plan]), budget, way.fixed_memory)
 
-    most = largest_number_that_fits(lambda units: fits(plan_of(units)), MOST_ROWS // unit)
+    # The number of units doubles until one does not fit; halving finds the last below that one.
+    most = 0
+    too_many = 1
+    while too_many < MOST_ROWS // unit and fits(plan_of(too_many)):
+        most, too_many = too_many, 2 * too_many
+    while most + 1 < too_many:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if fits(plan_of(middle)) else (most, middle)
     # attention may be shared in another way
     while most and not fits(way.choice.plan((most * unit * degree,), home)):
         most = max(0, most - 1 - most // 256)

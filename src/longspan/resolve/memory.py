@@ -3,24 +3,20 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
 from longspan.config.keys import AUTO
 from longspan.config.sections import ON_HOST, RunConfig, chooses_measures, given_checkpointing
 from longspan.errors import ConfigError, PlanError, plural
-from longspan.layout import Layout
-from longspan.plan import Cost, FixedMemory, MemorySettings
+from longspan.plan import Cost, FixedMemory, MemoryPlan, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
 from longspan.plan.memory.settings import UPDATES_PARTS, known_state_numbers
 from longspan.plan.shape.model_shape import QWEN3_8B
 
-if TYPE_CHECKING:
-    from longspan.plan import MemoryPlan
-
-
 KEY = "run.machine"
+_read_machine_once = cache(read_machine)
 
 
 def cost_without_model(config: RunConfig) -> Cost:
@@ -35,7 +31,7 @@ def read_run_machine(config: RunConfig) -> Machine | None:
     A file is read once: a run keeps its prices, whatever becomes of the file before the next evaluation. Raises
     ConfigError for a file that holds no machine.
     """
-    return _read_machine_once(config.run.machine) if config.run.machine else None
+    return _read_machine_once(config.run.machine, KEY) if config.run.machine else None
 
 
 def run_machine(config: RunConfig, *, gpu: bool) -> Machine:
@@ -51,7 +47,7 @@ def set_node_size(config: RunConfig, slots: int) -> RunConfig:
             f"context.node_size is {number}, and this world has {plural(slots, 'slot')} a host "
             f'(LOCAL_WORLD_SIZE / tp); use {slots}, or "{AUTO}", its default'
         )
-    return replace(config, context=replace(config.context, node_size=slots))
+    return config.with_keys("context", node_size=slots)
 
 
 def find_run_cost(
@@ -63,33 +59,14 @@ def find_run_cost(
     machine: Machine | None = None,
     slots: int = 0,
     target_share: float = 1.0,
-    memory: "MemoryPlan | None" = None,
+    memory: MemoryPlan | None = None,
 ) -> Cost:
     """Return what plans are priced by: the model on a machine (None: that of `run.machine`, else H200s or CPUs).
 
     The cost includes recomputation, and what FSDP2 gathers and sums over so many `slots` (0: nothing), as a
     plan of `memory` chose if given. `target_share` of rows predict. On CPUs `Cost.source` is "": no time is shown. A
-    model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
-    """
-    try:
-        settings = cost_settings_of_run(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
-        return (machine or run_machine(config, gpu=gpu)).cost(model_config, settings)
-    except PlanError as error:
-        log(f"plans are priced as for a Qwen3-8B: {error}")
-        return Cost() if gpu else replace(Cost(), source="")
-
-
-def cost_settings_of_run(
-    config: RunConfig,
-    *,
-    slots: int,
-    gpu: bool = True,
-    target_share: float = 1.0,
-    memory: "MemoryPlan | None" = None,
-) -> CostSettings:
-    """Return the settings of a run over `slots` slots that change its model's time; arguments as of `find_run_cost`.
-
-    Without `run.machine` a number counts two bytes, those of bfloat16, whatever the run computes in.
+    model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log. Without `run.machine`
+    a number counts two bytes, those of bfloat16, whatever the run computes in.
     """
     train = config.train
     parallel = config.parallel
@@ -111,12 +88,12 @@ def cost_settings_of_run(
         float8=bool(train.float8),
         compiled=train.compile if gpu else "none",
     )
-    return settings if memory is None else memory.cost_settings(settings)
-
-
-@cache
-def _read_machine_once(file: str) -> Machine:
-    return read_machine(file, KEY)
+    try:
+        settings = memory.cost_settings(settings) if memory else settings
+        return (machine or run_machine(config, gpu=gpu)).cost(model_config, settings)
+    except PlanError as error:
+        log(f"plans are priced as for a Qwen3-8B: {error}")
+        return Cost() if gpu else replace(Cost(), source="")
 
 
 def memory_settings_of_run(
@@ -133,17 +110,18 @@ def memory_settings_of_run(
     parallel = config.parallel
     computed = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     optimizer = config.optimizer
-    adapter_bytes = max(4, DTYPE_BYTES[config.model.dtype])  # adapters are in float32 at least
+    parameter_bytes = DTYPE_BYTES[config.model.dtype]
+    adapter_bytes = max(4, parameter_bytes)  # adapters are in float32 at least
     if state_numbers is None:
-        weight_bytes = adapter_bytes if config.lora.rank else DTYPE_BYTES[config.model.dtype]
+        weight_bytes = adapter_bytes if config.lora.rank else parameter_bytes
         state_numbers = known_state_numbers(optimizer.class_, optimizer.moments, weight_bytes)
     assert state_numbers is not None, optimizer.class_  # others are counted by `optimizer_state_numbers`
     return MemorySettings(
-        parameter_bytes=DTYPE_BYTES[config.model.dtype],
+        parameter_bytes=parameter_bytes,
         compute_bytes=DTYPE_BYTES[computed],
         state_numbers=state_numbers,
         muon=optimizer.class_ == "muon",
-        frozen_names=config.train.freeze,
+        frozen_names=train.freeze,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.target_modules,
         adapter_bytes=adapter_bytes,
@@ -162,19 +140,15 @@ def memory_settings_of_run(
         gpu=gpu,
         scan_kernels=computed == "bfloat16",
         encoder_rows=encoder_rows,
-        encoder_recomputed=config.encoder.activation_checkpointing,
+        encoder_recomputed=config.encoder.max_tokens > 0,
         encoder_trained=config.encoder.trainable or encoder_default(config),
     )
-
-
-def can_be_free(config: RunConfig, home: Layout) -> bool:
-    return home.slots > 1 and config.parallel.pp == config.parallel.ep == 1
 
 
 def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     """Read the keys of memory that are given by hand; None is what the plan of memory may choose."""
     train = config.train
-    by_hand = not chooses_measures(config.train, gpu=gpu)
+    by_hand = not chooses_measures(train, gpu=gpu)
     off = False if by_hand else None  # of a key that is not set
     # A class of another package may update the parts of a parameter together; adapters stay on the device.
     name = config.optimizer.class_

@@ -19,7 +19,7 @@ from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.evaluation import PartitionChoice, compare_degrees, compare_partitions
 from longspan.resolve.facts import Facts
 from longspan.resolve.text import RankedWay, planner_reason
-from longspan.resolve.ways import Given, Ranking, Way, rank_ways, set_usual_mode
+from longspan.resolve.ways import Ranking, Way, rank_ways, set_usual_mode
 
 PARTITION_STEPS = 4  # whose documents a hybrid's partition is chosen for
 
@@ -51,7 +51,7 @@ class Resolved:
     reasons: Reasons = field(default_factory=Reasons)
 
 
-def resolve(config: RunConfig, facts: Facts, given: Given | None = None) -> Resolved:
+def resolve(config: RunConfig, facts: Facts) -> Resolved:
     """Decide what a configuration leaves open: planner, degree, type, rows of a slot, mode, measures of memory.
 
     >>> resolve(config, Facts(home=Layout(8), machine=machine, model=model, lengths_of_step=lengths, steps=100)).config
@@ -60,33 +60,30 @@ def resolve(config: RunConfig, facts: Facts, given: Given | None = None) -> Reso
     the bytes, where nothing fits, ConfigError where no degree is possible.
     """
     config, partition = choose_partition(config, facts)
-    facts, unplanned = _leave_out_unknown_bytes(config, facts)
-    if is_open(config, facts):
-        resolved = settle(config, rank_ways(config, facts, given))
+    unplanned = ""
+    if facts.budget is not None:
+        facts, unplanned = _leave_out_unknown_bytes(config, facts)
+    rows_are_open = config.context.max_tokens_per_slot == AUTO
+    if leaves_plans_open(config) or rows_are_open or facts.budget is not None:
+        resolved = settle(config, rank_ways(config, facts))
     else:
         notes = list[str]()
         way = Way(set_usual_mode(config), facts)
         resolved = Resolved(way.config, None, way.cost(notes=notes), Reasons(notes=tuple(notes)))
-    notes = (*unplanned, *resolved.reasons.notes)
+    notes = (*filter(None, [unplanned]), *resolved.reasons.notes)
     reasons = replace(resolved.reasons, partition=partition, notes=notes)
     return resolve_evaluations(replace(resolved, reasons=reasons), facts)
 
 
-def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
-    """Without a budget where the model's bytes cannot be counted; also returns a line that says why."""
-    if facts.budget is None:
-        return facts, ()
+def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, str]:
+    """Without a budget where the model's bytes cannot be counted; also returns a line that says why, "" otherwise."""
     try:
         ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
     except PlanError as error:
-        line = f"memory: not planned, and the keys of [train] hold as they are: {error}"
-        return replace(facts, budget=None), (line,)
-    return facts, ()
-
-
-def is_open(config: RunConfig, facts: Facts) -> bool:
-    """Return whether planner, degree, rows, a mode that may be free or memory are left to be chosen."""
-    return leaves_plans_open(config) or config.context.max_tokens_per_slot == AUTO or facts.budget is not None
+        return replace(facts, budget=None), (
+            f"memory: not planned, and the keys of [train] hold as they are: {error}"
+        )
+    return facts, ""
 
 
 def leaves_plans_open(config: RunConfig) -> bool:
@@ -107,13 +104,13 @@ def settle(config: RunConfig, ranking: Ranking) -> Resolved:
     choice = best.way.choice
     notes = [*best.notes]
     if config.context.planner == AUTO and not choice.has_one_degree:
-        chosen = replace(chosen, context=replace(chosen.context, context_parallel_size=1))
+        chosen = chosen.with_keys("context", context_parallel_size=1)
     chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)
     ways = tuple(fit.ranked_way for fit in ranking.fits if fit.seconds is not None)
     if not leaves_plans_open(config) or best.way.facts.home.slots == 1:
         ways = ()
-    reasons = Reasons(ways=ways, notes=tuple(notes))
-    return Resolved(_follow_training(chosen), best.memory, best.way.cost(best.memory, notes), reasons)
+    cost = best.way.cost(best.memory, notes)
+    return Resolved(_follow_training(chosen), best.memory, cost, Reasons(ways=ways, notes=tuple(notes)))
 
 
 def _follow_training(config: RunConfig) -> RunConfig:
@@ -132,7 +129,7 @@ def _follow_training(config: RunConfig) -> RunConfig:
 def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
     """Put these rows of a slot in place of "auto" of evaluations, which keep less of a row than training."""
     if config.evaluation.max_tokens_per_slot == AUTO:
-        config = replace(config, evaluation=replace(config.evaluation, max_tokens_per_slot=rows))
+        config = config.with_keys("evaluation", max_tokens_per_slot=rows)
     sets = (
         replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.evaluation.sets
     )
@@ -141,6 +138,8 @@ def set_evaluation_rows(config: RunConfig, rows: int | str) -> RunConfig:
 
 def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
     """Choose degree, type and levels for every evaluation set whose degree is open."""
+    if not any(entry.context_parallel_size in (0, AUTO) for entry in resolved.config.evaluations):
+        return resolved
     entries = list[EvalConfig]()
     lines = list[str]()
     for entry in resolved.config.evaluations:
@@ -218,7 +217,7 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
 
 def set_default_partition(config: RunConfig) -> RunConfig:
     if config.context.partition == AUTO:
-        config = replace(config, context=replace(config.context, partition="contiguous"))
+        config = config.with_keys("context", partition="contiguous")
     return config
 
 
@@ -229,9 +228,11 @@ def _choose_fastest_partition(way: Way) -> PartitionChoice:
     steps = [facts.lengths(step) for step in range(min(PARTITION_STEPS, max(1, facts.steps)))]
 
     def predict_seconds(options: PlanOptions) -> float:
-        candidate = replace(choice, options=options)
-        if not candidate.allows(widest, facts.home):  # a later document may be long enough to need the widest group
+        if not options.allows(
+            widest, facts.home.tp
+        ):  # a later document may be long enough to need the widest group
             raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
+        candidate = replace(choice, options=options)
         return sum(candidate.plan(documents, facts.home).predicted_seconds for documents in steps)
 
     return compare_partitions(predict_seconds, choice.options)
@@ -245,7 +246,7 @@ def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) ->
         choice = PlannerConfig.evaluation(config, entry, heads=heads)
         if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
             return entry
-        allowed = trained.allows(choice.degree, home)
+        allowed = trained.options.allows(choice.degree, home.tp)
         return replace(entry, cp_comm_type=config.context.cp_comm_type) if allowed else entry
 
     return set_evaluations(config, map(set_type, config.evaluations))

@@ -6,10 +6,10 @@ by the heaviest steps, and the best of each planner and degree by the steps of `
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from heapq import nlargest
 from itertools import chain
 from operator import itemgetter
@@ -29,12 +29,11 @@ from longspan.plan import (
     MemoryPlan,
     MemorySettings,
     Plan,
-    choose_memory,
 )
-from longspan.plan.memory.memory_plan import leanest_plans, mean_step_seconds
+from longspan.plan.memory.memory_plan import choose_fastest_memory, leanest_plans
 from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import can_be_free, find_run_cost, fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.memory import find_run_cost, fixed_memory_keys, memory_settings_of_run
 from longspan.resolve.text import RankedWay
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
@@ -72,7 +71,7 @@ class Way:
         return replace(self.with_context(cp_comm_type="p2p"), is_ring=True)
 
     def with_context(self, **keys: Any) -> "Way":
-        return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
+        return replace(self, config=self.config.with_keys("context", **keys))
 
     @cached_property
     def choice(self) -> PlannerConfig:
@@ -81,15 +80,22 @@ class Way:
         facts = self.facts
         if config.context.node_size == AUTO:
             node_size = max(1, facts.machine.node_size // facts.home.tp)
-            config = replace(config, context=replace(config.context, node_size=node_size))
+            config = config.with_keys("context", node_size=node_size)
         return PlannerConfig.training(config, cost=self.cost(), heads=facts.heads)
 
     def cost(self, memory: MemoryPlan | None = None, notes: list[str] | None = None) -> Cost:
         """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
         facts = self.facts
-        log = (notes if notes is not None else list[str]()).append
-        settings: Any = {"slots": facts.home.slots, "target_share": facts.target_share, "memory": memory}
-        return find_run_cost(self.config, facts.model, log, gpu=facts.gpu, machine=facts.machine, **settings)
+        return find_run_cost(
+            self.config,
+            facts.model,
+            (list[str]() if notes is None else notes).append,
+            gpu=facts.gpu,
+            machine=facts.machine,
+            slots=facts.home.slots,
+            target_share=facts.target_share,
+            memory=memory,
+        )
 
     @cached_property
     def memory_settings(self) -> MemorySettings:
@@ -97,9 +103,9 @@ class Way:
         facts = self.facts
         most = self.config.encoder.max_tokens
         rows = math.ceil(UNEVEN * facts.image_rows / facts.home.slots)
-        rows = min(rows, most or rows)
-        numbers = facts.state_numbers
-        settings = memory_settings_of_run(self.config, gpu=facts.gpu, encoder_rows=rows, state_numbers=numbers)
+        settings = memory_settings_of_run(
+            self.config, gpu=facts.gpu, encoder_rows=min(rows, most or rows), state_numbers=facts.state_numbers
+        )
         return replace(settings, scan_kernels=settings.scan_kernels and facts.scan_kernels)
 
     @property
@@ -107,16 +113,12 @@ class Way:
         return fixed_memory_keys(self.config, gpu=self.facts.gpu)
 
     @cached_property
-    def _plans(self) -> dict[int, Plan]:
-        return {}
+    def _plan_once(self) -> Callable[[int], Plan]:
+        return cache(partial(self.facts.plan_step, self.choice))
 
     def plan_steps(self, steps: Sequence[int]) -> list[Plan]:
         """Plan steps as training does; each is planned once."""
-        plans = self._plans
-        for step in steps:
-            if step not in plans:
-                plans[step] = self.facts.plan_step(self.choice, step)
-        return [plans[step] for step in steps]
+        return list(map(self._plan_once, steps))
 
     def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
         facts = self.facts
@@ -124,17 +126,19 @@ class Way:
 
     def choose_memory(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
         """Choose the fastest plan of memory that fits all these plans. Raises PlanError, with the bytes."""
-        facts = self.facts
-        run: Any = (facts.model, facts.home, list(plans), self.memory_settings, budget, facts.machine)
-        return choose_memory(*run, fixed=self.fixed_memory)
+        return choose_fastest_memory(self.memory_needs(plans), budget, self.fixed_memory)
 
     def step_seconds(self, plans: Sequence[Plan], memory: MemoryPlan | None) -> float:
+        """Return the mean seconds of a step over some plans: those by a cost, and those that its settings leave out.
+        What layers add in the largest micro-batch, which has `memory.rows` rows a slot, is scaled to a step's tokens.
+        """
         if memory is None:
             return mean(plan.predicted_seconds for plan in plans)
-        facts = self.facts
-        needs = self.memory_needs(plans)
-        cost = self.cost(memory).shared_by(facts.home.tp)
-        return mean_step_seconds(facts.model, plans, memory, needs, facts.machine, cost)
+        home = self.facts.home
+        cost = self.cost(memory).shared_by(home.tp)
+        layer_seconds = self.memory_needs(plans).prices.seconds_beyond_settings(memory)
+        token_seconds = layer_seconds / (memory.rows * home.slots)
+        return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens for plan in plans)
 
     def fullest_plans(self, *, rows_open: bool) -> list[Plan]:
         """The plans of coming steps that need most memory, and one that fills every slot where not all are seen.
@@ -187,7 +191,7 @@ class Way:
         """
         choice = self.choice
         home = self.facts.home
-        unit = 2 * self.choice.options.row_multiple
+        unit = 2 * choice.options.row_multiple
         longest = self.facts.longest_document
         least = _round_up(-(-longest // choice.widest_even_degree(home)), unit)
         degree = max(choice.degree, 1) if choice.has_one_degree else 1
@@ -202,9 +206,7 @@ class Way:
 
 def set_usual_mode(config: RunConfig) -> RunConfig:
     """Put lockstep in place of a mode "auto"."""
-    return (
-        replace(config, context=replace(config.context, mode="lockstep")) if config.context.mode == AUTO else config
-    )
+    return config.with_keys("context", mode="lockstep") if config.context.mode == AUTO else config
 
 
 def _round_up(rows: int, unit: int) -> int:
@@ -334,14 +336,16 @@ def _best_fit_of_layout(layout: Way) -> Fit:
     way = replace(layout, config=set_usual_mode(layout.config))
     rows_open = context.max_tokens_per_slot == AUTO
     ways = _sort_by_rows(way) if rows_open else [way]
-    fits = (_fit_run(way, rows_open=rows_open) for way in ways)
     tried = list[Fit]()
-    for fit in fits:
+    for way in ways:
+        fit = _fit_run(way, rows_open=rows_open)
         tried.append(fit)
         if fit.seconds is not None:
             break
     fit = min(tried, key=lambda fit: fit.rank)
-    if context.mode != AUTO or fit.seconds is None or not (facts.gpu and can_be_free(layout.config, facts.home)):
+    parallel = layout.config.parallel
+    can_be_free = facts.gpu and facts.home.slots > 1 and parallel.pp == parallel.ep == 1
+    if context.mode != AUTO or fit.seconds is None or not can_be_free:
         return fit
     free = _fit_run(fit.way.with_context(mode="free"), rows_open=rows_open)
     return min(fit, free, key=lambda fit: fit.rank)
@@ -375,24 +379,32 @@ def _list_layouts(config: RunConfig, facts: Facts, given: Given) -> Iterator[Way
     planners = (
         [context.planner] if given.planner else [*dict.fromkeys(("dynamic", "fixed", "padded", context.planner))]
     )
+    planners = [planner for planner in planners if planner != AUTO or given.planner]
     for home_config, home in _homes_with_expert_degrees(config, facts, given):
         way = Way(home_config, facts.on_home(home))
-        named = [replace(way.choice, planner=planner) for planner in planners if planner != AUTO or given.planner]
-        for choice in (
-            one for open_choice in named for one in list_choices(open_choice, home, facts.lengths_differ)
-        ):
-            sizes = choice.options.hierarchical_context_parallel_sizes or 0
-            keys = {"planner": choice.planner, "hierarchical_context_parallel_sizes": sizes}
-            yield way.with_context(**keys, context_parallel_size=choice.degree)
+        for planner in planners:
+            for choice in list_choices(replace(way.choice, planner=planner), home, facts.lengths_differ):
+                yield way.with_context(
+                    planner=choice.planner,
+                    context_parallel_size=choice.degree,
+                    hierarchical_context_parallel_sizes=choice.options.hierarchical_context_parallel_sizes or 0,
+                )
 
 
-def fastest_plan(choice: PlannerConfig, lengths: Sequence[int], home: Layout) -> Plan:
+def fastest_plan(
+    choice: PlannerConfig,
+    lengths: Sequence[int],
+    home: Layout,
+    *,
+    targets: int | None = None,
+    parents: Sequence[int] | None = None,
+) -> Plan:
     """Plan documents by what a choice leaves open: the fastest planner and degree. Raises PlanError where none can."""
     plans = list[tuple[float, Plan]]()
     refusal = None
     for one in list_choices(choice, home, len(set(lengths)) > 1):
         try:
-            plan = one.plan(lengths, home)
+            plan = one.plan(lengths, home, targets=targets, parents=parents)
         except PlanError as error:
             refusal = error
         else:
@@ -410,6 +422,6 @@ def _homes_with_expert_degrees(config: RunConfig, facts: Facts, given: Given) ->
     ep = max(d for d in range(1, MOST_EP + 1) if copy_slots % d == 0 and facts.expert_count % d == 0)
     if ep == 1:
         return
-    changed = replace(config, parallel=replace(config.parallel, ep=ep))
+    changed = config.with_keys("parallel", ep=ep)
     with suppress(LongspanError):  # a degree that does not suit the others
         yield changed, home_of(changed.parallel, len(facts.home.ranks))

@@ -13,7 +13,7 @@ from longspan.checkpoint.files import require_local_root
 from longspan.config.defaults import encoder_is_given, loss_arguments
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
-from longspan.config.plan_section import EvalConfig
+from longspan.config.plan_section import EvalConfig, name_of_key
 from longspan.config.sections import (
     RANDOM,
     BestFigure,
@@ -72,6 +72,11 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_precision(config)
     if config.train.loss or config.train.loss_arguments:
         loss_arguments(config.train)
+        if not config.train.loss and config.model.num_labels != 1:
+            raise ConfigError(
+                f"train.loss_arguments has {config.train.loss_arguments[0]}, which needs model.num_labels 1, and "
+                f"model.num_labels is {config.model.num_labels}"
+            )
     if home.ep > 1:
         check_parallel(home)
     if config.encoder.tp > 1:
@@ -261,6 +266,7 @@ def check_parallel(home: Layout) -> None:
 
 def check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
+    named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
     if not config.train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(optimizer, config.train.steps)
     if optimizer.class_ != "adamw" or optimizer.arguments:
@@ -281,7 +287,6 @@ def check_optimizer(config: RunConfig) -> None:
                 f"optimizer.moments is {optimizer.moments!r}, {EIGHT_BIT_NEEDS}; optimizer.arguments are "
                 f"{list(optimizer.arguments)}: leave one of both out"
             )
-        named_groups = [*map(NamedGroup.from_text, optimizer.groups)]
         groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay, None, named_groups)
         choice.build(groups)  # does it accept its arguments?
     keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
@@ -319,9 +324,9 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
                 f"leave {entry.prefix}context_parallel_size out"
             )
     for choice, cut_by, limit in _choices_and_limits(config, training=training):
-        check_planner_exists(choice.planner, f"{choice.prefix}planner")
-        for kind in choice.comm_types:
-            _check_known_or_dotted(f"{choice.prefix}cp_comm_type", kind, COMM_TYPES)
+        check_planner_exists(choice.planner, name_of_key(choice.prefix, "planner"))
+        for kind in choice.options.types:
+            _check_known_or_dotted(name_of_key(choice.prefix, "cp_comm_type"), kind, COMM_TYPES)
         if choice.has_one_degree and choice.degree and home.slots % choice.degree:  # degree 0 is chosen later
             ranks = choice.degree * home.tp * home.pp
             raise ConfigError(
@@ -375,12 +380,11 @@ def _check_document_fits(choice: PlannerConfig, cut_by: str, home: Layout, longe
             raise
         # `wider`: the key that lets the document have more slots
         rows = -(-longest // home.slots)
-        section = choice.prefix.partition(".")[0]  # a set has the planner of [evaluation]
         wider = ""
         if choice.has_one_degree and 0 < choice.degree < home.slots:
-            wider = f' ({choice.degree_key} = {home.slots} or {section}.planner = "dynamic")'
+            wider = f' ({choice.degree_key} = {home.slots} or {name_of_key(choice.prefix, "planner")} = "dynamic")'
         elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
-            wider = f" ({section}.max_dynamic_context_parallel_size = 0)"
+            wider = f" ({name_of_key(choice.prefix, 'max_dynamic_context_parallel_size')} = 0)"
         raise ConfigError(
             f"{error}. It needs {rows:,} rows of each of all {plural(home.slots, 'slot')}{wider}; {cut_by} cuts longer "
             "texts"

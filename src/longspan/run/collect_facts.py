@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from longspan.comm import World
-from longspan.config.defaults import loss_text
+from longspan.config.defaults import loss_arguments, loss_text
 from longspan.config.sections import NamedGroup
 from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
@@ -39,9 +39,11 @@ def collect_facts(run: TrainingRun) -> RunFacts:
     # One that began at this session's step, or later, is left out: its steps are repeated.
     sessions = (*(session for session in earlier if session[0] < run.done), (run.done, len(home.ranks)))
     sizes = _count_parameters(run)
+    names_parameters = run.config.optimizer.groups or run.config.train.freeze
+    by_pattern = _count_by_pattern(run) if names_parameters else {}
     date, command = time_and_command()
     return RunFacts(
-        lines=tuple(_fact_lines(run, *sizes, sessions, _count_by_pattern(run))),
+        lines=tuple(_fact_lines(run, *sizes, sessions, by_pattern)),
         parameters=sizes[0],
         parameters_of_rank=sizes[1],
         trained=sizes[2],
@@ -93,7 +95,7 @@ def _fact_lines(
     words += ["sequence-parallel"] * config.parallel.sequence_parallel
     yield "layout", ", ".join([f"{slots} for the documents", *words])
     kernels = "; ".join(execution.kernels) or "chosen in the first pass"
-    yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
+    yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.options.types))}; kernel {kernels}"
     depths = f"{plural(mtp.num_layers, 'depth')} of multi-token prediction, loss weight {mtp.loss_scaling_factor:g}"
     optional = {
         "frozen": execution.frozen,
@@ -177,8 +179,6 @@ def _count_by_pattern(run: TrainingRun) -> dict[str, int]:
     """The parameters of each entry of optimizer.groups and train.freeze, of the whole model; entered by all ranks."""
     groups = {text: NamedGroup.from_text(text) for text in run.config.optimizer.groups}
     frozen = run.config.train.freeze
-    if not groups and not frozen:
-        return {}
     names = names_of_parameters(run.model)
     counts = Counter[str]()
     for parameter in counted_parameters(run.model):
@@ -213,9 +213,9 @@ def _scores_text(run: TrainingRun, columns: int) -> str:
     from longspan.train.terms.scores import usual_problem
 
     scores = run.config.model.num_labels
-    coefficient = run.config.train.center_rewards_coefficient
     loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, columns)
     if run.corpus.unit > 1:
+        coefficient = loss_arguments(run.config.train)["center_rewards_coefficient"]
         loss = "-log σ(chosen - rejected - margin)"
         loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""
     return f"{plural(scores, 'score')} of the last token before padding (id {run.corpus.pad}); loss: {loss}"

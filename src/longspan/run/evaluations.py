@@ -18,6 +18,7 @@ from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.model.stock_copy import StockCopy
+from longspan.plan.shape.positions import position_limit
 from longspan.resolve.choice import PlannerConfig, degrees_to_compare
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
@@ -33,12 +34,13 @@ def open_prompts(run: TrainingRun) -> Sequence[Prompt]:
 
     Raises DataError for prompts that cannot be read, ModelError for a model of which there is no stock copy.
     """
-    file = run.config.evaluation.prompts
-    if not file:
-        return ()
     StockCopy(run.model, run.world)
-    read = partial(read_prompt_rows, Path(file))
-    return run_on_first_rank(run.world, lambda: encode_prompts(read(), load_tokenizer(run.dir)), DataError)
+    file = Path(run.config.evaluation.prompts)
+
+    def read_prompts() -> list[Prompt]:
+        return encode_prompts(read_prompt_rows(file), load_tokenizer(run.dir), position_limit(run.model.config))
+
+    return run_on_first_rank(run.world, read_prompts, DataError)
 
 
 @dataclass(frozen=True)
@@ -106,26 +108,21 @@ class Evaluations:
     def list_work(self) -> Iterator[tuple[int, int, int]]:
         """Yield of each set what `ProgressDisplay.set_length` takes."""
         for entry in self.run.sets:
-            first = self.run.evaluation_choice(entry.config)
-            at_end = 1 + sum(choice.degree != first.degree for choice in self._list_other_choices(entry))
+            choice = self.run.evaluation_choice(entry.config)
+            # held-out documents are evaluated at every degree
+            degrees = () if entry.name else degrees_to_compare(self.run.world.home, choice)
+            at_end = len({choice.degree, *degrees})
             yield int(sum(entry.documents.lengths)), entry.config.every, at_end
 
-    def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlannerConfig]:
-        """Of held-out documents the choices at 1, 2, 4, … and all slots, as far as heads allow, under caps that hold
-        the documents.
-        """
-        if entry.name:
-            return ()
-        choice = self.run.evaluation_choice(entry.config)
-        longest = max(entry.documents.lengths)
-        return [choice.at_degree(d, longest=longest) for d in degrees_to_compare(self.run.world.home, choice)]
-
     def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        first = self._evaluate_set(entry, self.run.evaluation_choice(entry.config), done)
+        """Held-out documents at 1, 2, 4, … and all slots too, as far as heads allow, under caps that hold them."""
+        choice = self.run.evaluation_choice(entry.config)
+        first = self._evaluate_set(entry, choice, done)
         yield first
-        for other_choice in self._list_other_choices(entry):
-            if first is None or other_choice.degree != first.cp:
-                yield self._evaluate_set(entry, other_choice, done)
+        for degree in () if entry.name else degrees_to_compare(self.run.world.home, choice):
+            if first is None or degree != first.cp:
+                at_degree = choice.at_degree(degree, longest=max(entry.documents.lengths))
+                yield self._evaluate_set(entry, at_degree, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlannerConfig, done: int) -> Evaluation | None:
         degree = f"at cp {choice.degree}" if choice.has_one_degree else f"by {choice.planner} plans"

@@ -24,10 +24,11 @@ from longspan.comm.all_ranks import (
 )
 from longspan.comm.device_memory import peak_memory_bytes
 from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError, LongspanError, RunFolderError
+from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
+from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.resolve.choice import plan_steps
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final, open_prompts
@@ -40,7 +41,6 @@ from longspan.run.records import Records, open_records, record_start_seconds, sa
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, check_free_disk, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.shared_prefixes import shared_line
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
@@ -84,24 +84,28 @@ class Steps:
         seconds = time.perf_counter() - started
         if profiles is None or step + 1 not in profiles.steps:
             self._slow_slots.add_ratio(result.slot_ratio)
-        row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
-        row |= {
+        row = {
+            "step": step + 1,
+            "loss": result.loss,
+            "tokens": result.tokens,
+            "targets": result.targets,
             "grad_norm": result.grad_norm,
             "lr": Schedule.of(run.config.optimizer, run.config.train.steps).lr_at(step),
             "seconds": round(seconds, 6),
-        }
-        row |= {
             "tokens_per_second": round(result.tokens / seconds, 3),
             "memory_bytes": peak_memory_bytes(run.world.device),
+            "micro_batches": result.micro_batches,
+            "efficiency": round(plan.efficiency, 6),
+            **result.figures,
+            "groups": group_counts(plan),
         }
-        row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
-        row |= result.figures
-        row["groups"] = group_counts(plan)
         if len(run.order.stream.sources) > 1:
             row["source_tokens"] = run.order.source_tokens(step)
         if plan.parents is not None:
             row["spared_tokens"] = plan.spared_rows
-            self._say_what_is_shared(plan, step + 1)
+            if not self._said_what_is_shared:
+                self._log(f"step {step + 1}: {shared_line(plan, run.figures.shape)}")
+            self._said_what_is_shared = True
         images = [item.rows for item in getattr(documents, "items", ())]  # texts alone have no items
         row |= run.figures.step_figures(plan, seconds, images, result.encoders)
         if result.router is not None:
@@ -110,11 +114,6 @@ class Steps:
         if profiles is not None:
             profiles.write_files()
         return row | self._allocator.count_step_retries(), plan
-
-    def _say_what_is_shared(self, plan: Plan, step: int) -> None:
-        if not self._said_what_is_shared:
-            self._log(f"step {step}: {shared_line(plan, self._run.figures.shape)}")
-        self._said_what_is_shared = True
 
     def agree_after_step(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
         """Return what the ranks agree on after a step, by one message if none received a signal or failed."""
@@ -140,6 +139,24 @@ class Steps:
         return Agreement(stopped, save_on, bool(minutes))
 
 
+def shared_line(plan: Plan, shape: ModelShape | None) -> str:
+    """Say what a step whose documents share prefixes computes once (docs/shared-prefixes.md)."""
+    parents = plan.parents or ()
+    whole = plan.whole_documents
+    branches = [document for document in whole if parents[document] >= 0]
+    prefixes = [document for document in range(len(parents)) if document not in set(whole)]
+    families = sum(parents[prefix] < 0 for prefix in prefixes)
+    rows = sum(plan.lengths[prefix] for prefix in prefixes)
+    line = (
+        f"{plural(len(branches), 'document')} in {families} {'family' if families == 1 else 'families'}: {rows:,} of "
+        f"{plan.tokens + plan.spared_rows:,} tokens are computed once for all that begin with them"
+    )
+    if shape is not None:
+        separate = model_flops(shape, [plan.path_lengths[document] for document in whole])
+        line += f", {separate / model_flops(shape, plan.lengths, bases=plan.bases):.1f} times fewer operations"
+    return line
+
+
 def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:
     """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
@@ -160,7 +177,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         )
         run = set_up(config, world, display.log, starts, stop.stop_reason)
         with open_records(run, classes, display.log) as records:
-            evaluations = Evaluations(run, display, records, stop, open_prompts(run))
+            prompts = open_prompts(run) if config.evaluation.prompts else ()
+            evaluations = Evaluations(run, display, records, stop, prompts)
             display.set_length(run.config.train.steps, evaluations.list_work())
             result = _Loop(run, display, records, evaluations, starts).train(stop)
         write_facts(run, "summary.json", result.summary())

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,23 +64,28 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
     world = run.world
     first = is_first_rank(run.world)
     facts = collect_facts(run)
-    metrics_file, plans_file = (run.dir / name if first else None for name in ("metrics.jsonl", "plans.jsonl"))
-    completions_file = run.dir / COMPLETIONS if first and run.config.evaluation.prompts else None
     if run.done < run.config.train.steps:
         # a report would take the summary of an earlier end for this run's
         run_on_first_rank(world, partial((run.dir / "summary.json").unlink, missing_ok=True), RunFolderError)
         write_facts(run, "run.json", asdict(facts))
         log(facts.text())
-    open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
-    with run_on_every_rank(world, open_loggers, ConfigError) as loggers:
-        open_metrics = partial(MetricsLog, metrics_file, after_step=run.done, loggers=loggers)
-        open_plans = partial(PlanLog, plans_file, after_step=run.done)
-        open_completions = partial(CompletionsLog, completions_file, after_step=run.done, loggers=loggers)
-        with (
-            run_on_every_rank(world, open_metrics, RunFolderError) as metrics,
-            run_on_every_rank(world, open_plans, RunFolderError) as plans,
-            run_on_every_rank(world, open_completions, RunFolderError) as completions,
-        ):
+    loggers = None
+    if run.config.run.loggers:
+        open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
+        loggers = run_on_every_rank(world, open_loggers, ConfigError)
+    metrics_file, plans_file = (run.dir / name if first else None for name in ("metrics.jsonl", "plans.jsonl"))
+    completions_file = run.dir / COMPLETIONS if first and run.config.evaluation.prompts else None
+    with loggers or nullcontext():
+        metrics, plans, completions = run_on_every_rank(
+            world,
+            lambda: (
+                MetricsLog(metrics_file, after_step=run.done, loggers=loggers),
+                PlanLog(plans_file, after_step=run.done),
+                CompletionsLog(completions_file, after_step=run.done, loggers=loggers),
+            ),
+            RunFolderError,
+        )
+        with metrics, plans, completions:
             yield Records(run, metrics, plans, completions)
 
 

@@ -23,7 +23,7 @@ from longspan.corpus.build import (
     open_or_build_run_corpus,
     open_shared_corpus,
 )
-from longspan.corpus.recipe import CorpusSettings
+from longspan.corpus.recipe import CorpusSettings, find_kinds
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.run_order import documents_line, make_step_order
@@ -202,27 +202,24 @@ def open_data(
 ) -> RunData:
     """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, if there is one."""
 
-    def list_files() -> None:
+    def check_rows_of_sets() -> None:
         for entry in config.evaluation.sets:
-            _corpus_settings(config, entry).find_source_files(Path(config.run.dir))
+            settings = _corpus_settings(config, entry)
+            find_kinds(settings, settings.find_source_files(Path(config.run.dir)))
 
-    def load_metrics_of_sets() -> dict[str, dict[str, Metric]]:
-        metrics = dict[str, dict[str, Metric]]()
-        for entry in (held_out_set(config), *config.evaluation.sets):
-            metrics[entry.name] = {}
-            if not entry.metrics:
-                continue
-            metrics[entry.name] = load_metrics(entry.metrics, entry.metrics_key)
-            try:
-                check_metric_names(metrics[entry.name])
-            except EvaluationError as error:
-                raise ConfigError(f"{entry.metrics_key}: {error}") from error
+    def load_own_metrics() -> dict[str, Metric]:
+        key = "evaluation.metrics"
+        metrics = load_metrics(config.evaluation.metrics, key)
+        try:
+            check_metric_names(metrics)
+        except EvaluationError as error:
+            raise ConfigError(f"{key}: {error}") from error
         return metrics
 
     # before a corpus is built
     if config.evaluation.sets:
-        run_on_first_rank(world, list_files, DataError)
-    metrics = run_on_every_rank(world, load_metrics_of_sets, ConfigError)
+        run_on_first_rank(world, check_rows_of_sets, DataError)
+    metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
@@ -231,8 +228,7 @@ def open_data(
 
     def add_images() -> tuple[EvaluationSet, ...]:
         return tuple(
-            replace(s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics[s.config.name])
-            for s in sets
+            replace(s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics) for s in sets
         )
 
     sets = run_on_every_rank(world, add_images, DataError)

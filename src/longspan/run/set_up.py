@@ -23,16 +23,16 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.build import check_ids_in_vocabulary
 from longspan.data.documents import CorpusDocuments
-from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, source_lines
+from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, share_none, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
 from longspan.files import read_json, write_atomically
 from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
-from longspan.model.seams.call_rules import refuse_randomness
+from longspan.model.seams.call_rules import call_rules, refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
-from longspan.model.weights.tokenizer_files import GENERATION, copy_generation_settings, read_stop_token_ids
+from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import keep_rows, read_kept_rows, set_rows
@@ -41,7 +41,6 @@ from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
-from longspan.run.shared_prefixes import share_by_model
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
 from longspan.train.run_depths import depths_line
@@ -83,10 +82,11 @@ def write_model_files(
     config.dtype = dtype
     with no_progress_bars():
         config.save_pretrained(directory)
-    # model.config may name a file: generation_config.json is looked for beside it; a preset has none
-    copy_generation_settings(
-        (source.parent if source.is_file() else source) if settings.source else None, directory
-    )
+    if settings.source:  # model.config may name a file: generation_config.json is looked for beside it
+        folder = source.parent if source.is_file() else source
+        replace_with_copy(folder / GENERATION, directory / GENERATION)
+    else:
+        (directory / GENERATION).unlink(missing_ok=True)
     stops, missing = _add_stops(directory, config, ends)
     if missing:
         name = settings.source or settings.preset_name
@@ -143,8 +143,7 @@ def set_up_model(
     def load() -> Any:
         if resumed and not config.lora.rank:
             return make_model_without_weights(config, configuration=configuration, images=images)
-        vocabulary = _corpus_vocabulary_size(data, config)
-        return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
+        return load_run_model(config, configuration, images=images)
 
     with silence_warnings_of_other_ranks(world):
         model = run_on_every_rank(world, load, ModelError)
@@ -163,13 +162,9 @@ def set_up_model(
     return prepared
 
 
-def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
-    return data.corpus.manifest.tokenizer_size if config.data.tokenizer else config.data.vocab_size
-
-
 def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
     """Return the model's configuration for this vocabulary and the longest document; ConfigError for misfits."""
-    vocabulary = _corpus_vocabulary_size(data, config)
+    vocabulary = data.corpus.manifest.tokenizer_size if config.data.tokenizer else config.data.vocab_size
     configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
     for corpus in (
         data.corpus,
@@ -181,8 +176,8 @@ def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLi
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
-# A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
-_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache_dir", "data.share_prefixes")
+# A checkpoint holds the parameters in model.dtype.
+_FREE_KEYS = ("model.compute_dtype", "model.download", "data.share_prefixes")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
 _FIXED_KEYS += ("train.freeze", "train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
 
@@ -297,9 +292,7 @@ def open_run_documents(
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; return its configuration, the one to write as config.toml, and the data."""
     if state and config.evaluation.documents == AUTO:
-        config = replace(
-            config, evaluation=replace(config.evaluation, documents=state["config"]["evaluation"]["documents"])
-        )
+        config = config.with_keys("evaluation", documents=state["config"]["evaluation"]["documents"])
     node_size = config.context.node_size
     config = set_node_size(config, world.node_size)
     set_world_machine(world, partial(read_run_machine, config), KEY)
@@ -314,7 +307,7 @@ def open_run_documents(
             log(line)
         run_on_first_rank(world, partial(keep_base, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
-    config = replace(config, evaluation=replace(config.evaluation, documents=data.order.held_out_texts))
+    config = config.with_keys("evaluation", documents=data.order.held_out_texts)
     config = set_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     # not node_size: a run that goes on may be on other hosts
@@ -404,7 +397,10 @@ def set_up(
     has_references = open_references(compared, config, world) if compared else True
     reads_checkpoint = checkpoint is not None and has_references
     model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
-    share_by_model(data.order, model, log)
+    if data.order.sharing is not None:
+        rules = call_rules(find_language_model(model))
+        data.order.length_limits = rules.length_limits
+        share_none(data.order, log, *rules.separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model, memory=memory)

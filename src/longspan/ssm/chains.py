@@ -14,7 +14,7 @@ import torch
 
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.channel import Channel
-from longspan.layout.segments import Flags, Integers, expand_runs
+from longspan.layout.segments import Flags, Integers
 from longspan.ssm.kernels.call import LocalRuns
 
 
@@ -99,41 +99,23 @@ class Chains:
     def local_chains(self) -> Integers:
         """The chains of two runs or more in which this member has one: (chains, most runs) of indices of runs.
 
-        −1 stands past a chain's end. Longer chains come first, so that those with a run at a place are the first few.
+        A chain leads to each run that is the last of one. −1 stands past its end. Longer chains come first, so that
+        those with a run at a place are the first few.
         """
         runs = self.runs
-        if self.part.group.parents is not None:
-            return self._list_paths()
-        first_runs = np.flatnonzero(runs.place == 0)
-        sizes = np.diff(np.append(first_runs, len(runs.place)))
-        is_local = np.zeros(len(first_runs), dtype=bool)
-        is_local[np.searchsorted(first_runs, self.local_indices, side="right") - 1] = True
-        chain_numbers = np.flatnonzero(is_local & (sizes > 1))
-        chain_numbers = chain_numbers[np.argsort(-sizes[chain_numbers], kind="stable")]
-        first_runs = first_runs[chain_numbers]
-        sizes = sizes[chain_numbers]
-        table = np.full((len(chain_numbers), int(sizes.max(initial=0))), -1, dtype=np.int64)
-        table_row = np.repeat(np.arange(len(chain_numbers)), sizes)
-        place = expand_runs(np.zeros_like(chain_numbers), sizes)
-        table[table_row, place] = expand_runs(first_runs, first_runs + sizes)
-        return table
-
-    def _list_paths(self) -> Integers:
-        """`local_chains` where documents share prefixes: a chain for each last run, from the first run on."""
-        before = self.runs.before.tolist()
-        is_local = (self.local_number_of_run >= 0).tolist()
-        paths = list[list[int]]()
-        for run in np.flatnonzero(self.runs.last & (self.runs.place > 0)).tolist():
-            path = [run]
-            while before[path[-1]] >= 0:
-                path.append(before[path[-1]])
-            if any(is_local[run] for run in path):
-                paths.append(path[::-1])
-        paths.sort(key=len, reverse=True)
-        table = np.full((len(paths), max(map(len, paths), default=0)), -1, dtype=np.int64)
-        for row, path in zip(table, paths, strict=True):
-            row[: len(path)] = path
-        return table
+        last = np.flatnonzero(runs.last & (runs.place > 0))
+        last = last[np.argsort(-runs.place[last], kind="stable")]
+        table = np.full((len(last), int(runs.place.max(initial=0)) + 1), -1)
+        chain = np.arange(len(last))
+        run = last
+        while len(chain):
+            table[chain, runs.place[run]] = run
+            run = runs.before[run]
+            chain = chain[run >= 0]
+            run = run[run >= 0]
+        is_local = (table >= 0) & (self.local_number_of_run[table] >= 0)
+        table = table[is_local.any(1)]
+        return table[:, (table >= 0).any(0)]
 
     @cached_property
     def local_places(self) -> range:

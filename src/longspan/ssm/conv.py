@@ -35,15 +35,16 @@ class Halo:
 
     `rows` are the local rows that leave, `sends[m]` of them to member m, one member after another; `receives[m]` rows
     arrive from m. A row that this member needs and holds itself goes the same way. `before` says where arrived rows lie
-    before each run; `isolated` is the same with zeros in their place, for the convolution that runs while rows travel;
-    `first` are the first rows of runs, which read the arrived ones and are written again. Every member works out the
-    needs of all, in one order, so that no member has to ask.
+    before each run; `first` are the first rows of runs, which read the arrived ones and are written again. Every member
+    works out the needs of all, in one order, so that no member has to ask.
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
         self._runs = chains.runs
         self._group = chains.part.group
-        self._bases = np.asarray(self._group.bases, dtype=np.int64)[chains.runs.document]
+        self._starts = chains.runs.start  # positions, behind the rows of documents that a run's continues
+        if self._group.parents is not None:
+            self._starts = self._starts + np.asarray(self._group.bases)[chains.runs.document]
         self._width = width
         self._device = chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
@@ -60,7 +61,6 @@ class Halo:
         self.travels: bool = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
         arrived = self._arrival_table(chains, owners[me])
         self.before: RowsBefore = self._lay_out_runs(chains.lengths, arrived)
-        self.isolated: RowsBefore = self._lay_out_runs(chains.lengths, np.full_like(arrived, -1))
         self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
@@ -70,7 +70,7 @@ class Halo:
         """
         runs = self._runs
         local = self._runs.member_runs(member)
-        start = runs.start[local] + self._bases[local]
+        start = self._starts[local]
         first_position = np.maximum(start - self._width, 0)
         position = expand_runs(first_position, start)
         document = np.repeat(runs.document[local], start - first_position)
@@ -92,13 +92,12 @@ class Halo:
         `owners` are the members that send the rows, run by run; rows arrive ordered by owner. A run near its document's
         start has fewer rows before it: these take its last columns.
         """
-        runs = self._runs
         local_indices = chains.local_indices
         width = self._width
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
         table = np.full((len(local_indices), width), -1, dtype=np.int64)
-        sizes = np.minimum((runs.start + self._bases)[local_indices], width)
+        sizes = np.minimum(self._starts[local_indices], width)
         table[np.arange(width) >= width - sizes[:, None]] = arrived
         return table
 
@@ -195,7 +194,7 @@ class _CausalConv(torch.autograd.Function):
             halo = find_halo(part_chains, width)
             y = x_part
             if len(x_part):
-                y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated)
+                y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.before)
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(arrived_rows):
                 kernel.write_first_outputs(y, x_part, arrived_rows, convolution, halo.first)

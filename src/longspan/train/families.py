@@ -1,9 +1,9 @@
-"""Which documents of a step share prefixes where nobody said so: those for which model and planner are exact."""
+"""Which documents of a step share prefixes where nobody said so: those for which it is exact, and faster."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from torch import nn
@@ -11,35 +11,58 @@ from torch import nn
 from longspan.comm import World
 from longspan.config.keys import AUTO
 from longspan.data.shared_prefixes import cut_documents
+from longspan.layout import Layout
 from longspan.model.seams.call_rules import call_rules
-from longspan.resolve.choice import FAMILY_PLANNERS, PlannerConfig
+from longspan.plan import Plan
+from longspan.resolve.choice import FAMILY_PLANNERS, PlannerConfig, plan_families
 
 _log = logging.getLogger(__name__)
 
 
-def share_where_exact(
-    model: nn.Module, documents: Sequence[Any], choice: PlannerConfig, world: World, *, training: bool
-) -> Sequence[Any]:
-    """Return documents whose common prefixes are apart, or the same ones where model or planner take none apart.
+def share_where_faster(
+    model: nn.Module,
+    documents: Sequence[Any],
+    lengths: tuple[int, ...],
+    choice: PlannerConfig,
+    world: World,
+    *,
+    training: bool,
+    targets: int | None = None,
+    plan: Callable[..., Plan] | None = None,
+) -> tuple[Sequence[Any], Plan]:
+    """Plan documents of these lengths, and return them as the plan has them: common prefixes apart where model and
+    planner are exact then and the plan is predicted to be faster, else as they are.
 
-    A line of the first rank says why they are the same, where documents would share some.
+    `plan` makes plans as `choice.plan` does; without it the last ones are kept. A line of the first rank says why
+    documents that begin alike are computed whole.
     """
     rules = call_rules(model)
     features = rules.separate_features(training=training)
     reasons = [f"{rules.architecture} has {name}" for name in features]
+    searching = choice
     if choice.planner not in FAMILY_PLANNERS:
         reasons.append(f"planner {choice.planner!r} lays documents out alone")
-        choice = replace(choice, planner=AUTO)
-    families = choice.find_families(documents, world.home, rules.length_limits)
-    if families is None:
-        return documents
-    if not reasons:
-        return cut_documents(documents, *families, depths=choice.depths)
-    if world.rank == 0:
+        searching = replace(choice, planner=AUTO)
+    families = searching.find_families(documents, world.home, rules.length_limits)
+    plan = plan or partial(cached_plan, choice)
+    made = plan_families(plan, lengths, None if reasons else families, world.home, targets=targets)
+    if families is not None and not reasons:
+        if families.left_out:
+            reasons.append(f"max_tokens_per_slot lets a group hold {searching.most_family_rows(world.home):,} rows")
+        elif made.parents is None:
+            reasons.append("that is predicted to be faster")
+    if families is not None and reasons and world.rank == 0:
         _log_once(" and ".join(reasons))
-    return documents
+    if made.parents is None:
+        return documents, made
+    return cut_documents(documents, made.lengths, made.parents, depths=choice.depths), made
+
+
+@lru_cache(maxsize=8)
+def cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, **options: Any) -> Plan:
+    return choice.plan(lengths, home, **options)
 
 
 @cache
 def _log_once(reasons: str) -> None:
-    _log.warning("documents that begin alike do not share their prefixes: %s (docs/shared-prefixes.md)", reasons)
+    _log.warning("documents that begin alike are computed whole, as %s (docs/shared-prefixes.md)", reasons)

@@ -29,6 +29,7 @@ from longspan.train.read_rows import (
     count_prefix_rows,
     read_and_compare_digest,
     reading_error,
+    text_digest,
 )
 
 IDS = "ids"
@@ -102,7 +103,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         which its last one predicts; `depths` of multi-token prediction need as many more. Raises CommError where ranks
         hold different plans, and DataError on every rank for a plan of other documents.
         """
-        digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
+        digest = text_digest(f"{plan.digest()} {depths}")
         need = read_and_compare_digest(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
         have = [
@@ -114,26 +115,20 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return replace(self, _rows_here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
     def _rank_runs(self, plan: Plan, depths: int) -> list[Integers]:
-        """The runs of rows (n, 2) that each rank needs under a plan, without messages of no concern to this rank.
-
-        Both ranks of a message have its rows in ascending order, so they match.
-        """
+        """The ascending runs of rows (n, 2) that each rank needs under a plan: both ranks of a message have these."""
         if plan.lengths != self.lengths:
             raise PlanError(
                 f"the plan has {plural(len(plan.lengths), 'document')} of {excerpt(plan.lengths)} tokens, {len(self)} "
                 f"of {excerpt(self.lengths)} were gathered; plan from their lengths: plan_dynamic(documents.lengths, …)"
             )
         home = self.world.home
-        local = set(self.local)
         by_slot = [[_one_run(0, 0)] for _ in range(home.slots)]  # empty arrays, for slots that need nothing
         for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
-            sends = not local.isdisjoint(group.documents)
+            numbers = np.asarray(group.documents, dtype=np.int64)
             for member, slot in enumerate(group.slots):
-                if sends or slot == self.world.slot:
-                    numbers = np.asarray(group.documents, dtype=np.int64)
-                    segments = group.shares.segments(member)
-                    runs = segments.start, segments.stop, numbers[segments.document]
-                    by_slot[slot].append(self._rows_to_read(*runs, ahead=depths + 1))
+                segments = group.shares.segments(member)
+                runs = segments.start, segments.stop, numbers[segments.document]
+                by_slot[slot].append(self._rows_to_read(*runs, ahead=depths + 1))
         merged_runs = [_merge_runs(np.concatenate(runs)) for runs in by_slot]
         return [merged_runs[home.coordinates(rank).slot] for rank in home.ranks]
 
@@ -190,11 +185,14 @@ class GatheredDocument:
         )
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        names = [name for name in self._documents.names if name not in (IDS, LABELS)]
-        names = [name for name in names if name != column_name_of_number(WEIGHTS) or self._facts["weighted"]]
+        left_out = {IDS, LABELS} if self._facts["weighted"] else {IDS, LABELS, column_name_of_number(WEIGHTS)}
         read_column = self._documents.read_column
         # Names without the dot of `column_name_of_number`; numbers travel as the bits of float64.
-        return {name[1:]: read_column(name, self._number, positions).view(np.float64) for name in names}
+        return {
+            name[1:]: read_column(name, self._number, positions).view(np.float64)
+            for name in self._documents.names
+            if name not in left_out
+        }
 
 
 # ---- columns, and runs of rows
@@ -253,7 +251,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
 class _Share(NamedTuple):
     facts: Integers  # (D, 5) the first fields of Facts
-    names: tuple[str, ...]  # of numbers, without weights
+    names: tuple[str, ...]  # of numbers
     labelled: bool  # whether a label is another than its token
     digest: bytes  # of all that the documents hold; empty for fewer than two different ones
 
@@ -313,14 +311,9 @@ class _Local:
                 of_document.update(columns[name].tobytes())
             digests.append(of_document.digest())
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
-        names = {name for document in self._documents for name in document} - {
-            IDS,
-            LABELS,
-            column_name_of_number(WEIGHTS),
-        }
+        names = {name for document in self._documents for name in document} - {IDS, LABELS}
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
-        value_names = tuple(sorted(name[1:] for name in names))  # without the dot of `column_name_of_number`
-        return _Share(facts, value_names, self._labelled, digest)
+        return _Share(facts, tuple(sorted(names)), self._labelled, digest)
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return all rows (n, columns). Only weights may be missing in a document, whose rows then have weight 1."""
@@ -359,17 +352,15 @@ def _gather_shares(local: _Local, world: World) -> GatheredDocuments:
     shares = world.control.gather_objects(local.make_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)
     _refuse_same_documents(shares, world.home.ranks)
-    facts = np.concatenate([share.facts for share in shares])  # columns: length, 3 more, whether there are weights
+    facts = np.concatenate([share.facts for share in shares])  # columns: length, 4 more
     lengths = facts[:, 0]
-    weighted = facts[:, -1]
     facts = np.column_stack([facts, np.cumsum(lengths) - lengths])
     ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
     index = world.home.ranks.index(world.rank)
     first = sum(len(share.facts) for share in shares[:index])
     numbers = tuple(range(first, first + len(shares[index].facts)))
     columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
-    columns += [column_name_of_number(WEIGHTS)] * bool(weighted.any())
-    columns += sorted({column_name_of_number(name) for share in shares for name in share.names})
+    columns += sorted({name for share in shares for name in share.names})
     table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
     return GatheredDocuments(world, numbers, tuple(columns), ends, Facts(*facts.T), rows, rows)
@@ -377,15 +368,15 @@ def _gather_shares(local: _Local, world: World) -> GatheredDocuments:
 
 def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
-    all_names = sorted({name for _, share in having for name in share.names})
-    for name in all_names:
+    all_names = {name for _, share in having for name in share.names} - {column_name_of_number(WEIGHTS)}
+    for name in sorted(all_names):
         brings = [rank for rank, share in having if name in share.names]
         if len(brings) < len(having):
             lacking = [rank for rank, share in having if name not in share.names]
             raise on_all_ranks(
                 DataError(
-                    f"documents of ranks {excerpt(brings)} have {name!r} and those of ranks {excerpt(lacking)} have "
-                    "not; give the documents of a step the same values, 0 where they do not matter"
+                    f"documents of ranks {excerpt(brings)} have {name[1:]!r} and those of ranks {excerpt(lacking)} "
+                    "have not; give the documents of a step the same values, 0 where they do not matter"
                 )
             )
 

@@ -207,25 +207,7 @@ def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
     return target_log_probs_and_gradient(logits, targets)[0]
 
 
-def row_numbers(head: Head) -> "ValuesOfRows":
-    """Return the function to what a loss reads of rows: log-probabilities of targets (t,), or scores (t,) or (L, t)."""
-    return (
-        (lambda logits, ids: row_scores(logits, ids)[0].movedim(0, -1)) if head.makes_scores else target_log_probs
-    )
-
-
-def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
-    """Sum the cross entropy of hidden states (T, D) under a head, a float64 scalar; `rows` as in `chunked_loss`.
-
-    >>> loss = model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head))
-
-    Rows labelled −100 add nothing.
-    """
-    predicting = torch.nonzero(labels != NO_TARGET).squeeze(1)
-    return chunked_loss(hidden, Targets(predicting, labels[predicting]), cross_entropy, head, rows)
-
-
-def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int = 0) -> Tensor:
+def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int) -> Tensor:
     """Sum what `losses` makes of the log-probabilities of targets, of hidden states (T, D): a float64 scalar.
 
     Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
@@ -248,7 +230,7 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
 
 
 @torch.no_grad()
-def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int = 0) -> Tensor:
+def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int) -> Tensor:
     """Compute the numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
     count = len(targets.rows)
     rows = _rows_of_chunk(hidden, head, rows)

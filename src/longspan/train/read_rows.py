@@ -17,13 +17,13 @@ from torch import Tensor
 
 from longspan.comm import SequenceShard, World, bind, raise_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
-from longspan.errors import DataError
+from longspan.errors import DataError, LongspanError
 from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.model.seams.call_rules import CallRules, call_rules
 from longspan.plan import MicroBatch, Plan
-from longspan.train.step_inputs import MovingDocuments, StepInputs
+from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from longspan.plan.items.encoding_plan import ItemTable
@@ -133,17 +133,12 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
     return np.concatenate(documents), np.concatenate(positions)
 
 
-def bases_of_documents(micro_batch: MicroBatch) -> dict[int, int]:
-    """Return the rows before each document's own, where some of the micro-batch share prefixes; else nothing."""
-    if all(group.parents is None for group in micro_batch.groups):
-        return {}
-    return {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}
-
-
 def rows_before(micro_batch: MicroBatch, documents: Integers) -> Integers | int:
-    """Return, for rows of these documents (n,), the rows before each document's own."""
-    bases = bases_of_documents(micro_batch)
-    return np.array([bases[document] for document in documents.tolist()], dtype=np.int64) if bases else 0
+    """Return, for rows of these documents (n,), the rows before each document's own: those of prefixes."""
+    if all(group.parents is None for group in micro_batch.groups):
+        return 0
+    bases = {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}
+    return np.array([bases[document] for document in documents.tolist()], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -240,7 +235,7 @@ _HINT = (
 )
 
 
-def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float = 1.0) -> list[LocalBatch]:
+def read_local_batches(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
@@ -248,17 +243,17 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
     where ranks hold different plans, or a different `temperature`.
     """
     inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
-    digest = sha256(f"{plan.digest()} {float(temperature)}".encode()).hexdigest()
+    digest = text_digest(f"{plan.digest()} {float(temperature)}")
     # One message tells that plans are the same and that every rank could read its rows.
     return read_and_compare_digest(
         lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
     )
 
 
-def bring_gathered_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
-    """Return what a step runs over, with rows of gathered documents brought to this rank; entered by all ranks."""
+def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
+    """Return what a step runs over, with rows of GatheredDocuments brought to this rank; entered by all ranks."""
     gathered = inputs.documents.documents
-    if not isinstance(gathered, MovingDocuments):
+    if not hasattr(gathered, "rows_under"):
         return inputs
     if gathered.world is not inputs.world:
         raise DataError(
@@ -269,15 +264,33 @@ def bring_gathered_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
     return replace(inputs, documents=documents)
 
 
-def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
-    """Read, and compare a digest over all ranks; where any rank cannot read, every rank raises DataError."""
+def text_digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def reading_error(error: Exception, world: World) -> LongspanError:
+    message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    rank_error = DataError(f"rank {world.rank} could not read its rows: {message}")
+    rank_error.__cause__ = error
+    return rank_error
+
+
+def read_and_compare_digest(
+    read: Callable[[], T],
+    digest: str,
+    world: World,
+    make_error: Callable[[Exception, World], LongspanError] = reading_error,
+    **names: str,
+) -> T:
+    """Read, and compare a digest over all ranks; where any rank cannot read, every rank raises that rank's error."""
     result = None
     failure = None
     try:
         result = read()
-    except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
-        failure = reading_error(error, world)
-    if world.control.compare_digests(digest, flag=failure is not None, **names):
+    except Exception as error:  # a corpus, or sets, may raise anything: the other ranks must learn of it
+        failure = make_error(error, world)
+    (failed,) = world.control.compare_digests(digest, failure is not None, **names)
+    if failed:
         raise_first_error(world, failure)
     return result  # pyright: ignore[reportReturnType]
 
@@ -314,13 +327,6 @@ def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
     """Make a micro-batch without documents, for all slots to enter together."""
     batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
     return batch._replace(deeper=(batch,) * depths)
-
-
-def reading_error(error: Exception, world: World) -> DataError:
-    message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    rank_error = DataError(f"rank {world.rank} could not read its rows: {message}")
-    rank_error.__cause__ = error
-    return rank_error
 
 
 def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:

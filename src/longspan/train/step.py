@@ -152,7 +152,9 @@ def run_step(
     for term in terms:
         term.raise_error()
     with world.watch.name_collectives("gradient norm and optimizer", world.home.ranks):
-        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, host_work).finish_step(loss_sum)
+        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, host_work or (lambda: None)).finish_step(
+            loss_sum
+        )
         term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(
         loss=sums.loss / passes.divisor,

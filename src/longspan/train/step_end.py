@@ -6,7 +6,8 @@ and changes nothing. Other optimizers, CPUs and pipelines update once the host h
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -253,7 +254,7 @@ class StepEnd:
     batches: Sequence[LocalBatch]
     optimizer: Optimizer | None
     max_grad_norm: float | None
-    host_work: Callable[[], None] | None = None  # the host's work for the next step, before it waits for the device
+    host_work: Callable[[], None]  # the host's work for the next step, before it waits for the device
 
     @property
     def world(self) -> World:
@@ -270,53 +271,32 @@ class StepEnd:
         one_pass = inner if isinstance(inner, OnePassAdamW) else None
         if one_pass is not None and sums_on_device(self.world):
             return self._finish_on_device(one_pass, pieces)
-        self._run_host_work()
-        sums = self._split_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), SUMS_NAME), pieces)
-        self._check_sums_finite(sums)
+        self.host_work()
+        values = [x for piece in pieces for x in piece.tolist()]
+        sums = self._check_sums(self.world.control.sum_over_ranks(values, SUMS_NAME), pieces)
         self._update_weights(one_pass, sums)
         return sums
 
-    def _finish_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor | list[float]]) -> StepSums:
+    def _finish_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor]) -> StepSums:
+        """An update that goes on behind the next forward pass begins once the host has checked the sums."""
         assert self.optimizer is not None
         device = self.world.device
-        on_device = [
-            x if isinstance(x, Tensor) else to_device(np.array(x, dtype=np.float64), device) for x in pieces
-        ]
-        values = gather_and_add(torch.cat([x.detach().double().flatten() for x in on_device]), self.world)
-        one_pass.gradient_scale = self._clip_factor(values)
+        on_device = [x if x.device == device else to_device(x.numpy(), device) for x in pieces]
+        values = gather_and_add(torch.cat(on_device), self.world)
         copy = HostCopy(values)
-        if isinstance(self.optimizer, OffloadedStates) and self.optimizer.hides_updates:
-            return self._begin_update(one_pass, copy, pieces)
-        try:
+        with _scaled_gradients(one_pass, self._clip_factor(values)):
+            if isinstance(self.optimizer, OffloadedStates) and self.optimizer.hides_updates:
+                self.host_work()
+                sums = self._check_sums(copy.wait(), pieces)
+                self.optimizer.step()
+                return sums
             self.optimizer.step()
-        finally:
-            one_pass.gradient_scale = None
-        self._run_host_work()
+        self.host_work()
         try:
-            sums = self._split_sums(copy.wait(), pieces)
-            self._check_sums_finite(sums)
+            return self._check_sums(copy.wait(), pieces)
         except BaseException:
             one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
             raise
-        return sums
-
-    def _begin_update(
-        self, one_pass: OnePassAdamW, copy: "HostCopy", pieces: Sequence[Tensor | list[float]]
-    ) -> StepSums:
-        """An update that goes on behind the next forward pass begins once the host has checked the sums."""
-        assert self.optimizer is not None
-        try:
-            self._run_host_work()
-            sums = self._split_sums(copy.wait(), pieces)
-            self._check_sums_finite(sums)
-            self.optimizer.step()
-        finally:
-            one_pass.gradient_scale = None
-        return sums
-
-    def _run_host_work(self) -> None:
-        if self.host_work is not None:
-            self.host_work()
 
     def _clip_factor(self, values: Tensor) -> Tensor:
         """The factor (at most 1) of gradients on the device; no number where the step must not be taken."""
@@ -327,20 +307,26 @@ class StepEnd:
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
-    def _pieces_to_sum(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
-        """Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
+    def _pieces_to_sum(self, loss_sum: Tensor) -> list[Tensor]:
+        """Numbers (n,) in float64: squares of gradients, loss, targets, and those of each term.
+
+        Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
         model, encoders included, of which `passes.model` is the language model.
         """
         passes = self.passes
         language_model: Any = passes.model
         makes_loss = not is_pipeline(language_model) or any(stage.last for stage in language_model.stages)
-        targets = sum((batch.labels != NO_TARGET).sum() for batch in self.batches) if makes_loss else 0
-        slot_sums = [loss_sum, [float(targets)], *(term.sums() for term in passes.terms)]
+        targets = sum(int((batch.labels != NO_TARGET).sum()) for batch in self.batches) if makes_loss else 0
+        numbers = [loss_sum, [targets], *(term.sums() for term in passes.terms)]
+        slot_sums = [torch.as_tensor(x, dtype=torch.float64).detach().flatten() for x in numbers]
         if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
-            slot_sums = [[0.0] * _length(piece) for piece in slot_sums]
-        return [model_gradient_square_sum(self.model, self.world) if passes.backward else [0.0], *slot_sums]
+            slot_sums = [torch.zeros(len(x), dtype=torch.float64) for x in slot_sums]
+        squares = torch.zeros(1, dtype=torch.float64)
+        if passes.backward:
+            squares = model_gradient_square_sum(self.model, self.world).flatten()
+        return [squares, *slot_sums]
 
-    def _split_sums(self, values: Sequence[float], pieces: Sequence[Tensor | list[float]]) -> StepSums:
+    def _check_sums(self, values: Sequence[float], pieces: Sequence[Tensor]) -> StepSums:
         squares, loss_sum, targets, *of_terms = values
         if targets != self.passes.plan.targets:
             raise PlanError(
@@ -348,11 +334,7 @@ class StepEnd:
                 "out?"
             )
         numbers = iter(of_terms)  # those of the pieces after squares, loss and targets
-        return StepSums(
-            loss_sum, math.sqrt(squares), [list(islice(numbers, _length(piece))) for piece in pieces[3:]]
-        )
-
-    def _check_sums_finite(self, sums: StepSums) -> None:
+        sums = StepSums(loss_sum, math.sqrt(squares), [list(islice(numbers, len(piece))) for piece in pieces[3:]])
         if self.optimizer is not None:
             check_finite(
                 self.model,
@@ -361,6 +343,7 @@ class StepEnd:
                 norm=sums.norm,
                 nonfinite_inputs=lambda: [name for term in self.passes.terms for name in term.nonfinite_inputs()],
             )
+        return sums
 
     def _update_weights(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
         if self.optimizer is None:
@@ -371,12 +354,19 @@ class StepEnd:
             self.optimizer.step()
             return
         factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)  # as torch clips
-        if factor < 1:
-            one_pass.gradient_scale = to_device(np.array(factor), self.world.device)
-        try:
+        scale = to_device(np.array(factor), self.world.device) if factor < 1 else None
+        with _scaled_gradients(one_pass, scale):
             self.optimizer.step()
-        finally:
-            one_pass.gradient_scale = None
+
+
+@contextmanager
+def _scaled_gradients(optimizer: OnePassAdamW, scale: Tensor | None) -> Iterator[None]:
+    """Have updates inside multiply gradients by a scale on the device."""
+    optimizer.gradient_scale = scale
+    try:
+        yield
+    finally:
+        optimizer.gradient_scale = None
 
 
 def sums_on_device(world: World) -> bool:
@@ -414,11 +404,3 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._on_host.tolist()
-
-
-def _length(piece: Tensor | Sequence[float]) -> int:
-    return piece.numel() if isinstance(piece, Tensor) else len(piece)
-
-
-def _read_pieces(pieces: Sequence[Tensor | list[float]]) -> list[float]:
-    return [x for piece in pieces for x in (piece.flatten().tolist() if isinstance(piece, Tensor) else piece)]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from longspan.plan.items.encoding_plan import ItemTable
 
 
-@runtime_checkable
-class MovingDocuments(Protocol):
-    """Documents whose rows move, under a plan, from the ranks that read them to those that compute them."""
-
-    world: World
-
-    @property
-    def targets(self) -> int: ...
-
-    def rows_under(self, plan: Plan, depths: int = 0) -> Any:
-        """Return these documents with the rows of this rank under a plan; entered by all ranks."""
-        ...
-
-
 class StepDocuments:
     """The documents of one plan: indexed by document, with the facts about them that all ranks count once.
 
@@ -64,8 +50,7 @@ class StepDocuments:
             if self.items is None:
                 raise DataError(
                     f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes "
-                    f"MediaDocuments, "
-                    "with an empty list of items where there are none"
+                    "MediaDocuments, with an empty list of items where there are none"
                 )
         elif items is not None and len(items):
             raise ModelError(

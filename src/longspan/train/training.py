@@ -20,9 +20,9 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings_of_other_ranks
-from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
+from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given, loss_arguments
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import EvalConfig
+from longspan.config.plan_section import EvalConfig, name_of_key
 from longspan.config.sections import (
     ON_HOST,
     ModelConfig,
@@ -90,24 +90,22 @@ def scale_positions(
             f"limits nothing: attention of {configuration.model_type} has no positions"
         )
     factor = 1.0
-    if model.rope_scaling:
-        factor = model.rope_factor or smallest_scaling_factor(configuration, longest)
-        scaled = scale_rope(configuration, model.rope_scaling, factor)
+    kind, own_factor = model.rope
+    if kind:
+        factor = own_factor or smallest_scaling_factor(configuration, longest)
+        scaled = scale_rope(configuration, kind, factor)
     if factor > 1:
         log(
-            f"rope: {model.rope_scaling} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
+            f"rope: {kind} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
             f"model knows {old_limit:,}, and the longest document has {longest:,}"
         )
-    elif model.rope_scaling:
+    elif kind:
         log(
             f"rope: the longest document has {longest:,} tokens and the model knows {old_limit:,}: "
             f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
         )
         scaled = configuration
-    limit = position_limit(scaled)
-    if limit is not None and longest > limit:
-        cut_hint = f"cut documents with {cut_by} {limit}"
-        raise ConfigError(f"{_document_too_long_text(configuration, model, longest, origin, limit)}, or {cut_hint}")
+    _check_positions(configuration, scaled, model, longest, origin, cut_by)
     return scaled
 
 
@@ -119,31 +117,28 @@ def check_set_length(
     `longest` is the tokens of the longest document of the run's corpus, by which positions are scaled.
     """
     # The corpus has been checked and its lines logged: "" and the empty log are not read.
-    limit = position_limit(scale_positions(configuration, model, longest, "", lambda _: None))
+    scaled = scale_positions(configuration, model, longest, "", lambda _: None)
+    cut_by = f"evaluation.sets.{name}.max_document_tokens ="
+    _check_positions(configuration, scaled, model, tokens, f"of set {name!r}", cut_by)
+
+
+def _check_positions(
+    configuration: PreTrainedConfig,
+    scaled: PreTrainedConfig,
+    model: ModelConfig,
+    tokens: int,
+    origin: str,
+    cut_by: str,
+) -> None:
+    limit = position_limit(scaled)
     if limit is not None and tokens > limit:
-        factor = f"model.rope_factor = {smallest_scaling_factor(configuration, tokens):g}"
-        longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
-        cut = f"cut documents with evaluation.sets.{name}.max_document_tokens = {limit}"
+        scaling = f"{model.rope[0] or 'yarn'}:{smallest_scaling_factor(configuration, tokens):g}"
+        scaling_now = f' under model.rope_scaling = "{model.rope_scaling}"' if model.rope_scaling else ""
         raise ConfigError(
-            f"the longest document has {tokens} tokens (of set {name!r}), and the model knows {limit} positions "
-            f"(max_position_embeddings of its configuration, and model.rope_scaling); set {longer}, or {cut}"
+            f"the longest document has {tokens} tokens ({origin}), and the model knows {limit} positions{scaling_now} "
+            f'(max_position_embeddings of its configuration); set model.rope_scaling = "{scaling}", or cut documents '
+            f"with {cut_by} {limit}"
         )
-
-
-def _document_too_long_text(
-    configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int
-) -> str:
-    need = smallest_scaling_factor(configuration, longest)
-    scaling = (
-        f"raise model.rope_factor to {need:g}, or leave it out"
-        if model.rope_scaling
-        else f'set model.rope_scaling = "yarn" (a factor of {need:g})'
-    )
-    scaling_text = f" under model.rope_factor {model.rope_factor:g}" if model.rope_scaling else ""
-    return (
-        f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{scaling_text} "
-        f"(max_position_embeddings of its configuration); {scaling}"
-    )
 
 
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
@@ -173,14 +168,11 @@ def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedCo
     return configuration
 
 
-def load_run_model(
-    config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
-) -> PreTrainedModel:
+def load_run_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
     """Load the model that [model] names, with the depths of [mtp] and, with `images`, its towers; not yet prepared.
 
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here.
     """
-    configuration = configuration or read_model_configuration(config, vocabulary)
     model = config.model
     seed = config.train.seed
     tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
@@ -225,7 +217,7 @@ def _check_before_prepare(
     from longspan.model.lora import adapter_lines
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
-        model = load_run_model(config, config.data.vocab_size, configuration, images=images)
+        model = load_run_model(config, configuration, images=images)
         _choose_trained_parts(config, model, images=images)
     lines = [*adapter_lines(model)] if config.lora.rank else []
     _check_comm_types_fit_layers(config, model)
@@ -352,8 +344,10 @@ def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: 
 
         freeze_image_modules(model, config.encoder.trainable or encoder_default(config))
     if training:
-        freeze_by_name(model, config.train.freeze)
-        check_named_groups(model, config.optimizer.groups, stages=config.parallel.pp)
+        if config.train.freeze:
+            freeze_by_name(model, config.train.freeze)
+        if config.optimizer.groups:
+            check_named_groups(model, config.optimizer.groups, stages=config.parallel.pp)
     return adapted_model
 
 
@@ -402,7 +396,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
     """Return `prepare`'s options for what layers keep for backward, and where and how often parameters are whole."""
     if memory is not None:
         return {
-            "offload_weights": training and _offloads_weights(config, memory),
+            "offload_weights": training and memory.offload_weights,
             "checkpoint_policies": memory.measures,
             "offload_bytes": memory.host.kept,
             "reshard_after_forward": not memory.gathered_once,
@@ -412,7 +406,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
             "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,
         }
     return {
-        "offload_weights": training and _offloads_weights(config, memory),
+        "offload_weights": training and config.train.offload_weights,
         "activation_checkpointing": given_checkpointing(config.train) or "none",
         "offload_activations": config.train.activation_checkpointing.endswith(ON_HOST) and training,
         "reshard_after_forward": config.parallel.reshard_after_forward,
@@ -428,7 +422,7 @@ def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
     return EncoderHome(
         home=Layout(world.home.ranks, tp=encoder.tp),
         max_rows_per_slot=encoder.max_tokens or None,
-        recompute=encoder.activation_checkpointing,
+        recompute=encoder.max_tokens > 0,
         **settings,
     )
 
@@ -453,13 +447,11 @@ def make_optimizer(
     optimizer = choice.build(groups, rounding=rounding)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    on_host = config.train.offload_optimizer_states if memory is None else memory.offload_optimizer_states
-    on_host = on_host or (_offloads_weights(config, memory) and not config.lora.rank)
-    return offload_optimizer_states(optimizer, world, hidden_in=model) if on_host else optimizer
-
-
-def _offloads_weights(config: RunConfig, memory: "MemoryPlan | None") -> bool:
-    return config.train.offload_weights if memory is None else memory.offload_weights
+    chosen = config.train if memory is None else memory
+    if not (chosen.offload_optimizer_states or (chosen.offload_weights and not config.lora.rank)):
+        return optimizer
+    stay = 0 if memory is None else memory.states_on_device
+    return offload_optimizer_states(optimizer, world, hidden_in=model, bytes_on_device=stay)
 
 
 @dataclass(frozen=True)
@@ -555,15 +547,15 @@ def loss_of_documents(documents: Any, train: TrainConfig) -> "DocumentLoss | Non
     from longspan.train.terms.scores import reward_loss
 
     pairs = [(2 * i, 2 * i + 1) for i in range(len(margins))]
-    return reward_loss(pairs, margins=margins, center_rewards_coefficient=train.center_rewards_coefficient)
+    return reward_loss(pairs, margins=margins, **loss_arguments(train))
 
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
     layers = model.config.get_text_config().num_hidden_layers
     for section in (config.context, held_out_set(config), *config.evaluation.sets):
         choice = PlannerConfig.unpriced(section, config)
-        if len(choice.comm_types) not in (1, layers):
+        if len(choice.options.types) not in (1, layers):
             raise ConfigError(
-                f"{choice.prefix}cp_comm_type lists {plural(len(choice.comm_types), 'type')}, "
+                f"{name_of_key(choice.prefix, 'cp_comm_type')} lists {plural(len(choice.options.types), 'type')}, "
                 f"the model has {plural(layers, 'layer')}; give one type, or one for each layer"
             )

@@ -44,8 +44,9 @@ from longspan.model.score_heads import add_score_head, score_class
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import CostSettings
+from longspan.resolve.ways import fastest_plan
 from longspan.train import MicroBatchLoss, MicroBatchTokens, clip_grad_norm, run_step, token_log_probs, token_scores
-from longspan.train.families import share_where_exact
+from longspan.train.families import share_where_faster
 from longspan.verl.samples import Samples, pad_answers, read_samples, read_temperature
 from longspan.verl.settings import LongspanEngineConfig
 
@@ -245,21 +246,21 @@ class LongspanEngine(BaseEngine):
                     "engine.max_tokens_per_slot"
                 )
             limit = tu.get_non_tensor_data(data, "max_token_len_per_gpu", None)
-        home = self.world.home
-        of_items = isinstance(documents, MediaDocuments)
-        targets = documents.targets if of_items else sum(document.targets for document in documents)
-        options = {
-            "max_tokens_per_slot": limit,
-            "targets": targets,
-            "cost": self._cost(forward_only=forward_only),
-        }
-        parents = None
-        if not of_items:
-            choice = settings.planner_choice(**options)
-            documents = share_where_exact(self.module, documents, choice, self.world, training=not forward_only)
-            parents = [document.parent for document in documents]
-        lengths = [len(documents[d]) for d in range(len(documents))]
-        return documents, settings.plan_samples(lengths, home, parents=parents, **options)
+        choice = settings.planner_choice(max_tokens_per_slot=limit, cost=self._cost(forward_only=forward_only))
+        plan = partial(fastest_plan, choice)
+        lengths = tuple(len(documents[d]) for d in range(len(documents)))
+        if isinstance(documents, MediaDocuments):
+            return documents, plan(lengths, self.world.home, targets=documents.targets)
+        return share_where_faster(
+            self.module,
+            documents,
+            lengths,
+            choice,
+            self.world,
+            training=not forward_only,
+            targets=sum(document.targets for document in documents),
+            plan=plan,
+        )
 
     def _cost(self, *, forward_only: bool) -> Cost:
         home = self.world.home

@@ -1,6 +1,5 @@
 """What verl's configuration holds for this engine: `actor_rollout_ref.actor.engine` and the like."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,10 +7,8 @@ from verl.workers.config import EngineConfig  # pyright: ignore[reportMissingImp
 
 from longspan.config.keys import AUTO
 from longspan.errors import ConfigError
-from longspan.layout import Layout
-from longspan.plan import Plan, PlanOptions
+from longspan.plan import PlanOptions
 from longspan.resolve.choice import PlannerConfig
-from longspan.resolve.ways import fastest_plan
 
 PLANNERS = (AUTO, "dynamic", "fixed")
 
@@ -52,10 +49,6 @@ class LongspanEngineConfig(EngineConfig):
                 f"engine.router_replay.mode is {self.router_replay.mode!r}, and longspan's routers choose experts "
                 "anew in each pass; set it to disabled"
             )
-
-    def plan_samples(self, lengths: Sequence[int], home: Layout, **keywords: Any) -> Plan:
-        """Plan a mini-batch; what the keys leave open is the fastest for it, as verl tells no lengths ahead."""
-        return fastest_plan(self.planner_choice(**keywords), lengths, home)
 
     def planner_choice(self, **keywords: Any) -> PlannerConfig:
         """`keywords` are options of plans, with the cost of one device; those of `plan` win."""

@@ -70,7 +70,6 @@ def config_of(folder: Path, **changes: Any) -> RunConfig:
     paths = {
         "model.config": str(write_model(folder / "model")),
         "data.path": str(image_rows(folder / "data", [(16, 16), (8, 24), (20, 33), (24, 8)], ROWS)),
-        "data.cache_dir": str(folder / "cache"),
         "run.dir": str(folder / "run"),
     }
     return load_config(None, SETTINGS | paths | changes)

@@ -100,9 +100,7 @@ def test_a_corpus_of_renamed_columns(tmp_path: Path, folder: Path) -> None:
     def build(rows: list[dict[str, Any]], name: str, columns: tuple[str, ...], *, resumed: bool = False) -> list[int]:
         path = tmp_path / name / "rows.parquet"
         path = path if path.exists() else rows_as("parquet", tmp_path / name, rows)
-        data = DataConfig(
-            path=str(path), rename_columns=columns, cache_dir=str(tmp_path / "cache"), max_document_tokens=0
-        )
+        data = DataConfig(path=str(path), rename_columns=columns, max_document_tokens=0)
         run, tokenizer = tmp_path / f"run-{name}", load_tokenizer(folder)
         corpus = open_or_build_run_corpus(CorpusSettings(data), run, tokenizer=tokenizer, resumed=resumed, log=print)
         return corpus.lengths.tolist()
@@ -218,7 +216,7 @@ def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
 def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", num_labels: int = 0) -> list[str]:
     lines, path = list[str](), folder / "rows" / f"rows.{form}"
     path = path if path.exists() else rows_as(form, folder / "rows", rows)
-    data = DataConfig(path=str(path), cache_dir=str(folder / "cache"), max_document_tokens=0)
+    data = DataConfig(path=str(path), max_document_tokens=0)
     settings = CorpusSettings(data, num_labels=num_labels)
     open_or_build_run_corpus(
         settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append

@@ -17,7 +17,8 @@ from longspan.run.checks import check_config, check_longest_of_set
 
 BASE = {"evaluation.context_parallel_size": 8, "evaluation.max_tokens_per_slot": 64}
 DEGREE = "evaluation.context_parallel_size"
-LEAST = "evaluation.min_dynamic_context_parallel_size"
+LEAST = "context.min_dynamic_context_parallel_size"
+MOST = "evaluation.max_dynamic_context_parallel_size"
 # parallel of the run, ranks now, what flags gave, parallel that comes out
 HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2}, 8, set(), {"tp": 2, "pp": 2}),
@@ -123,18 +124,12 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     assert fitted.evaluation.max_tokens_per_slot == 502
 
 
-def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_training() -> None:
+def test_evaluation_has_a_largest_degree_of_its_own_and_otherwise_the_limits_of_training() -> None:
     sets = [{"name": "long", "path": "x"}]
-    keys = {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 4, "evaluation.sets": sets}
-    keys |= {"context.max_dynamic_context_parallel_size": 4, LEAST.replace("min", "max"): 8}
-    keys |= {"evaluation.planner": "dynamic"}
-    same, own = load_config(None, BASE | keys), load_config(None, BASE | keys | {LEAST: 2})
-    for config, ranges in ((same, [(4, 4), (4, 8), (4, 8)]), (own, [(4, 4), (2, 8), (2, 8)])):
-        choices = [
-            PlannerConfig.training(config),
-            *(PlannerConfig.evaluation(config, entry) for entry in config.evaluations),
-        ]
-        assert [(choice.min_degree, choice.max_degree) for choice in choices] == ranges
+    keys = {"context.planner": "dynamic", LEAST: 4, "evaluation.planner": "dynamic", "evaluation.sets": sets}
+    same = load_config(None, BASE | keys | {"context.max_dynamic_context_parallel_size": 4, MOST: 8})
+    choices = [PlannerConfig.training(same), *(PlannerConfig.evaluation(same, entry) for entry in same.evaluations)]
+    assert [(choice.min_degree, choice.max_degree) for choice in choices] == [(4, 4), (4, 8), (4, 8)]
     fitted = fit_home_to_ranks(same, 2, ())
     entry, _ = entry_at(fitted, 2, longest=1001)
     assert (PlannerConfig.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
@@ -148,13 +143,12 @@ def test_a_run_that_trains_at_degrees_2_to_4_evaluates_at_8(tmp_path: Path) -> N
     keys |= {"context.min_dynamic_context_parallel_size": 2, "context.max_dynamic_context_parallel_size": 4}
     lengths, home = (2000, 900, 40, 30), Layout(8)
     trained = load_config(None, keys | {"model.preset": "qwen3-8b"})
-    flags = f"--{LEAST}", "8", f"--{LEAST.replace('min', 'max')}", "8"
-    with_flags = subject_of(tmp_path, trained, *flags)
-    with_keys = load_config(None, keys | {"model.preset": "qwen3-8b", LEAST: 8, LEAST.replace("min", "max"): 8})
-    assert with_flags.evaluation == with_keys.evaluation
-    for choice, degrees in ((PlannerConfig.training(with_keys), {2, 3, 4}), (PlannerConfig.evaluation(with_keys), {8})):
+    with_flags = subject_of(tmp_path, trained, f"--{MOST}", "8")
+    with_keys = load_config(None, keys | {"model.preset": "qwen3-8b", MOST: 8, "evaluation.max_tokens_per_slot": 256})
+    assert with_flags.evaluation == replace(with_keys.evaluation, max_tokens_per_slot=512)
+    for choice, most in ((PlannerConfig.training(with_keys), 4), (PlannerConfig.evaluation(with_keys), 8)):
         groups = [group for batch in choice.plan(lengths, home).micro_batches for group in batch.groups]
-        assert {group.degree for group in groups} <= degrees
+        assert max(group.degree for group in groups) == most
 
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:

@@ -126,9 +126,9 @@ def test_an_arena_larger_than_what_is_free_is_refused(monkeypatch: pytest.Monkey
 
 def _refused(rank: int) -> str:
     with World(Layout(ranks=2), backend="gloo") as world:
-        check_free_host_memory(1 << 20, world)
+        check_free_host_memory(1 << 20, world, "this run keeps")
         try:
-            check_free_host_memory((1 << 60) * rank + 1, world)
+            check_free_host_memory((1 << 60) * rank + 1, world, "this run keeps")
         except ModelError as error:
             assert error.on_all_ranks
             return str(error)

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from longspan.comm import World
 from longspan.doctor.stock import compute_in_float64
-from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.activations.tiles import TiledForward, run_in_tiles
@@ -23,7 +21,7 @@ from tests.model.activations.test_host_arena import find_host_arena
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
-from tests.model.stock import SIZES, dense_answer, gradients_of, prepare_untried, texts, tiny, worst
+from tests.model.stock import dense_answer, gradients_of, prepare_untried, texts, tiny, worst
 
 LENGTHS = (13, 1, 24, 7, 2, 9)
 EXACT = 1e-12
@@ -229,16 +227,3 @@ def test_a_graph_that_is_kept_and_autocast() -> None:
         found = torch.autograd.grad(out.float().square().sum(), [x, *tiled.parameters()], retain_graph=True)
         for a, b in zip(found, expected, strict=True):
             assert (a - b).norm() <= 2e-2 * b.norm()
-
-
-def test_models_that_cannot_are_refused_by_name() -> None:
-    llama4 = Llama4TextConfig(**SIZES, intermediate_size_mlp=48, num_local_experts=2)
-    with World(Layout(ranks=1), backend="gloo") as world:
-        with pytest.raises(ModelError, match="mlp_tile_tokens is -1; use 0"):
-            prepare(tiny("qwen3"), world, mlp_tile_tokens=-1)
-        with pytest.raises(ModelError, match="segment_layers is -2; use 0"):
-            prepare(tiny("qwen3"), world, segment_layers=-2)
-        with pytest.raises(ModelError, match=r"segment_layers is 4: .* no layer recomputes"):
-            prepare(tiny("qwen3", torch.float64), world, segment_layers=4)
-        with pytest.raises(ModelError, match=r"feed_forward.experts \(Llama4TextExperts\) does not use transformers'"):
-            prepare(AutoModelForCausalLM.from_config(llama4), world, mlp_tile_tokens=8)

@@ -127,17 +127,16 @@ class EachByItself(nn.Module):
         return torch.cat([self.layers[0](x) for x in items])
 
 
-def test_sharded_blocks_are_not_called_for_each_item() -> None:
-    with World(Layout(1), backend=backend()) as world:
-        items = [torch.ones(2, 3, device=world.device)] * 2
-        module = prepare_encoder(EachByItself(), world)
-        for _ in range(2):
-            assert module(items[:1]).shape == (2, 3)
-        with pytest.raises(ModelError, match=r"layers.0 \(Linear\) was called twice in one forward .* blocks=\[\]\)"):
-            module(items)
-        alone: list[dict[str, Any]] = [{"blocks": []}, {"shard_parameters": False}]
-        for settings in alone:
-            assert prepare_encoder(EachByItself(), world, **settings)(items).shape == (4, 3)
+def test_sharded_blocks_are_not_called_for_each_item(world: World) -> None:
+    items = [torch.ones(2, 3, device=world.device)] * 2
+    module = prepare_encoder(EachByItself(), world)
+    for _ in range(2):
+        assert module(items[:1]).shape == (2, 3)
+    with pytest.raises(ModelError, match=r"layers.0 \(Linear\) was called twice in one forward .* blocks=\[\]\)"):
+        module(items)
+    alone: list[dict[str, Any]] = [{"blocks": []}, {"shard_parameters": False}]
+    for settings in alone:
+        assert prepare_encoder(EachByItself(), world, **settings)(items).shape == (4, 3)
 
 
 def test_blocks_are_the_longest_lists_that_are_in_no_other() -> None:
@@ -152,28 +151,27 @@ def test_blocks_are_the_longest_lists_that_are_in_no_other() -> None:
     assert encoder_blocks(module, []) == encoder_blocks(nn.Linear(2, 2)) == {}
 
 
-def test_settings_that_do_not_fit_are_refused_before_anything_is_changed() -> None:
-    with World(Layout(1), backend=backend()) as world:
-        module: Any = OwnViT()
-        other = nn.Linear(2, 2)
-        with pytest.raises(ModelError, match="blocks Linear are not modules inside OwnViT"):
-            prepare_encoder(module, world, blocks=[other])
-        with pytest.raises(ModelError, match=r"blocks lie inside each other \(blocks.0.attn in blocks.0\)"):
-            prepare_encoder(module, world, blocks=[module.blocks[0], module.blocks[0].attn])
-        with pytest.raises(ModelError, match=r"names 'blocks.\*.mlp.w3', which is no nn.Linear of OwnViT"):
-            prepare_encoder(module, world, tp_plan={"blocks.*.mlp.w3": "colwise"})
-        with pytest.raises(ModelError, match="Linear has no list of blocks"):
-            prepare_encoder(other, world, activation_checkpointing=True)
-        with pytest.raises(ModelError, match=r"compute_dtype is torch\.float64"):
-            prepare_encoder(module, world, compute_dtype=torch.float64)
-        with pytest.raises(ModelError, match=r"2 parameters of Linear have no values \(weight, bias are on the meta"):
-            prepare_encoder(nn.Linear(2, 2, device="meta"), world)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_changed(world: World) -> None:
+    module: Any = OwnViT()
+    other = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="blocks Linear are not modules inside OwnViT"):
+        prepare_encoder(module, world, blocks=[other])
+    with pytest.raises(ModelError, match=r"blocks lie inside each other \(blocks.0.attn in blocks.0\)"):
+        prepare_encoder(module, world, blocks=[module.blocks[0], module.blocks[0].attn])
+    with pytest.raises(ModelError, match=r"names 'blocks.\*.mlp.w3', which is no nn.Linear of OwnViT"):
+        prepare_encoder(module, world, tp_plan={"blocks.*.mlp.w3": "colwise"})
+    with pytest.raises(ModelError, match="Linear has no list of blocks"):
+        prepare_encoder(other, world, activation_checkpointing=True)
+    with pytest.raises(ModelError, match=r"compute_dtype is torch\.float64"):
+        prepare_encoder(module, world, compute_dtype=torch.float64)
+    with pytest.raises(ModelError, match=r"2 parameters of Linear have no values \(weight, bias are on the meta"):
+        prepare_encoder(nn.Linear(2, 2, device="meta"), world)
+    prepare_encoder(module, world)
+    check_encoder_prepared(module, world)
+    with pytest.raises(ModelError, match="was prepared already"):
         prepare_encoder(module, world)
-        check_encoder_prepared(module, world)
-        with pytest.raises(ModelError, match="was prepared already"):
-            prepare_encoder(module, world)
-        with pytest.raises(ModelError, match="was not prepared over this world"):
-            check_encoder_prepared(other, world)
+    with pytest.raises(ModelError, match="was not prepared over this world"):
+        check_encoder_prepared(other, world)
 
 
 # ---- frozen parts, half precision, parameters that some slots do not use

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.errors import CommError, ModelError
 from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
-from longspan.model.multimodal.split_encoder import find_split_parts
+from longspan.model.multimodal.split_encoder import SplitModule, find_split_parts
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend, run_ranks
 from tests.model.multimodal.encoders import HEADS, HIDDEN, WIDTH, Attention, Mlp, OwnViT, encoder, items_of
@@ -135,10 +135,11 @@ def test_a_first_call_refuses_a_split_that_is_not_the_unsplit_block() -> None:
             assert re.search(pattern, message) and "tp_plan" in message, (attention, message)
 
 
-def test_what_cannot_be_split_is_refused_by_name_and_number() -> None:
-    def parts(module: nn.Module, tp: int, plan: dict[str, str] | None = None) -> object:
-        return find_split_parts(module, encoder_blocks(module), tp, plan)
+def parts(module: nn.Module, tp: int, plan: dict[str, str] | None = None) -> list[SplitModule]:
+    return find_split_parts(module, encoder_blocks(module), tp, plan or {})
 
+
+def test_what_cannot_be_split_is_refused_by_name_and_number() -> None:
     with pytest.raises(ModelError, match=r"tp 3 does not divide 4 \(num_heads of tower.*use tp 1, 2 or 4"):
         parts(encoder("clip", torch.float32), 3)
     with pytest.raises(ModelError, match=r"not known by name: blocks.0.mlp.into \(32 to 48\)"):
@@ -171,15 +172,15 @@ class FewerKeys(nn.Module):
 def test_heads_of_keys_may_be_fewer_by_one_linear_or_by_their_own() -> None:
     module: Any = nn.Module()
     module.blocks = nn.ModuleList([FewerKeys()])
-    (part,) = find_split_parts(module, encoder_blocks(module), 2)
-    assert part.name == "blocks.0" and part.widths == (16, 8, 8) and {*part.styles} == {"qkv", "proj"}
+    (part,) = parts(module, 2)
+    assert part.name == "blocks.0" and part.widths == (16, 8) and {*part.styles} == {"qkv", "proj"}
     with pytest.raises(ModelError, match=r"tp 4 does not divide 2 \(num_key_value_heads of blocks.0"):
-        find_split_parts(module, encoder_blocks(module), 4)
+        parts(module, 4)
     del module.blocks[0].num_key_value_heads
     with pytest.raises(ModelError, match="has 32 outputs, which are not queries, keys and values of one size or of"):
-        find_split_parts(module, encoder_blocks(module), 2)
+        parts(module, 2)
     module.blocks = nn.ModuleList([nn.Module()])
     module.blocks[0].attn = FewerKeys("k_proj", "v_proj", "q_proj", "out_proj")
-    (part,) = find_split_parts(module, encoder_blocks(module), 2)
-    assert part.widths == (16, 8, 8)
+    (part,) = parts(module, 2)
+    assert part.widths == (16, 8)
     assert {*part.local_attributes} == {"num_heads", "num_key_value_heads", "q_dim", "kv_dim"}

@@ -233,31 +233,21 @@ def _gain_of_the_input(mlp: nn.Module) -> None:
     mlp.gain, mlp.forward = gain, lambda x: inner(gain(x)) + gain(x)
 
 
-NOT_A_SUM: dict[str, Callable[[nn.Module], None]] = {
-    "gain": lambda mlp: _activation(mlp, Normed()),
-    "weight": lambda mlp: _activation(mlp, nn.RMSNorm(48)),
-    "gain of the input": _gain_of_the_input,
+NOT_A_SUM: dict[str, Callable[[Any], None]] = {
+    "mlp.act_fn.gain": lambda layer: _activation(layer.mlp, Normed()),
+    "mlp.act_fn.weight": lambda layer: _activation(layer.mlp, nn.RMSNorm(48)),
+    "mlp.gain.gain": lambda layer: _gain_of_the_input(layer.mlp),
+    "self_attn.gain": lambda layer: layer.self_attn.register_parameter("gain", nn.Parameter(torch.ones(4))),
 }
 
 
-@pytest.mark.parametrize("case", NOT_A_SUM)
-def test_a_parameter_whose_gradient_would_not_be_a_sum_is_refused(case: str) -> None:
+@pytest.mark.parametrize("name", NOT_A_SUM)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_parameter_whose_gradient_would_not_be_a_sum_is_refused(name: str, packed: bool) -> None:
     model = tiny("llama")
-    NOT_A_SUM[case](model.get_submodule("model.layers.1.mlp"))
-    says = rf"model.layers.1.mlp.\w*\.?{case.partition(' ')[0]} \(\w+\) is not in the .* plan of LlamaForCausalLM"
-    with pytest.raises(ModelError, match=says):
-        refuse_unnamed_parameters(model, list_styles(model))
-
-
-def test_parameters_of_attention_and_of_packed_linears_are_refused() -> None:
-    model = tiny("llama")
-    model.get_submodule("model.layers.0.self_attn").gain = nn.Parameter(torch.ones(4))
-    with pytest.raises(ModelError, match=r"model.layers.0.self_attn.gain \(LlamaAttention\)"):
-        refuse_unnamed_parameters(model, list_styles(model))
-    model = tiny("llama")
-    _activation(model.get_submodule("model.layers.0.mlp"), Gain())
-    styles = [x._replace(style=PACKED) if ".mlp." in x.name and x.style == COLWISE else x for x in list_styles(model)]
-    with pytest.raises(ModelError, match=r"model.layers.0.mlp.act_fn.gain \(Gain\) is not in the .* plan"):
+    NOT_A_SUM[name](model.get_submodule("model.layers.1"))
+    styles = [x._replace(style=PACKED) if packed and x.style == COLWISE else x for x in list_styles(model)]
+    with pytest.raises(ModelError, match=rf"model.layers.1.{name} \(\w+\) is not in the .* plan of LlamaForCausalLM"):
         refuse_unnamed_parameters(model, styles)
 
 

@@ -65,15 +65,20 @@ class _Errors:
         return errors
 
 
-def step(case: Case, answer: Answer, *, trial: bool = True) -> dict[str, float]:
+def step(
+    case: Case, answer: Answer, *, trial: bool = True, make: Callable[[], Any] | None = None, trains: str = ""
+) -> dict[str, float]:
+    """Errors of a step of the case's model, or of the one that `make` gives; names of all gradients have `trains`."""
     with compute_in_float64(), World(case.home, backend=backend(), timeout=60) as world:
-        make = prepare if trial else prepare_untried
-        model = make(tiny(case.name), world, encoder=case.encoder, **dict(case.options))
+        of_case = tiny(case.name) if make is None else make()
+        model = (prepare if trial else prepare_untried)(of_case, world, encoder=case.encoder, **dict(case.options))
         if not trial:
             vars(model.language_model)["modes_of_row_trial"] = {False, True}
         documents = documents_of(image_tokens(config_of(case.name)), case.documents)
         result = run_step(model, case.plan(documents.lengths, documents.targets), documents, world)
-        return answer.errors(result.loss, own_names(model, gradients_of(model), world))
+        gradients = own_names(model, gradients_of(model), world)
+        assert all(trains in name for name in gradients)
+        return answer.errors(result.loss, gradients)
 
 
 def own_names(model: MultimodalModel, tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Vision-language models with adapters in any part, or frozen parts: loss and gradients are those of stock peft."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -9,7 +9,6 @@ import pytest
 from torch import nn
 
 from longspan import Layout, World, prepare, run_step
-from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.layers import is_in_projector, towers_beside_text_model
 from longspan.model.take_apart import freeze_image_modules
@@ -17,9 +16,8 @@ from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from longspan.train import disable_adapter
 from tests.model.lora.adapted import drawn
-from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, answer_of, documents_of
-from tests.model.vision.joined import BOUND, Case, own_names
+from tests.model.vision.joined import BOUND, Case, step
 from tests.model.vision.models import config_of, here, tiny
 from tests.mutation import each_mutated
 
@@ -45,18 +43,9 @@ def wanted(name: str, parts: tuple[str, ...]) -> Answer:
     return answer_of(name, make=lambda: adapted(name, parts).get_base_model())
 
 
-def step_error(case: Case, answer: Answer, make: Callable[[], Any], *, of_adapters: bool = True) -> float:
-    with compute_in_float64(), World(case.home) as world:
-        model = prepare(make(), world, encoder=case.encoder, **dict(case.options))
-        documents = documents_of(image_tokens(config_of(case.name)))
-        result = run_step(model, case.plan(documents.lengths, documents.targets), documents, world)
-        gradients = own_names(model, gradients_of(model), world)
-        assert not of_adapters or all(".lora_" in key for key in gradients)
-        return max(answer.errors(result.loss, gradients).values())
-
-
 def error_of(case: Case, parts: tuple[str, ...]) -> float:
-    return step_error(case, wanted(case.name, parts), partial(adapted, case.name, parts))
+    make = partial(adapted, case.name, parts)
+    return max(step(case, wanted(case.name, parts), make=make, trains=".lora_").values())
 
 
 def cases_of(ranks: int) -> list[tuple[Case, tuple[str, ...]]]:
@@ -127,7 +116,7 @@ def with_projector() -> Any:
 
 
 def _with_projector_error(rank: int, answer: Answer) -> float:
-    return step_error(Case(NAME, Layout(2), Layout(2), 2), answer, with_projector, of_adapters=False)
+    return max(step(Case(NAME, Layout(2), Layout(2), 2), answer, make=with_projector).values())
 
 
 @pytest.mark.whole
@@ -138,28 +127,26 @@ def test_a_frozen_tower_under_a_trained_projector() -> None:
 
 
 @pytest.mark.whole
-def test_an_encoders_adapter_is_left_out_too() -> None:
+def test_an_encoders_adapter_is_left_out_too(world: World) -> None:
     documents = documents_of(image_tokens(config_of("qwen2.5-vl")))
-    with World(Layout(1)) as world:
-        peft_model = adapted("qwen2.5-vl", ENCODER)
-        model, bare = (prepare(x, world, encoder=Layout(1)) for x in (peft_model, tiny("qwen2.5-vl")))
-        plan = Case("qwen2.5-vl", Layout(1), Layout(1), 1).plan(documents.lengths, documents.targets)
-        expected = run_step(bare, plan, documents, world, backward=False).loss
-        for left_out in (peft_model.disable_adapter(), disable_adapter(model)):
-            with left_out:
-                loss = run_step(model, plan, documents, world, backward=False).loss
-                with pytest.raises(ModelError, match="the model's adapter is left out"):
-                    run_step(model, plan, documents, world)
-            assert abs(loss / expected - 1) < 1e-12
+    peft_model = adapted("qwen2.5-vl", ENCODER)
+    model, bare = (prepare(x, world, encoder=Layout(1)) for x in (peft_model, tiny("qwen2.5-vl")))
+    plan = Case("qwen2.5-vl", Layout(1), Layout(1), 1).plan(documents.lengths, documents.targets)
+    expected = run_step(bare, plan, documents, world, backward=False).loss
+    for left_out in (peft_model.disable_adapter(), disable_adapter(model)):
+        with left_out:
+            loss = run_step(model, plan, documents, world, backward=False).loss
+            with pytest.raises(ModelError, match="the model's adapter is left out"):
+                run_step(model, plan, documents, world)
+        assert abs(loss / expected - 1) < 1e-12
 
 
-def test_what_an_encoder_refuses() -> None:
-    with World(Layout(1)) as world:
-        for change, message in (
-            (lambda module: module.requires_grad_(True), "have adapters, and weights that are trained too"),
-            (lambda module: setattr(module, "merged_adapters", ["default"]), "is merged into its weight"),
-        ):
-            peft_model = adapted("qwen2.5-vl", (TOWER,))
-            change(peft_model.get_base_model().model.visual.blocks[0].attn.qkv)
-            with pytest.raises(ModelError, match=message):
-                prepare(peft_model, world, encoder=Layout(1))
+def test_what_an_encoder_refuses(world: World) -> None:
+    for change, message in (
+        (lambda module: module.requires_grad_(True), "have adapters, and weights that are trained too"),
+        (lambda module: setattr(module, "merged_adapters", ["default"]), "is merged into its weight"),
+    ):
+        peft_model = adapted("qwen2.5-vl", (TOWER,))
+        change(peft_model.get_base_model().model.visual.blocks[0].attn.qkv)
+        with pytest.raises(ModelError, match=message):
+            prepare(peft_model, world, encoder=Layout(1))

@@ -11,25 +11,23 @@ from longspan.errors import DataError, ModelError
 from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items.encoding_plan import ItemTable, MediaItem
-from longspan.testing import backend
 from longspan.train.read_rows import bind_spans, count_prefix_rows
 from tests.model.vision.models import tiny
 
 
-def test_calls_say_which_rows_see_each_other() -> None:
-    with World(Layout(1), backend=backend()) as world:
-        model = prepare(tiny("gemma3"), world, encoder=Layout(1))
-        shard = bind(plan_fixed([5, 3], world.home, cp=1).micro_batches[0], world)
-        inputs = {"input_ids": torch.arange(8)[None], "position_ids": shard.position_ids[None]}
-        with pytest.raises(ModelError, match="image see each other, and the shard of 2 documents says nothing"):
-            model.language_model(**inputs, shard=shard)
-        causal = model.language_model(**inputs, shard=shard.with_spans({})).logits
-        spans = model.language_model(**inputs, shard=shard.with_spans({0: [(1, 4)]})).logits
-        same = torch.isclose(causal, spans, rtol=1e-5).all(-1)[0].tolist()
-        assert same == [True, False, False, False, False, True, True, True]  # row 3 in the second layer
-        alone = {"image": replace(model.encoder_settings["image"], in_spans=False)}
-        with pytest.raises(ModelError, match=r"see each other in gemma3, and none of its 1 encoders says so"):
-            MultimodalModel(alone, model.language_model, world)
+def test_calls_say_which_rows_see_each_other(world: World) -> None:
+    model = prepare(tiny("gemma3"), world, encoder=Layout(1))
+    shard = bind(plan_fixed([5, 3], world.home, cp=1).micro_batches[0], world)
+    inputs = {"input_ids": torch.arange(8)[None], "position_ids": shard.position_ids[None]}
+    with pytest.raises(ModelError, match="image see each other, and the shard of 2 documents says nothing"):
+        model.language_model(**inputs, shard=shard)
+    causal = model.language_model(**inputs, shard=shard.with_spans({})).logits
+    spans = model.language_model(**inputs, shard=shard.with_spans({0: [(1, 4)]})).logits
+    same = torch.isclose(causal, spans, rtol=1e-5).all(-1)[0].tolist()
+    assert same == [True, False, False, False, False, True, True, True]  # row 3 in the second layer
+    alone = {"image": replace(model.encoder_settings["image"], in_spans=False)}
+    with pytest.raises(ModelError, match=r"see each other in gemma3, and none of its 1 encoders says so"):
+        MultimodalModel(alone, model.language_model, world)
 
 
 LONG, SHORT = Document(range(8), labels=[-100] * 6 + [6, 7]), list(range(8))

@@ -15,7 +15,7 @@ from tests.model.vision.models import config_of, here, tiny
 
 def encoded(name: str, *, packed: bool) -> dict[str, Tensor]:
     with compute_in_float64():
-        encoder = split_off_image_encoder(tiny(name)).encoder
+        encoder = split_off_image_encoder(tiny(name))
         if packed:
             image_encoder.pack_attention(encoder)
         rows = encoder([image for document in raw(image_tokens(config_of(name))) for image in document.images])
@@ -57,5 +57,5 @@ def test_as_the_stock_tower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chosen_function_stays() -> None:
     model = tiny("qwen3-vl")
     model.config.vision_config._attn_implementation = "eager"
-    image_encoder.pack_attention(split_off_image_encoder(model).encoder)
+    image_encoder.pack_attention(split_off_image_encoder(model))
     assert model.config.vision_config._attn_implementation == "eager"

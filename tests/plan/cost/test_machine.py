@@ -92,7 +92,6 @@ def test_all_types_are_priced_whatever_the_groups_own() -> None:
     assert set(prices) == {"p2p", "all_gather", "a2a", "a2a+p2p"}
     assert prices["a2a"].seconds == math.inf and prices["a2a"].impossible == "32 query heads do not divide by 6"
     assert prices["a2a+p2p"].sizes == (2, 3)
-    assert prices["a2a"].impossible == "32 query heads do not divide by 6"
     assert not prices["p2p"].impossible
 
 
@@ -342,9 +341,7 @@ def test_a_padded_plan_costs_what_real_rows_make_experts_and_the_head_do(config:
     cost = replace(H200.cost(config), launch_seconds=0.0)  # the host takes as long for padding
     options = PlanOptions(max_tokens_per_slot=6144, heads=32, cost=cost)
     plan = plan_padded(LENGTHS, Layout(4), 4, options=options)
-    padding = sum(
-        max(group.laid_out) / group.degree - max(real_rows(group)) for b in plan.micro_batches for group in b.groups
-    )
+    padding = sum(max(group.laid_out) / group.degree - max(real_rows(group)) for group in plan.groups)
     all_rows = plan_padded(LENGTHS, Layout(4), 4, options=replace(options, cost=without_real_rows(cost)))
     saved = all_rows.predicted_seconds - plan.predicted_seconds
     assert saved == pytest.approx(cost.real_row_seconds * padding, rel=1e-3)

@@ -31,7 +31,7 @@ def counted_flops(name: str, trained: Any) -> int:
     model = tiny(name)
     model.config.vision_config._attn_implementation = "eager"
     freeze_image_modules(model, trained)
-    encoder = split_off_image_encoder(model).encoder
+    encoder = split_off_image_encoder(model)
     for module in encoder.modules():
         if hasattr(module, "use_head"):
             setattr(module, "use_head", False)  # noqa: B010  # SigLIP's, whose output is not read

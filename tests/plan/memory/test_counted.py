@@ -124,7 +124,9 @@ def test_documents_that_share_a_prefix_keep_what_is_planned(world: World, family
 
 
 def _families_over_ranks(rank: int) -> dict[str, tuple[float, float]]:
-    """Bytes that layers keep, as planned and as counted, by communication type and partition."""
+    """Bytes that layers keep over those that are planned, and of peaks the same, by communication type and partition.
+    Unsharded gradients are summed over slots at the end, where most is held.
+    """
     found = dict[str, tuple[float, float]]()
     with World(Layout(2), backend=backend()) as world:
         config = config_of("qwen3")
@@ -133,15 +135,16 @@ def _families_over_ranks(rank: int) -> dict[str, tuple[float, float]]:
             plan = family_plan(world.home, 2, cp_comm_type=kind, partition=partition)
             counted = count_prepared(*model, plan, world)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, SETTINGS)
-            found[f"{kind} {partition}"] = _kept(needs, "none", 2), float(sum(counted.kept))
+            kept = sum(counted.kept) / _kept(needs, "none", 2)
+            found[f"{kind} {partition}"] = kept, counted.most / _peak(needs, "none")
     return found
 
 
 @pytest.mark.whole
 def test_families_over_ranks_keep_what_is_planned() -> None:
     for found in run_ranks(_families_over_ranks, 2):
-        for name, (kept, counted) in found.items():
-            assert abs(kept / counted - 1) <= CLOSE, (name, kept, counted)
+        for name, (kept, peak) in found.items():
+            assert kept == pytest.approx(1, abs=CLOSE) and peak == pytest.approx(1, abs=PEAK), name
 
 
 @pytest.mark.parametrize(("family", "word"), [("qwen3", "full"), ("qwen3-moe", "selective")])

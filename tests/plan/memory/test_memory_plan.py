@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.presets import preset_config
+from longspan.plain_text import gib_text
 from longspan.plan import (
     CHECKPOINT_POLICIES,
     Bytes,
@@ -29,10 +31,8 @@ from longspan.plan import (
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings
 from longspan.plan.memory.layer_table import LayerTable, slot_loads
 from longspan.plan.memory.memory_plan import (
-    MemoryPrices,
     fit_with_fewest_slow_layers,
     memory_choices,
-    seconds_beyond_settings,
 )
 from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
@@ -224,10 +224,8 @@ def test_many_micro_batches_have_a_price_for_each_way_of_sharding() -> None:
     assert [ways(gib) for gib in (180, 115, 95)] == [(True, True), (True, False), (False, False)]
     assert [ways(gib, Layout(1)) for gib in (180, 150)] == [(True, True), (False, False)]
     assert ways(180, summed_once=False) == (True, False) and ways(180, gathered_once=False) == (False, False)
-    assert (
-        "gradients summed once"
-        in choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), MemoryBudget(device=180 * GIB)).summary_line()
-    )
+    once = choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), MemoryBudget(device=180 * GIB))
+    assert "gradients summed once" in once.summary_line()
     assert not chosen(4096).summed_once
     needs = {
         once: MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(gathered_once=True, summed_once=once))
@@ -243,10 +241,9 @@ HOME = Layout(2)
 H200 = MemoryBudget(device=129 * GIB, host=128 * GIB)
 
 
-def needs_of(rows: int, kind: str = "a2a", **settings: Any) -> tuple[MemoryNeeds, MemoryPrices]:
-    plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type=kind)
-    needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(**settings))
-    return needs, MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
+def needs_of(rows: int, kind: str = "a2a", home: Layout = HOME, **settings: Any) -> MemoryNeeds:
+    plan = plan_fixed([rows * home.slots], home, cp=home.slots, cp_comm_type=kind)
+    return MemoryNeeds.of(QWEN3_8B, home, plan, MemorySettings(**settings))
 
 
 def chosen(rows: int, budget: MemoryBudget = H200, **fixed: Any) -> MemoryPlan:
@@ -256,7 +253,7 @@ def chosen(rows: int, budget: MemoryBudget = H200, **fixed: Any) -> MemoryPlan:
 
 @pytest.mark.parametrize(("slow", "fast"), [("full", "selective+host"), ("full+host", "selective+host")])
 def test_more_layers_of_the_slower_measure_where_the_host_is_small(slow: str, fast: str) -> None:
-    needs, _ = needs_of(65536)
+    needs = needs_of(65536)
     least, most = (needs.under(needs.measures_of_layers(slow, count, fast)).host.total for count in (36, 1))
     budget = MemoryBudget(device=200 * GIB, host=(least + most) // 2)
     memory = fit_with_fewest_slow_layers(needs, slow, fast, budget)  # type: ignore[arg-type]
@@ -290,7 +287,8 @@ MIXED = (8192, 75, 64), (20480, 75, 8), (32768, 100, 16)  # a later choice of fe
 def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any], sizes: tuple[int, int, int]) -> None:
     rows, device, host = sizes
     budget, by_hand = MemoryBudget(device=device * GIB, host=host * GIB), FixedMemory(**fixed)
-    needs, prices = needs_of(rows)
+    needs = needs_of(rows)
+    prices = needs.prices
     fastest: MemoryPlan | None = None
     sizes_of_segments = (0, 4) if by_hand.segment_layers is None else (4,)
     pairs = [(size, on_host) for size in sizes_of_segments for on_host in (False, True)]
@@ -302,7 +300,8 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
             if sizes_of_segments.index(size) + places.index(on_host) == level
             for choice in memory_choices(needs, replace(by_hand, segment_layers=size, offload_weights=on_host))
         ]
-        plans = [fit_with_fewest_slow_layers(*choice, budget) for choice in choices]
+        fitting_plans = (fit_with_fewest_slow_layers(*choice, budget) for choice in choices)
+        plans = [memory and memory.keep_states(budget) for memory in fitting_plans]
         for (choice, slow, fast), memory in zip(choices, plans, strict=True):
             if memory is not None:
                 assert prices.least_seconds(choice, (slow, fast)) <= prices.seconds(memory)
@@ -314,6 +313,23 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
             chosen(rows, budget, **fixed)
     else:
         assert chosen(rows, budget, **fixed) == fastest
+
+
+def test_states_stay_on_the_device_in_room_that_is_left() -> None:
+    """Four micro-batches on an H200: with room for states weights are gathered for each, which takes less room."""
+    plan = plan_fixed([8192] * 4, Layout(1), cp=1, max_tokens_per_slot=8192)
+    budget = MemoryBudget(device=128 * GIB, host=200 * GIB)
+    choose = partial(choose_memory, QWEN3_8B, Layout(1), plan, MemorySettings(compiled="auto"), budget)
+    memory = choose()
+    assert memory.device.total == budget.device and not memory.gathered_once
+    assert 15 * GIB < memory.states_on_device < memory.device.states < memory.states_on_device + GIB
+    states = choose(fixed=FixedMemory(offload_optimizer_states=True)).host.states  # by hand: all of them
+    assert memory.host.states == memory.paged_bytes == states - memory.states_on_device
+    assert f"states on the host but for {gib_text(memory.states_on_device)};" in memory.summary_line()
+    larger = memory.keep_states(MemoryBudget(device=200 * GIB))
+    assert larger.host.states == 0 and larger.device.total == memory.device.total + memory.host.states
+    streamed = replace(memory, offload_weights=True)
+    assert streamed.keep_states(MemoryBudget(device=200 * GIB)) == streamed
 
 
 def test_keys_given_by_hand_win() -> None:
@@ -337,21 +353,21 @@ def test_refusals_have_the_bytes() -> None:
 
 def test_seconds_of_measures() -> None:
     """What is recomputed costs, more so attention; copies that are longer than a layer's work cost too."""
-    needs, prices = needs_of(32768, "p2p")
+    needs = needs_of(32768, "p2p")
     words = ("none", "selective", "full", "selective+host", "full+host")
-    seconds = {word: prices.seconds(needs.under(word)) for word in words}
+    seconds = {word: needs.prices.seconds(needs.under(word)) for word in words}
     assert seconds["none"] < seconds["selective"] < seconds["full"]
     assert seconds["selective"] < seconds["selective+host"] and seconds["full"] < seconds["full+host"]
-    once, prices = needs_of(32768, "p2p", gathered_once=True)
-    assert prices.seconds(once.under("none")) < seconds["none"]
+    once = needs_of(32768, "p2p", gathered_once=True)
+    assert once.prices.seconds(once.under("none")) < seconds["none"]
 
 
 def test_what_a_cost_leaves_out() -> None:
     """A cost has what most recomputed layers do, second exchanges too; the others' difference comes on top."""
-    needs, machine = needs_of(32768)[0], Machine()
+    needs = needs_of(32768)
 
     def left_out(*words: str) -> float:
-        return seconds_beyond_settings(QWEN3_8B, needs.under(words), needs, machine)
+        return needs.prices.seconds_beyond_settings(needs.under(words))
 
     for word in ("exchanged", "selective", "full", "none"):
         memory = needs.under(word)
@@ -387,14 +403,14 @@ def test_weights_on_the_host_take_gradients_and_states_along() -> None:
 
 
 def _moments(**settings: Any) -> Iterator[Bytes]:
-    needs = MemoryNeeds.of(QWEN3_8B, Layout(4), plan_fixed([32768], Layout(4), cp=4), MemorySettings(**settings))
+    needs = needs_of(8192, "p2p", Layout(4), **settings)
     moments = needs.places[0].bytes_at_moments(needs.loads, ["selective"] * 36)
     next(moments)  # the update
     return moments
 
 
 def test_an_update_has_two_buckets_with_weights_and_gradients() -> None:
-    needs = MemoryNeeds.of(QWEN3_8B, HOME, plan_fixed([64], HOME, cp=2), MemorySettings(offload_weights=True))
+    needs = needs_of(32, "p2p", offload_weights=True)
     update = next(needs.places[0].bytes_at_moments(needs.loads, ["none"] * 36))
     assert update.weights == update.gradients == 0 < update.states == 512 << 20
 
@@ -447,13 +463,10 @@ def test_weights_that_stay_on_the_device(layout: Layout, settings: Any, config: 
 
 def test_seconds_of_weights_on_the_host() -> None:
     """A layer's 772 MB arrive in 15.1 ms at 51 GB/s, as many leave; the root's 4.98 GB show, each way."""
-    one = Layout(1)
 
     def added(rows: int, **settings: Any) -> float:
-        plan = plan_fixed([rows], one, cp=1)
-        needs = MemoryNeeds.of(QWEN3_8B, one, plan, MemorySettings(offload_weights=True, **settings))
-        prices = MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
-        return prices.streaming_seconds(needs.under("full"))
+        needs = needs_of(rows, home=Layout(1), offload_weights=True, **settings)
+        return needs.prices.streaming_seconds(needs.under("full"))
 
     root = 2 * 151936 * 4096 * 4 / 51e9
     assert added(32768) == added(65536) == pytest.approx(2 * root)
@@ -468,9 +481,8 @@ def test_seconds_of_an_update_on_the_host() -> None:
     """
 
     def added(rows: int, **settings: Any) -> float:
-        needs = MemoryNeeds.of(QWEN3_8B, Layout(1), plan_fixed([rows], Layout(1), cp=1), MemorySettings(**settings))
-        prices = MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
-        memory = needs.under("full")
+        needs = needs_of(rows, home=Layout(1), **settings)
+        prices, memory = needs.prices, needs.under("full")
         cost = Machine().cost(QWEN3_8B, memory.cost_settings(CostSettings(shards=1)))
         plain = Machine().cost(QWEN3_8B, CostSettings(shards=1, recomputation="full", recomputed_layers=36))
         turns = cost.turn_seconds([1e9])
@@ -581,10 +593,8 @@ def test_packed_weights_lie_as_bytes_and_are_whole_in_a_gathered_layer() -> None
     one = {"home": Layout(1), "plan": plan_fixed([64], Layout(1), cp=1)}
     alone = planned("none", frozen_weights="nf4", **one | lora).device
     assert alone.work >= layer * 0.5625 > planned("none", **one | lora).device.work  # while it is unpacked
-    places = MemoryNeeds.of(
-        QWEN3_8B, HOME, plan_fixed([64], HOME, cp=2), MemorySettings(lora_rank=16, frozen_weights="nf4", depths=1)
-    ).places
-    assert [numbers.packed for numbers in places[0].numbers.layers] == [layer] * 36 + [0]  # a depth is whole
+    place = needs_of(32, "p2p", lora_rank=16, frozen_weights="nf4", depths=1).places[0]
+    assert [numbers.packed for numbers in place.numbers.layers] == [layer] * 36 + [0]  # a depth is whole
 
 
 def test_packed_experts_are_divided_by_ep_where_they_are_gathered() -> None:
@@ -599,9 +609,9 @@ def test_packed_experts_are_divided_by_ep_where_they_are_gathered() -> None:
 
 
 def test_unpacking_takes_time_and_messages_are_shorter() -> None:
-    needs, prices = needs_of(8192, parameter_bytes=2, lora_rank=16)
-    packed_needs, packed = needs_of(8192, parameter_bytes=2, lora_rank=16, frozen_weights="nf4")
-    saved = prices.seconds(needs.under("full")) - packed.seconds(packed_needs.under("full"))
+    needs = needs_of(8192, parameter_bytes=2, lora_rank=16)
+    packed = needs_of(8192, parameter_bytes=2, lora_rank=16, frozen_weights="nf4")
+    saved = needs.prices.seconds(needs.under("full")) - packed.prices.seconds(packed.under("full"))
     machine = Machine()
     weights = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
     copies = machine.weight_copy_seconds * weights * (1 - 0.5625 / 2)

@@ -69,8 +69,7 @@ def test_copies_of_every_home(home: Layout, room: int | None, staying: int) -> N
 
 
 def test_a_device_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("unused_bytes", "free_host_bytes"):
-        monkeypatch.setattr(stock_copy, name, lambda *_: 1000)
+    monkeypatch.setattr(stock_copy, "unused_bytes", lambda *_: 1000)
     with pytest.raises(ModelError, match=r"a stock copy .* needs 0.0 GiB on the first rank, for 2 weights around"):
         _copied(0, "qwen3", Layout(1), None)
 
@@ -161,6 +160,10 @@ def test_the_verb_completes_as_the_run_and_reads_folders_and_files(
     ):
         assert cli_main(["generate", config.run.dir, *flags]) == 2
         assert message in capsys.readouterr().err
+    saved = Path(config.run.dir) / "model" / "config.json"
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"max_position_embeddings": 39}))
+    assert cli_main(["generate", f"{config.run.dir}/model", *words, "--prompt", "a", "--prompt", "a " * 20]) == 2
+    assert "--prompt 2: the prompt has 40 tokens, and the model knows 39 positions" in capsys.readouterr().err
 
 
 def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "ab"}\n\n{"text": "ab", "temperature": 0.5}\n')
-    plain, text = encode_prompts(read_prompt_rows(file), tokenizer)
+    plain, text = encode_prompts(read_prompt_rows(file), tokenizer, None)
     assert plain.ids == text.ids == tuple(tokenizer.engine.encode("ab", add_special_tokens=False).ids)
     assert (plain.temperature, text.temperature) == (None, 0.5)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -177,7 +180,7 @@ def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"}]
     file.write_text(f'{{"prompt": "ab"}}\n{{"text": "ab"}}\n{json.dumps({"messages": messages})}\n')
-    chat, text, several = encode_prompts(read_prompt_rows(file), tokenizer)
+    chat, text, several = encode_prompts(read_prompt_rows(file), tokenizer, None)
     stock = AutoTokenizer.from_pretrained(folder)
     for prompt, turns in ((chat, messages[1:]), (several, messages)):
         expected = stock.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -194,6 +197,10 @@ def test_prompts_are_texts_or_chats_up_to_the_answer(tmp_path: Path) -> None:
     ):
         file.write_text(line)
         with pytest.raises(DataError, match=message):
-            encode_prompts(read_prompt_rows(file), tokenizer)
+            encode_prompts(read_prompt_rows(file), tokenizer, None)
+    file.write_text('{"text": "ab"}\n{"text": "ab ab ab"}')
+    assert len(encode_prompts(read_prompt_rows(file), tokenizer, 8)) == 2
+    with pytest.raises(DataError, match="row 2: the prompt has 8 tokens, and the model knows 7 positions"):
+        encode_prompts(read_prompt_rows(file), tokenizer, 7)
     with pytest.raises(ConfigError, match=r"evaluation.prompts is 'p', which needs model.num_labels 0"):
         check_config(load_config(None, {"evaluation.prompts": "p", "model.num_labels": 1}), 1)

@@ -12,17 +12,22 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from longspan import Document, Layout, share_prefixes
+from longspan import Document, Layout, World, share_prefixes
 from longspan.cli.show import show_rows
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.data.shared_prefixes import cut_documents, find_families
 from longspan.errors import LongspanError
+from longspan.evaluation.evaluate_saved import evaluate_saved
+from longspan.evaluation.request import EvalRequest, Subject, find_saved_weights
+from longspan.evaluation.result import Evaluation
 from longspan.plan import Plan, read_plans
 from longspan.report.gantt import plan_facts, plan_part
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
+from longspan.train.starts import Starts
+from tests.model.stock import without_trials
 from tests.mutation import Change, mutated
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint, lines_of
 from tests.run.runs.test_lora_run import write_base
@@ -74,7 +79,6 @@ def config_of(folder: Path, path: Path, name: str, **changes: Any) -> RunConfig:
     keys |= {"evaluation__every": 2, "evaluation__documents": 1, "checkpoint__every": 0}
     keys |= {"context__context_parallel_size": 1, "evaluation__context_parallel_size": 1}
     keys |= {"context__max_tokens_per_slot": 1024, "evaluation__max_tokens_per_slot": 1024}
-    keys |= {"data__cache_dir": str(folder / "tokens")}
     return small_config(folder, **keys | changes)
 
 
@@ -169,12 +173,28 @@ def test_documents_of_a_corpus_are_planned_and_cut_as_those_in_memory(alone: tup
     assert of_others == choice.plan(others.lengths, home, targets=others.targets)
 
 
+def test_longspan_eval_of_questions_reads_their_text_once(alone: tuple[RunConfig, RunConfig, str]) -> None:
+    path = questions(Path(alone[0].run.dir).parent / "eval", texts=2)
+    weights = find_saved_weights(alone[0].run.dir)
+    found = list[Evaluation]()
+    with World(Layout(1), backend="gloo", device="cpu") as world, casts_in_float64(), without_trials():
+        for config in alone[:2]:
+            request = EvalRequest(subjects=(Subject(weights, config),), paths=(("questions", str(path)),))
+            (result,) = evaluate_saved(request, world, print, lambda *_: None, Starts())
+            found.append(result.sets[0].evaluation)
+    shared, separate = found
+    assert shared.plan.parents is not None and separate.plan.parents is None
+    assert shared.plan.tokens < separate.plan.tokens / 2 and shared.tokens == separate.tokens
+    for one, other in zip(shared.document_losses, separate.document_losses, strict=True):
+        assert one.count == other.count and one.sum == pytest.approx(other.sum, rel=1e-12)
+
+
 def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pytest.CaptureFixture[str]) -> None:
     show_rows(alone[0], 7)
     *_, tree = capsys.readouterr().out.partition("begin alike, and are computed once")
     lines = [line.split(", ")[0] for line in tree.splitlines()[1:]]
-    first = ["prefix", *(f"   └─ shown as {i}" for i in (1, 2, 3, 4))]
-    assert lines == [*first, "prefix", *(f"   └─ shown as {i}" for i in (5, 6, 7))]
+    first = ["prefix", *(f"├─ shown as {i}" for i in (1, 2, 3)), "└─ shown as 4"]
+    assert lines == [*first, "prefix", *(f"├─ shown as {i}" for i in (5, 6)), "└─ shown as 7"]
     show_rows(alone[1], 7)
     assert "begin alike" not in capsys.readouterr().out
     plan = plans_of(alone[0])[0]

@@ -61,9 +61,9 @@ def _row(images: list[str], words: int, number: int) -> dict[str, Any]:
 
 def settings(folder: Path, rows: Path, model: Path, **changes: Any) -> RunConfig:
     given = {"model.path": str(model), "model.dtype": "float64", "run.dir": str(folder), "train.steps": 4}
-    given |= {"data.path": str(rows), "evaluation.documents": 2, "data.cache_dir": str(folder / "tokens")}
+    given |= {"data.path": str(rows), "evaluation.documents": 2}
     given |= {"train.tokens_per_step": 600, "optimizer.lr": 1e-3, "checkpoint.every": 2, "evaluation.every": 4}
-    given |= {"encoder.lr": 2e-3, "encoder.max_tokens": 64, "encoder.activation_checkpointing": True}
+    given |= {"encoder.lr": 2e-3, "encoder.max_tokens": 64}
     return load_config(None, given | {key.replace("__", "."): value for key, value in changes.items()})
 
 

@@ -77,7 +77,7 @@ def _train_with_less(rank: int, config: RunConfig, resumed: bool) -> tuple[str, 
     return str(refusal.value), plain, _train(rank, config, size)
 
 
-# The layers of other models are in tests/model/test_measures.py.
+# The layers of other models are in tests/model/activations/test_recompute.py.
 @pytest.mark.parametrize(
     ("changes", "resumed"),
     [(ADAPTERS | {"checkpoint__every": 1}, True), pytest.param(HYBRID, False, marks=pytest.mark.whole)],

@@ -170,9 +170,10 @@ def test_dpo_and_kto_are_those_of_trl(base: Path, tmp_path: Path, exact: None) -
 
 
 def references_of(config: RunConfig) -> list[Path]:
-    return [*Path(config.data.cache_dir).glob("*/reference-*.npy")]
+    return [*Corpus(Path(config.run.dir) / "corpus").documents_folder.glob("reference-*.npy")]
 
 
+@pytest.mark.usefixtures("token_cache")
 @pytest.mark.parametrize("keys", [{}, pytest.param(LORA, marks=pytest.mark.whole)], ids=["full", "lora"])
 def test_a_run_that_goes_on_compares_with_the_model_it_began_with(base: Path, tmp_path: Path, keys: Row) -> None:
     """By what is kept; where that is gone, by the base model, which is read again before the checkpoint."""
@@ -223,6 +224,10 @@ def test_saved_weights_are_evaluated_by_the_loss_of_their_run(
 
 
 def test_what_a_loss_does_not_take(base: Path, tmp_path: Path) -> None:
+    """Of a set that has no pairs it is known before any row becomes tokens."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": words(9)}))
+    of_sets = {"train__loss": "dpo", "evaluation__sets": [{"name": "texts", "path": str(texts)}]}
     cases: list[tuple[list[Row], dict[str, Any], str]] = [
         (ANSWERS, {"train__loss": "dpo"}, "hold prompt and completion, and train.loss needs chosen and rejected"),
         (PAIRS, {"train__loss": ""}, 'are pairs .* or train.loss = "dpo" to train a language model on preferences'),
@@ -236,11 +241,13 @@ def test_what_a_loss_does_not_take(base: Path, tmp_path: Path) -> None:
             {"train__loss": "orpo"},
             "line 2: chosen and rejected",
         ),
+        (PAIRS, of_sets, r"rows of .*texts.jsonl hold text, and train.loss needs chosen and rejected"),
     ]
     configs = [config_of(tmp_path / str(i), base, rows, **ALONE | keys) for i, (rows, keys, _) in enumerate(cases)]
     for config, (*_, message) in zip(configs, cases, strict=True):
         with pytest.raises(DataError, match=message):
             lines_of(0, config, 1)
+    assert not (Path(configs[-1].run.dir) / "corpus").exists()
     for arguments, message in (
         (("gamma=1",), "has gamma, and train.loss 'dpo' takes beta, label_smoothing"),
         (("beta=0",), "has beta=0; it must be a number above 0"),

@@ -58,7 +58,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chat_config(folder: Path, base: Path, path: Path, **changes: Any) -> RunConfig:
     keys = {"train__steps": 2, "evaluation__every": 2, "checkpoint__every": 0, "optimizer__warmup_steps": 1}
-    keys |= {"data__cache_dir": str(folder / "tokens")}
     keys |= {"evaluation__context_parallel_size": 1, **changes, "model__path": str(base), "model__dtype": "float64"}
     return small_config(folder, data__path=str(path), **keys)
 

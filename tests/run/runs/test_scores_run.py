@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from longspan.cli.export import main as export_main
+from longspan.config.defaults import loss_arguments
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.data.run_order import make_step_order
@@ -53,6 +54,7 @@ KEYS: dict[str, Any] = {
     "optimizer__lr": 0.02,
 }
 KEYS |= {"optimizer__weight_decay": 0.0, "checkpoint__every": 2, "evaluation__every": 0, "train__tokens_per_step": 160}
+CENTERED = "center_rewards_coefficient=0.1"
 PLANS: dict[str, Any] = {"context__planner": "dynamic", "context__context_parallel_size": 0}
 
 
@@ -64,11 +66,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(folder: Path, base: Path, rows: Sequence[Row], **changes: Any) -> RunConfig:
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    keys = {
-        "data__path": str(folder / "rows.jsonl"),
-        "data__cache_dir": str(folder / "tokens"),
-        "model__path": str(base),
-    }
+    keys = {"data__path": str(folder / "rows.jsonl"), "model__path": str(base)}
     return small_config(folder, **keys | KEYS | changes)
 
 
@@ -93,12 +91,12 @@ def dense_scores(model: Any, texts: Sequence[str]) -> Tensor:
     return model(input_ids=padded, attention_mask=mask, use_cache=False).logits
 
 
-def dense_loss(model: Any, rows: Sequence[Row], coefficient: float) -> tuple[Tensor, float | None]:
+def dense_loss(model: Any, rows: Sequence[Row], center_rewards_coefficient: float) -> tuple[Tensor, float | None]:
     scores = dense_scores(model, texts_of(rows))
     if "chosen" in rows[0]:
         chosen, rejected = scores[::2, 0], scores[1::2, 0]
         margins = torch.tensor([row.get("margin", 0.0) for row in rows], dtype=torch.float64)
-        loss = -F.logsigmoid(chosen - rejected - margins) + coefficient * (chosen + rejected) ** 2
+        loss = -F.logsigmoid(chosen - rejected - margins) + center_rewards_coefficient * (chosen + rejected) ** 2
         return loss.mean(), (chosen > rejected).double().mean().item()
     if scores.shape[1] == 1:
         return F.mse_loss(scores[:, 0], scores.new_tensor([row["label"] for row in rows])), None
@@ -116,7 +114,7 @@ def dense_run(config: RunConfig, rows: Sequence[Row], model: Any) -> list[tuple[
         assert [d for first in documents[::unit] for d in range(first, first + unit)] == [*documents]
         optimizer.param_groups[0]["lr"] = Schedule.of(config.optimizer, config.train.steps).lr_at(step)
         of_step = [rows[d // unit] for d in documents[::unit]]
-        loss, _ = dense_loss(model, of_step, config.train.center_rewards_coefficient)
+        loss, _ = dense_loss(model, of_step, **loss_arguments(config.train))
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
@@ -140,9 +138,7 @@ def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> float | Non
     assert max((x - weights[name]).abs().max().item() for name, x in saved.state_dict().items()) < 1e-9
     unit = len(texts_of(rows[:1]))
     held_out = make_step_order(config, Corpus(Path(config.run.dir) / "corpus")).evaluation
-    loss, right = dense_loss(
-        model, [rows[d // unit] for d in held_out[::unit]], config.train.center_rewards_coefficient
-    )
+    loss, right = dense_loss(model, [rows[d // unit] for d in held_out[::unit]], **loss_arguments(config.train))
     evaluations = [row for row in metrics if "eval_loss" in row and "eval_name" not in row]
     assert {row["eval_documents"] for row in evaluations} == {len(held_out)}
     for row in evaluations:
@@ -181,7 +177,11 @@ def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
             of_folder["stale"] | two,
             "problem_type 'multi_label_classification' takes 2 labels of a row, and rows have 1 for 2 scores; set",
         ),
-        ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
+        (
+            [pair],
+            {"train__loss_arguments": (CENTERED,)},
+            "center_rewards_coefficient=0.1, .* model.num_labels 1, and .* 0",
+        ),
     ]
     for i, (rows, keys, message) in enumerate(cases):
         yield config_of(folder / str(i), base, rows, **ALONE | keys), message
@@ -194,7 +194,7 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     few |= {"evaluation__max_tokens_per_slot": 64, "evaluation__documents": 4, "model__num_labels": 1}
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     few["evaluation.sets"] = [{"name": "other", "path": str(tmp_path / "other.jsonl"), "documents": 3}]
-    pairs = config_of(tmp_path / "pairs", base, PAIRS, train__center_rewards_coefficient=0.1, **few)
+    pairs = config_of(tmp_path / "pairs", base, PAIRS, train__loss_arguments=(CENTERED,), **few)
     classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
     numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, evaluation__documents=2)
     refused = [*refused_runs(base, tmp_path)]

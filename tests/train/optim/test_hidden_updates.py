@@ -29,6 +29,7 @@ from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.training import make_optimizer
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
+from tests.train.optim.test_offload_states import late
 
 LENGTHS = (13, 1, 30, 7)
 BUCKET = 128 << 10  # bytes: a layer's matrices come apart
@@ -37,19 +38,20 @@ BUCKET = 128 << 10  # bytes: a layer's matrices come apart
 @dataclass(frozen=True)
 class Case:
     """A home and the type of its parameters; `on_device`: the end of a step is that of GPUs; options of `prepare`;
-    `on_host`: every other parameter is treated as one that waits on the host."""
+    `on_host`: every other parameter is treated as one that waits on the host; bytes of moments that `stay`."""
 
     home: Layout
     dtype: str = "float32"
     on_device: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     on_host: bool = False
+    stay: int = 0
 
 
 CASES = {
-    "one rank": Case(Layout(1)),
+    "one rank": Case(Layout(1), stay=4 * BUCKET),
     "one rank, by chance": Case(Layout(1), "bfloat16", on_device=True),
-    "two ranks": Case(Layout(2), on_device=True),
+    "two ranks": Case(Layout(2), on_device=True, stay=4 * BUCKET),
     "two ranks, gathered once": Case(Layout(2), options=(("reshard_after_forward", False),)),
     "two ranks, by chance": Case(Layout(2), "bfloat16", on_host=True),
     "replicas": Case(Layout(2, dp_replicate=2)),
@@ -72,7 +74,9 @@ def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, Any]:
         store = _Store()
         for parameter in [*model.parameters()][::2] if case.on_host else ():
             setattr(parameter, HOST_STORE, store)
-        optimizer = OffloadedStates(optimizer, world.device, bucket_bytes=BUCKET, hidden_in=model)
+        optimizer = OffloadedStates(
+            optimizer, world.device, bucket_bytes=BUCKET, hidden_in=model, bytes_on_device=case.stay
+        )
     return model, optimizer
 
 
@@ -129,16 +133,11 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
 
 
 def _late_updates(rank: int, root: Path) -> None:
-    update = offload_states._Update._update_bucket
-
-    def late_update(*arguments: Any) -> Any:
-        torch.cuda._sleep(10_000_000)  # cycles of the stream of updates, which a gather must wait for
-        return update(*arguments)
-
     with World(Layout(1), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
         case = CASES["one rank, by chance"]
         *expected, contents = _take_five_steps(case, world, root / "at once", hidden=False)
-        patched.setattr(offload_states._Update, "_update_bucket", late_update)
+        update = offload_states._Update._update_bucket  # which a gather must wait for
+        patched.setattr(offload_states._Update, "_update_bucket", late(update))
         *others, other_contents = _take_five_steps(case, world, root / "hidden", hidden=True)
         assert expected == others
         assert all(map(torch.equal, contents.values(), other_contents.values()))
@@ -183,6 +182,7 @@ MUTATIONS: dict[str, Change] = {
         "self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None",
         "self._scale = None",
     ),
+    "the first moments that stay are lost": ("train.optim.offload_states", "target.copy_(value)", "target.zero_()"),
     "parameters stay on the device": ("train.optim.offload_states", "self._copies.store(pairs)", "pass"),
 }
 

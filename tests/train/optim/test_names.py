@@ -1,5 +1,6 @@
 """Parameters that are frozen, or have a rate and decay of their own, by patterns of their names."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,12 @@ def test_what_is_refused() -> None:
     check_named_groups(model, ("lm_head lr=1e-3",), stages=1)
     with pytest.raises(ConfigError, match=r"model.embed_tokens.weight and lm_head.weight, which are one tied weight"):
         check_named_groups(model, ("lm_head lr=1e-3",), stages=2)
+    for text in ("*norm* weight_decay=0.1", "*norm* weight_decay=0.1 lr=1e-3"):
+        with pytest.raises(
+            ConfigError, match=f"has {re.escape(repr(text))}, which meets 17 parameters, norms and biases"
+        ):
+            check_named_groups(model, (text,), stages=1)
+    check_named_groups(model, ("*norm* weight_decay=0", "*weight weight_decay=0.1"), stages=1)
     for text in ("embed*", "embed* lr=0", "embed* lr=1e-3 lr=2e-3", "embed* rate=2", "embed* lr=fast", "embed* lr=nan"):
         with pytest.raises(ConfigError, match="give a pattern of names with lr= above 0, weight_decay= or both"):
             load_config(None, {"optimizer.groups": (text,)})

@@ -1,6 +1,6 @@
 """Moments on the host: the same bits of parameters and states as on the device, whatever the optimizer and the cut."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +58,20 @@ def _take_steps(model: Model, optimizer: Optimizer, steps: range) -> None:
         optimizer.step()
 
 
+def late(method: Any, streams: Callable[[Any], Sequence[Any]] | None = None) -> Any:
+    """A method whose work on a GPU, on these streams or the current one, begins some milliseconds after what it waits
+    for.
+    """
+
+    def late_method(self: Any, *arguments: Any) -> Any:
+        for stream in [torch.cuda.current_stream()] if streams is None else streams(self):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(4_000_000)
+        return method(self, *arguments)
+
+    return late_method
+
+
 def _differences(a: Any, b: Any, path: str = "") -> list[str]:
     if isinstance(a, Mapping):
         keys = [] if [*a] == [*b] else [f"{path}: {[*a]} {[*b]}"]
@@ -93,12 +107,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "stay"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype, stay: int) -> None:
     models = [Model(dtype) for _ in range(2)]
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
-    offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET)
+    stay *= total_state_bytes(inner) - 1
+    offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET, bytes_on_device=stay)
+    assert len(offloaded.staying) == (5 if stay else 0), "all but the first"
     for steps in (range(1), range(1, 4)):
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
@@ -116,7 +132,9 @@ def test_states_are_loaded_from_either_place(kind: str) -> None:
         _take_steps(model, optimizer, range(3))
     expected = _everything(models[0], optimizers[0])
     again = [Model(torch.bfloat16) for _ in range(2)]
-    resumed = [OffloadedStates(_make(again[0], *KINDS[kind]), CPU, bucket_bytes=BUCKET), _make(again[1], *KINDS[kind])]
+    resumed = [_make(model, *KINDS[kind]) for model in again]
+    resumed[0] = OffloadedStates(resumed[0], CPU, bucket_bytes=BUCKET, bytes_on_device=BUCKET)
+    assert 0 < len(resumed[0].staying) < len(SHAPES)
     for model, optimizer, saved in zip(again, resumed, optimizers, strict=True):
         model.load_state_dict(models[0].state_dict())
         copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved.state_dict())

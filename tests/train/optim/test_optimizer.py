@@ -126,14 +126,11 @@ def test_the_decay_of_wsd_is_a_tenth_unless_given_and_longer_runs_share_what_com
     assert short.lr_at(39) == pytest.approx(0.2)
 
 
-WSD: dict[str, Any] = {"lr_schedule": "wsd"}
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (WSD | {"warmup_steps": 15, "decay_steps": 6}, "15 and 6 steps of decay .* than the 20"),
-        (WSD | {"warmup_steps": 19}, "19 and 2 steps of decay"),
+        ({"lr_schedule": "wsd:6", "warmup_steps": 15}, "15 and 6 steps of decay .* than the 20"),
+        ({"lr_schedule": "wsd", "warmup_steps": 19}, "19 and 2 steps of decay"),
     ],
 )
 def test_decays_that_have_no_place(keys: dict[str, Any], message: str) -> None:

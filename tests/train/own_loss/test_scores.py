@@ -29,7 +29,7 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.train.training import load_run_model
+from longspan.train.training import load_run_model, read_model_configuration
 from tests.model.stock import SIZES, VOCABULARY, config_of, error, gradients_of, prepare_untried, random_model
 
 PAD = 3
@@ -309,7 +309,7 @@ def test_folders_adapters_and_evaluations(tmp_path: Any) -> None:
     same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "head", dtype=torch.float64), exact)
     same_weights(load_model(tmp_path / "head", dtype="float64"), exact)
     config = load_config(None, {"model.path": str(tmp_path / "head"), "model.num_labels": 3, "model.dtype": "float64"})
-    assert type(load_run_model(config, VOCABULARY)) is type(exact)
+    assert type(load_run_model(config, read_model_configuration(config, VOCABULARY))) is type(exact)
     own = stock_model("lfm2", 2, tokens=True)
     assert type(own).__name__ == "Lfm2ForTokenClassification" and not hasattr(transformers, type(own).__name__)
     same_weights(load_model(tmp_path / "own", dtype="float64"), own)

@@ -28,7 +28,14 @@ from longspan.model.seams.row_loss import OutputHead
 from longspan.plan import Group, MicroBatch, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import PlannerConfig, run_step
-from longspan.train.loss import chunked_cross_entropy, rows_per_chunk, summed_cross_entropy, uses_softmax_kernels
+from longspan.train.loss import (
+    Targets,
+    chunked_loss,
+    cross_entropy,
+    rows_per_chunk,
+    summed_cross_entropy,
+    uses_softmax_kernels,
+)
 from longspan.train.read_rows import read_inputs_and_labels
 from tests import parity
 from tests.model.stock import VOCABULARY, error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
@@ -155,6 +162,11 @@ def _drawn(rows: int, dtype: torch.dtype, *, bias: bool = False) -> tuple[Tensor
     labels = torch.randint(0, CLASSES, (rows,))
     labels[::3] = NO_TARGET
     return hidden, labels, nn.Linear(SIZE, CLASSES, bias=bias, dtype=dtype)
+
+
+def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Plain, rows: int) -> Tensor:
+    predicting = torch.nonzero(labels != NO_TARGET).squeeze(1)
+    return chunked_loss(hidden, Targets(predicting, labels[predicting]), cross_entropy, head, rows)
 
 
 def _whole(hidden: Tensor, labels: Tensor, head: Plain) -> Tensor:

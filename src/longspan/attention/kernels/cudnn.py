@@ -15,12 +15,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Saved
+from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.kernels import reference
 from longspan.attention.rows import accumulation_dtype, pad_heads
 from longspan.attention.tiles import DenseCall, Launch, Tile, Tiling, dense_calls
 
-_CAPABILITIES = (9, 10)
 _VERSION = 91100  # from it on, query heads of 192 with values of 128
 _HEAD_SIZE_MULTIPLE = 8
 
@@ -30,13 +29,11 @@ def unsupported_reason(device: torch.device) -> str:
     version = torch.backends.cudnn.version()
     if version is None or version < _VERSION:
         return f"needs cuDNN {_version_text(_VERSION)}, got {'none' if version is None else _version_text(version)}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major in _CAPABILITIES else f"needs compute capability 9 or 10, got {major}.{minor}"
+    return unsupported_capability_reason(device, range(9, 11), "9 or 10")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
-    assert call.softcap is None and call.dropout is None
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
@@ -51,7 +48,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for dense in split_into_dense_calls(launch):

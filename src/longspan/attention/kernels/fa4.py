@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Saved
+from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.rows import pad_heads
 from longspan.attention.tiles import Launch
 
-_CAPABILITIES = (9, 10, 11)
 _HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 
 
@@ -26,8 +25,7 @@ _HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 def unsupported_reason(device: torch.device) -> str:
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "needs the extra fa4, which is not installed: pip install 'longspan[fa4]'"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major in _CAPABILITIES else f"needs compute capability 9 to 11, got {major}.{minor}"
+    return unsupported_capability_reason(device, range(9, 12), "9 to 11")
 
 
 @cache
@@ -42,7 +40,6 @@ def _kernel_interface() -> Any:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
-    assert call.dropout is None
     tensors, lengths = _kernel_arguments(launch, q, k, v)
     out, lse, *_ = _kernel_interface()._flash_attn_fwd(
         *tensors,
@@ -59,7 +56,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    assert call.dropout is None
     q, k, v, out, lse = saved
     options: dict[str, Any] = {}
     # `out` may be the deltas, dout · out. The kernel computes dout · out − dlse: with out 0 and dlse −deltas the same.

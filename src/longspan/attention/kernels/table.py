@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from longspan.attention.call import AttendCall, HeadSizes, Kernel
+from longspan.attention.call import AttendCall, HeadSizes, Kernel, unsupported_capability_reason
 from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash, triton_gathered
 from longspan.errors import AttentionError, import_object
 from longspan.plan.kernel_names import KERNEL_NAMES
@@ -16,22 +16,28 @@ from longspan.plan.kernel_names import KERNEL_NAMES
 # That some kernels lack; masks, sinks and scale are everybody's.
 FEATURES = ("window", "softcap", "dropout", "indices", "latents")
 _HALF = (torch.bfloat16, torch.float16)
-_FULL = (torch.float32, torch.float64)
 
 
 def _flash_unsupported_reason(device: torch.device) -> str:
     if not torch.backends.cuda.is_flash_attention_available():
         return f"needs a torch built with flash attention, got {torch.__version__}"
-    capability = torch.cuda.get_device_capability(device)
-    return "" if capability >= (8, 0) else f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+    return unsupported_capability_reason(device, range(8, 100), "8.0")
 
 
-def _gpu_kernel(name: str, module: Any, **options: Any) -> Kernel:
-    return Kernel(name, ("cuda",), _HALF, module.forward, module.backward, **options)
+def _row(name: str, module: Any, devices: tuple[str, ...] = ("cuda",), **options: Any) -> Kernel:
+    dtypes = _HALF if devices == ("cuda",) else (*_HALF, torch.float32, torch.float64)
+    return Kernel(name, devices, dtypes, module.forward, module.backward, **options)
+
+
+_TRITON: dict[str, Any] = {
+    "needs": "compute capability 8.0; triton, which torch's builds for GPUs bring",
+    "unsupported_reason": triton_flash.unsupported_reason,
+    "takes_deltas": lambda call: True,
+}
 
 
 _ROWS = (
-    _gpu_kernel(
+    _row(
         "fa4",
         fa4,
         features=frozenset({"window", "softcap"}),
@@ -40,7 +46,7 @@ _ROWS = (
         unsupported_reason=fa4.unsupported_reason,
         takes_deltas=fa4.takes_deltas,
     ),
-    _gpu_kernel(
+    _row(
         "cudnn",
         cudnn,
         head_sizes=HeadSizes(largest=128, pairs=((192, 128),)),
@@ -49,7 +55,7 @@ _ROWS = (
         needs="cuDNN 9.11; compute capability 9 or 10",
         unsupported_reason=cudnn.unsupported_reason,
     ),
-    _gpu_kernel(
+    _row(
         "torch_flash",
         torch_flash,
         features=frozenset({"window"}),
@@ -57,41 +63,27 @@ _ROWS = (
         needs="compute capability 8.0",
         unsupported_reason=_flash_unsupported_reason,
     ),
-    _gpu_kernel(
+    _row(
         "triton_flash",
         triton_flash,
         features=frozenset({"window", "softcap", "indices"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
-        needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
-        unsupported_reason=triton_flash.unsupported_reason,
-        takes_deltas=lambda call: True,
+        **_TRITON,
     ),
-    _gpu_kernel(
+    _row(
         "triton_gathered",
         triton_gathered,
         features=frozenset({"window", "indices", "latents"}),
         required=frozenset({"indices", "latents"}),
         head_sizes=HeadSizes(largest=triton_gathered.LARGEST),
         deterministic=False,
-        needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
-        unsupported_reason=triton_flash.unsupported_reason,
-        takes_deltas=lambda call: True,
+        **_TRITON,
     ),
-    Kernel(
-        name="cpu_flash",
-        devices=("cpu",),
-        dtypes=_HALF + _FULL,
-        forward=cpu_flash.forward,
-        backward=cpu_flash.backward,
-        features=frozenset({"window"}),
-        needs="nothing",
-    ),
-    Kernel(
-        name="reference",
-        devices=("cpu", "cuda"),
-        dtypes=_HALF + _FULL,
-        forward=reference.forward,
-        backward=reference.backward,
+    _row("cpu_flash", cpu_flash, ("cpu",), features=frozenset({"window"}), needs="nothing"),
+    _row(
+        "reference",
+        reference,
+        ("cpu", "cuda"),
         features=frozenset(FEATURES),
         needs="nothing",
         takes_deltas=lambda call: True,
@@ -125,10 +117,9 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
 
     Raises AttentionError if there is none; the message ends with `hint` (None: with all names).
     """
-    kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
-    kernel = (
-        import_object(name, f"kernel is {name!r}", AttentionError) if kernel is None and "." in name else kernel
-    )
+    kernel: Any = _ROW_OF_NAME.get(name)
+    if kernel is None and "." in name:
+        kernel = import_object(name, f"kernel is {name!r}", AttentionError)
     if isinstance(kernel, Kernel):
         return kernel
     names = f"; use one of {', '.join(kernel.name for kernel in KERNELS)}" if hint is None else hint

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Saved
+from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
 
@@ -27,6 +27,10 @@ class BlockSizes(NamedTuple):
     keys: int
     warps: int
     stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
 # By the head's width (a power of two, from 128), the fastest on an H200 first; where shared memory is too small, the
@@ -56,8 +60,7 @@ _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of it
 def unsupported_reason(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "needs triton, which torch's builds for GPUs bring"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major >= 8 else f"needs compute capability 8.0, got {major}.{minor}"
+    return unsupported_capability_reason(device, range(8, 100), "8.0")
 
 
 @cache
@@ -67,7 +70,6 @@ def _flash_kernels() -> Any:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
-    assert call.dropout is None
     q, k, v = (contiguous_heads(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -80,7 +82,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             *_score_arguments(launch, call),
             *strides_of(q, k, v),
             **_call_constants(q, v, launch, call),
-            **_block_constants(blocks),
+            **blocks.constants,
         )
 
     launch_fitting_blocks("forward", FORWARD, q, v, launch_blocks)
@@ -89,7 +91,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this block: dq (Tq, N, H) by one kernel, dk (Tk, K, H) and dv (Tk, K, Hv) by another."""
-    assert call.dropout is None
     q, k, v, dout = (contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     tensors = (q, k, v, dout, saved.lse.contiguous(), saved.deltas(dout).contiguous())
@@ -101,7 +102,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     def launch_query_gradients(blocks: BlockSizes) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().query_gradients[len(block_list), q.shape[1]](
-            *(*tensors, dq, block_list, *shared), **constants, **_block_constants(blocks)
+            *(*tensors, dq, block_list, *shared), **constants, **blocks.constants
         )
 
     def launch_key_gradients(blocks: BlockSizes) -> None:
@@ -114,7 +115,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
                 **constants,
-                **_block_constants(blocks),
+                **blocks.constants,
             )
 
     launch_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
@@ -174,10 +175,6 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
         "WIDTH": padded_size(q),
         "V_WIDTH": padded_size(v),
     }
-
-
-def _block_constants(blocks: BlockSizes) -> dict[str, int]:
-    return {"ROWS": blocks.rows, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
 
 
 def padded_size(x: Tensor) -> int:

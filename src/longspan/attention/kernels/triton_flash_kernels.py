@@ -47,6 +47,39 @@ def _store_rows(x, row, row_stride, rows, values, SIZE: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
+def find_tile(blocks, q_ends, k_ends):
+    """Return this program's tile, the first row (or key) of its block in it, and the tile's first row and key, and how
+    many of both it has.
+    """
+    tile = tl.load(blocks + 2 * tl.program_id(0).to(tl.int64))
+    start = tl.load(blocks + 2 * tl.program_id(0).to(tl.int64) + 1)
+    q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
+    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
+    return tile, start, q_start, k_start, rows, keys
+
+
+@triton.jit
+def _find_visible_keys(
+    first_aligned,
+    keys,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Return the first key, a whole number of blocks, and the end of those that any of ROWS rows sees."""
+    first_key = 0
+    end_key = keys
+    if HAS_LEFT:
+        first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
+    if HAS_RIGHT:
+        end_key = tl.minimum(first_aligned + ROWS + right, keys)
+    return first_key, end_key
+
+
+@triton.jit
 def pack_bits(
     indices,
     bits,
@@ -64,10 +97,7 @@ def pack_bits(
 
     A row's bits fill whole words of 64 keys. Positions that the tile has no key at set none.
     """
-    tile = tl.load(blocks + 2 * tl.program_id(0))
-    start = tl.load(blocks + 2 * tl.program_id(0) + 1)
-    q_start = tl.load(q_ends + tile)
-    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - tl.load(k_ends + tile)
+    tile, start, q_start, _, rows, keys = find_tile(blocks, q_ends, k_ends)
     first_place = tl.load(place_starts + tile)
     positions = tl.load(place_starts + tile + 1) - first_place
     row = start + tl.arange(0, ROWS).to(tl.int64)
@@ -126,13 +156,10 @@ def forward(
     bit is set (`pack_bits`; a tile's begin at the word `bit_starts`). Blocks without a bit are computed too: a branch
     around them costs 30 %, as loads are not made ahead through it (bench/records/indexed-attention-2xH200.md).
     """
-    tile = tl.load(blocks + 2 * tl.program_id(0))
-    start = tl.load(blocks + 2 * tl.program_id(0) + 1)
+    tile, start, q_start, k_start, rows, keys = find_tile(blocks, q_ends, k_ends)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     kv_head = head // group
-    q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
-    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
     q += q_start.to(tl.int64) * q_row + head * q_head
     k += k_start.to(tl.int64) * k_row + kv_head * k_head
     v += k_start.to(tl.int64) * v_row + kv_head * v_head
@@ -142,13 +169,7 @@ def forward(
     row = start + tl.arange(0, ROWS)
     aligned = row + (keys - rows)
     q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
-    first_aligned = start + keys - rows
-    first_key = 0
-    end_key = keys
-    if HAS_LEFT:
-        first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
-    if HAS_RIGHT:
-        end_key = tl.minimum(first_aligned + ROWS + right, keys)
+    first_key, end_key = _find_visible_keys(start + keys - rows, keys, left, right, HAS_LEFT, HAS_RIGHT, ROWS, KEYS)
     if HAS_BITS:
         row_bits = bits + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -225,13 +246,10 @@ def query_gradients(
     Exponentials are powers of 2, so scores and lse are multiplied by log₂ e. `first_key` and `end_key` leave out the
     blocks of keys that the window hides from all of these rows. Arguments are those of `forward`.
     """
-    tile = tl.load(blocks + 2 * tl.program_id(0))
-    start = tl.load(blocks + 2 * tl.program_id(0) + 1)
+    tile, start, q_start, k_start, rows, keys = find_tile(blocks, q_ends, k_ends)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     kv_head = head // group
-    q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
-    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
     q += q_start.to(tl.int64) * q_row + head * q_head
     k += k_start.to(tl.int64) * k_row + kv_head * k_head
     v += k_start.to(tl.int64) * v_row + kv_head * v_head
@@ -246,13 +264,7 @@ def query_gradients(
     dout_block = _load_rows(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
     row_lse = tl.load(lse + row.to(tl.int64) * heads, mask=row < rows, other=0.0) * _LOG2_E
     row_delta = tl.load(delta + row.to(tl.int64) * heads, mask=row < rows, other=0.0)
-    first_aligned = start + keys - rows
-    first_key = 0
-    end_key = keys
-    if HAS_LEFT:
-        first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
-    if HAS_RIGHT:
-        end_key = tl.minimum(first_aligned + ROWS + right, keys)
+    first_key, end_key = _find_visible_keys(start + keys - rows, keys, left, right, HAS_LEFT, HAS_RIGHT, ROWS, KEYS)
     if HAS_BITS:
         row_bits = bits + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
     result = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -322,13 +334,10 @@ def key_gradients(
     times the soft cap's slope. `first_row` and `end_row` leave out the blocks of rows that see none of these keys.
     WANTS_K and WANTS_V leave out what needs no gradient. Arguments are those of `forward`; blocks are of keys.
     """
-    tile = tl.load(blocks + 2 * tl.program_id(0))
-    start = tl.load(blocks + 2 * tl.program_id(0) + 1)
+    tile, start, q_start, k_start, rows, keys = find_tile(blocks, q_ends, k_ends)
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = tl.num_programs(1)
     heads = kv_heads * group
-    q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
-    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
     q += q_start.to(tl.int64) * q_row
     k += k_start.to(tl.int64) * k_row + kv_head * k_head
     dout += q_start.to(tl.int64) * dout_row

@@ -9,7 +9,7 @@ fill the multiprocessors' matrix units. A key is the numbers of its value v, and
 import triton
 import triton.language as tl
 
-from longspan.attention.kernels.triton_flash_kernels import _LOG2_E, _NO_KEY, _is_visible
+from longspan.attention.kernels.triton_flash_kernels import _LOG2_E, _NO_KEY, _is_visible, find_tile
 
 
 @triton.jit
@@ -31,14 +31,10 @@ def list_keys(
 ):
     """Write which keys one row sees of its choice, and how many: `indices` are positions, `places` has their keys."""
     program = tl.program_id(0).to(tl.int64)
-    tile = tl.load(blocks + 2 * program)
-    row = tl.load(blocks + 2 * program + 1)
-    q_start = tl.load(q_ends + tile)
-    k_start = tl.load(k_ends + tile)
+    tile, row, q_start, k_start, rows, keys = find_tile(blocks, q_ends, k_ends)
     first_place = tl.load(place_starts + tile)
-    keys = tl.load(k_ends + tile + 1) - k_start
     positions = tl.load(place_starts + tile + 1) - first_place
-    aligned = row + keys - (tl.load(q_ends + tile + 1) - q_start)
+    aligned = row + keys - rows
     indices += (q_start + row).to(tl.int64) * columns
     written = tl.zeros((), tl.int32)
     for start in range(0, columns, COLUMNS):
@@ -82,6 +78,15 @@ def _store_heads(x, head, heads, head_stride, column, size, values):
 
 
 @triton.jit
+def _find_row(lists, counts, blocks, q_ends, columns, HEADS: tl.constexpr):
+    """Return this program's row and heads, how many keys are listed for the row, and where."""
+    program = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
+    row = (tl.load(q_ends + tl.load(blocks + 2 * program)) + tl.load(blocks + 2 * program + 1)).to(tl.int64)
+    return row, head, tl.load(counts + program), lists + program * columns
+
+
+@triton.jit
 def forward(
     q,
     k,
@@ -110,14 +115,10 @@ def forward(
 
     Exponentials are powers of 2, so scores are multiplied by log₂ e. `blocks` has the tile and row of each program.
     """
-    program = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
-    row = (tl.load(q_ends + tl.load(blocks + 2 * program)) + tl.load(blocks + 2 * program + 1)).to(tl.int64)
+    row, head, count, lists = _find_row(lists, counts, blocks, q_ends, columns, HEADS)
     column, v_column = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
     q_of_v = _load_heads(q + row * q_row, head, heads, q_head, v_column, V_SIZE)
     q_of_k = _load_heads(q + row * q_row + V_SIZE, head, heads, q_head, column, SIZE)
-    count = tl.load(counts + program)
-    lists = lists + program * columns
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     result = tl.zeros((V_WIDTH, HEADS), tl.float32)
@@ -177,9 +178,7 @@ def gradients(
     With the weights w = exp(score − lse) and s = scale · w · (dout · v − delta), dq = Σ keys s · key, the gradient of a
     key is Σ rows s · q and that of a value Σ rows w · dout: the numbers of v get both, PIECE columns at a time.
     """
-    program = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
-    row = (tl.load(q_ends + tl.load(blocks + 2 * program)) + tl.load(blocks + 2 * program + 1)).to(tl.int64)
+    row, head, count, lists = _find_row(lists, counts, blocks, q_ends, columns, HEADS)
     column = tl.arange(0, WIDTH)
     piece = tl.arange(0, PIECE)
     q = q + row * q_row
@@ -194,8 +193,6 @@ def gradients(
         dq_of_v = dq_of_v + (tl.zeros((PIECE, HEADS), tl.float32),)
     row_lse = tl.load(lse + row * heads + head, mask=head < heads, other=0.0) * _LOG2_E
     row_delta = tl.load(delta + row * heads + head, mask=head < heads, other=0.0)
-    count = tl.load(counts + program)
-    lists = lists + program * columns
     for start in range(0, count, KEYS):
         exists = start + tl.arange(0, KEYS) < count
         place = tl.load(lists + start + tl.arange(0, KEYS), mask=exists, other=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from longspan.bench.benches import origin_text, show_record, write_unfinished_record
+from longspan.bench.benches import origin_text, show_record, write_record
 from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, parse_step_flags
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
@@ -98,7 +98,7 @@ def make_training(settings: StepSettings, world: World) -> Training:
     resolved = resolve_on_ranks(settings.config, facts, world, log, decide)
     config = resolved.config
     memory = resolved.memory
-    loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
+    loaded = load_run_model(config, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
     if (execution := model_execution(model)).mixers:
@@ -111,7 +111,7 @@ def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Fac
     """Rows and mode are those of the first planner, or the rows that a run has kept; memory suits all of them."""
     if config.context.max_tokens_per_slot == AUTO and (kept := read_kept_rows(config, len(facts.home.ranks))):
         config = set_rows(config, kept.rows)
-    resolved = resolve(replace(config, context=replace(config.context, planner=planners[0])), facts)
+    resolved = resolve(config.with_keys("context", planner=planners[0]), facts)
     if resolved.memory is None or len(planners) == 1:
         return resolved
     ways = [Way(resolved.config, facts).with_context(planner=planner) for planner in planners]
@@ -123,8 +123,7 @@ def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Fac
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
-    context = replace(training.config.context, planner=planner)
-    training = replace(training, config=replace(training.config, context=context))
+    training = replace(training, config=training.config.with_keys("context", planner=planner))
     started = time.perf_counter()
     plan = training.training_choice.plan(settings.lengths, settings.home)
     planning_seconds = time.perf_counter() - started
@@ -194,7 +193,7 @@ def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> No
     """The first rank writes the record with its newest row, so that rows survive an interruption."""
     if rank:
         return
-    write_unfinished_record(record, settings.out)
+    write_record(record, settings.out)
     row = record["rows"][-1]
     seconds = row.get("seconds", 0.0)
     speed = row.get("tokens_per_second_per_device", 0.0)

@@ -183,7 +183,7 @@ class StepSettings:
 
     def plan(self, planner: str) -> Plan:
         choice = PlannerConfig.training(
-            replace(self.config, context=replace(self.config.context, planner=planner)),
+            self.config.with_keys("context", planner=planner),
             cost=self.cost,
             heads=query_heads(self.configuration),
         )
@@ -221,7 +221,7 @@ def make_settings(
     home = home_of(config.parallel, ranks)
     documents = read_documents(flags, home.slots, gpu=gpu)
     if gpu and not (flags.config or config.model.source or config.model.preset):
-        config = replace(config, model=replace(config.model, preset="qwen3-8b"))
+        config = config.with_keys("model", preset="qwen3-8b")
     configuration = _fit_configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _set_limits(flags, config, documents, home, gpu=gpu)
@@ -251,9 +251,9 @@ def make_settings(
     if (
         not config.context.context_parallel_size
     ):  # planners of one degree share that at which packed documents are fastest
-        packed = replace(config, context=replace(config.context, planner="fixed"))
+        packed = config.with_keys("context", planner="fixed")
         degree = rank_ways(packed, facts).best.way.choice.degree
-        config = replace(config, context=replace(config.context, context_parallel_size=degree))
+        config = config.with_keys("context", context_parallel_size=degree)
     settings = StepSettings(
         flags=flags,
         config=config,
@@ -329,5 +329,5 @@ def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Se
     optimizer = replace(config.optimizer, lr=config.optimizer.lr if config.optimizer.lr != NOT_GIVEN else 1.0)
     config = replace(config, data=data, evaluation=evaluation, optimizer=optimizer)
     for planner in planners:
-        check_config(replace(config, context=replace(config.context, planner=planner)), ranks)
-    return replace(config, optimizer=replace(config.optimizer, lr=0.0))
+        check_config(config.with_keys("context", planner=planner), ranks)
+    return config.with_keys("optimizer", lr=0.0)

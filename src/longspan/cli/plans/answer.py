@@ -320,10 +320,10 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     gives = question.gives_any
     gpus = read_gpus(flags, config.run.machine)
     if not gives("context.cp_comm_type"):  # then the fastest type
-        config = replace(config, context=replace(config.context, cp_comm_type=AUTO))
+        config = config.with_keys("context", cp_comm_type=AUTO)
     config = resolve_defaults(config, gpus.count)
     if source == "data" and not gives("train.epochs", "train.steps"):
-        config = replace(config, train=replace(config.train, epochs=1.0))
+        config = config.with_keys("train", epochs=1.0)
     run = replace(
         GpuRun.with_model(config, gpus),
         config=_leave_open(config, question),
@@ -470,7 +470,7 @@ def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
     if not config.lora.rank or find_packed_rows(run.model, config.model.frozen):
         return 0
     try:
-        return find_longest(replace(config, model=replace(config.model, frozen="nf4")), facts)[0]
+        return find_longest(config.with_keys("model", frozen="nf4"), facts)[0]
     except PlanError:  # rows that blocks do not divide
         return 0
 

@@ -1,7 +1,7 @@
 """A run on GPUs that words name: its checked keys, its model, and the facts that decide. No GPU, no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from longspan.cli.plans.question import Gpus
@@ -98,7 +98,7 @@ def scale_positions(config: RunConfig, model: Any, longest: int) -> RunConfig:
     limit = position_limit(model)
     if limit is None or longest <= limit or config.model.rope_scaling or not can_scale_positions(model):
         return config
-    return replace(config, model=replace(config.model, rope_scaling="yarn"))
+    return config.with_keys("model", rope_scaling="yarn")
 
 
 def position_notes(config: RunConfig, model: Any, longest: int) -> Iterator[str]:

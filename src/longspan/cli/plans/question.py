@@ -164,8 +164,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     except ConfigError:
         if not find_published_preset(path := config.model.path):
             raise
-        rest = set_local_folders(replace(config, model=replace(config.model, path="")), weights=False)
-        config = replace(rest, model=replace(rest.model, path=path))  # for the keys; its sizes are the preset's
+        rest = set_local_folders(config.with_keys("model", path=""), weights=False)
+        config = rest.with_keys("model", path=path)  # for the keys; its sizes are the preset's
     return flags, Question(config, frozenset(key[2:] for key in flag_of))
 
 

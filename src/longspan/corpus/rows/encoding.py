@@ -47,6 +47,7 @@ from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import PAIRS
 from longspan.errors import DataError
+from longspan.layout import Integers
 from longspan.model.weights.tokenizer_files import has_image_processor
 
 if TYPE_CHECKING:  # of conversations and images, which texts do without
@@ -231,19 +232,19 @@ class RowEncoding:
         read = read_keys(self.kind, scored, chat, self.images is not None)
         return [key for key, value in values.items() if key not in read and has_value(value)]
 
-    def learnt_end(self, sample: Sample) -> dict[str, int]:
+    def learnt_end(self, ids: Integers, labels: Integers) -> dict[str, int]:
         """Return the name and id of the special token with which the answer that ends a document ends; {} without one.
 
         Where a template writes none behind the last answer, it is the one behind the answer before.
         """
-        if self.kind not in (*CHATS, "prompt+completion") or sample.labels is None:
+        if self.kind not in (*CHATS, "prompt+completion"):
             return {}
         engine = self.tokenizer.engine
-        is_target = sample.labels != NO_TARGET
+        is_target = labels != NO_TARGET
         stops = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
-        if engine.decode(sample.ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
+        if engine.decode(ids[stops[-1] + 1 :].tolist()).strip():  # without special tokens
             return {}
-        ends = ((str(engine.id_to_token(number)), number) for number in reversed(sample.ids[stops].tolist()))
+        ends = ((str(engine.id_to_token(number)), number) for number in reversed(ids[stops].tolist()))
         return next(({name: number} for name, number in ends if name in self.tokenizer.special_names), {})
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:

@@ -167,7 +167,7 @@ class RowSettings:
     name of a token behind the answer that ends a conversation, where the template writes none. `columns`: entries
     OURS=THEIRS, by which columns are renamed before rows are encoded (`formats.rename_columns`). `num_labels`: how many
     scores a model makes of a row's document, which needs a label or stands in a pair; 0: of a language model.
-    `preference`: what rows become for a loss of preferences (`TrainConfig.row_form`).
+    `preference`: what rows become for a loss of preferences.
     """
 
     parse_special_tokens: bool = False

@@ -34,7 +34,7 @@ _LESS = (
 
 def range_bytes(bytes: int) -> int:
     """Return the bytes of an arena that a range of so many takes (0 counts as 1)."""
-    return _round_to_multiple(max(bytes, 1), _ALIGNMENT)
+    return -(-max(bytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostArena:
@@ -120,7 +120,7 @@ class HostArena:
                 f"the host's arena needs {bytes:,} bytes more ({bytes / _GIB:.2f} GiB) next to the {self.bytes:,} that "
                 f"it has, and {free:,} are free ({free / _GIB:.2f} GiB); {_LESS}, or use more slots"
             )
-        piece = _ArenaPart(_round_to_multiple(bytes, _ALIGNMENT), self.copies)
+        piece = _ArenaPart(range_bytes(bytes), self.copies)
         self._parts.append(piece)
         return piece
 
@@ -188,10 +188,6 @@ class _ArenaPart:
         self._free = merged
 
 
-def _round_to_multiple(bytes: int, multiple: int) -> int:
-    return -(-bytes // multiple) * multiple
-
-
 def _pin_memory(memory: Tensor) -> None:
     cudart: Any = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)):
@@ -213,7 +209,7 @@ def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None
 def check_free_host_memory(
     bytes: int,
     world: World,
-    what: str = "this run keeps on the host",
+    what: str,
     advice: Callable[[float], str] = lambda share: "",
 ) -> None:
     """Raise ModelError on all ranks where the ranks of a host ask for more bytes together than are free there.
@@ -274,9 +270,9 @@ class HostOffload:
         if reference is not None and reference in self._on_device:
             self._on_device.remove(reference)
         self._on_device.append(reference)
-        while len(self._on_device) > ON_DEVICE:
-            reference = self._on_device.popleft()
-            if reference is not None and (earlier := reference()) is not None:
+        if len(self._on_device) > ON_DEVICE:
+            oldest = self._on_device.popleft()
+            if oldest is not None and (earlier := oldest()) is not None:
                 earlier.free_device_tensors()
 
 

@@ -48,23 +48,16 @@ class LayerSegments:
     _last_link: "weakref.ref[_SegmentCall] | None" = None
 
     def run_layer(
-        self,
-        layer: nn.Module,
-        run: Run,
-        *args: Any,
-        measure: str,
-        offload: HostOffload | None = None,
-        first: bool = False,
+        self, layer: nn.Module, run: Run, *args: Any, measure: str, offload: HostOffload | None, first: bool
     ) -> Any:
         """Call a layer under a checkpoint; only a segment's first layer keeps its input.
 
         A layer joins the segment of the call before if its input is what that call returned. A kept input waits on the
         host if `measure` ends with "+host".
         """
-        x = args[0]
         last_link = self._last_link and self._last_link()
-        follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
-        link = _SegmentCall(layer, run, args[1:], measure, last_link if follows else None)
+        follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(args[0])
+        link = _SegmentCall(layer, run, args, measure, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
         if link.before is not None:
             keep = link.forget_input
@@ -72,9 +65,11 @@ class LayerSegments:
                 offload.count_empty_layer()
         elif offload is not None and measure.endswith("+host"):
             keep = offload.open_layer(first=first)
-        with saved_tensors_hooks(link.make_pack_hook(keep, x), lambda fetch: fetch()):
+        with saved_tensors_hooks(partial(link.pack, keep), lambda fetch: fetch()):
             out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
-        link.remember_output(out[0] if isinstance(out, tuple) else out)
+        hidden = out[0] if isinstance(out, tuple) else out
+        link.output = weakref.ref(hidden)
+        link.version = hidden._version
         self._last_link = weakref.ref(link)
         return out
 
@@ -86,56 +81,49 @@ def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
 class _SegmentCall:
     """One layer's call in a segment, linked to the call before it."""
 
+    output: weakref.ref[Tensor]
+    version: int  # of the output; torch counts up when a tensor is modified in place
+
     def __init__(
-        self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_SegmentCall | None"
+        self, layer: nn.Module, run: Run, args: tuple[Any, ...], measure: str, before: "_SegmentCall | None"
     ) -> None:
+        x: Tensor = args[0]
         self.before = before
         self.place = 0 if before is None else before.place + 1
         self._layer = layer
         self._run = run
-        self._other_args = others
+        self._other_args = args[1:]
         self._keeps_attention = not measure.startswith("full")
         self._keeps_exchanged = measure == "exchanged"
         self._recording: Recording | None = None
+        # the checkpoint may save a view of its input, so memory tells it from other tensors
+        self._memory = x.data_ptr(), x.shape, x.dtype
         self._input: Tensor | None = None  # made again for backward, until it is fetched
         self._fetch_first: Callable[[], Tensor] | None = None  # of a segment's first layer: fetches its kept input
-        self._output: weakref.ref[Tensor] | None = None
-        self._version = -1  # of the output; torch counts up when a tensor is modified in place
-        self._states: Any = None
-        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._states = random_states(x.device) if has_active_dropout(layer) else None
+        self._autocast = current_autocast_factory(x)
 
     def has_returned(self, x: Tensor) -> bool:
         """Whether x is what this call returned, unchanged; the tensor object may differ, since wrappers make views."""
-        out = None if self._output is None else self._output()
-        if out is None or out._version != self._version or x._version != self._version:
+        out = self.output()
+        if out is None or out._version != self.version or x._version != self.version:
             return False
         same_place = out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
         return same_place and out.dtype == x.dtype
-
-    def remember_output(self, out: Tensor) -> None:
-        self._output = weakref.ref(out)
-        self._version = out._version
 
     def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
         """A `keep` that keeps nothing: to fetch the input, the layers before run again."""
         return self.fetch_input
 
-    def make_pack_hook(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
-        """Keep the input x by `keep`; the checkpoint may save a view of it, so memory tells it from other tensors."""
-        self._autocast = current_autocast_factory(x)
-        self._states = random_states(x.device) if has_active_dropout(self._layer) else None
-        identity = x.data_ptr(), x.shape, x.dtype
-
-        def pack(saved: Tensor) -> Callable[[], Tensor]:
-            if (saved.data_ptr(), saved.shape, saved.dtype) != identity:
-                return _keep_in_place(saved)
-            fetch = keep(saved)
-            # a segment is fetched ahead once the first layer of the one behind runs backward
-            if self.before is None:
-                self._fetch_first = partial(fetch, ahead=False) if isinstance(fetch, partial) else fetch
-            return fetch
-
-        return pack
+    def pack(self, keep: Callable[[Tensor], Callable[[], Tensor]], saved: Tensor) -> Callable[[], Tensor]:
+        """Keep the input by `keep`, and all else in place."""
+        if (saved.data_ptr(), saved.shape, saved.dtype) != self._memory:
+            return _keep_in_place(saved)
+        fetch = keep(saved)
+        # a segment is fetched ahead once the first layer of the one behind runs backward
+        if self.before is None:
+            self._fetch_first = partial(fetch, ahead=False) if isinstance(fetch, partial) else fetch
+        return fetch
 
     def fetch_input(self) -> Tensor:
         """Return the input of this call; the layers before run again for it, unless a later layer's fetch did that."""
@@ -175,11 +163,9 @@ class _SegmentCall:
 
     def _record_nothing(self) -> AbstractContextManager[None]:
         """A recording all the same, so that autograd saves the same tensors in the pass and in its recomputation."""
-        return (
-            _EmptyRecording(keep_exchanged=self._keeps_exchanged).record_outputs()
-            if self._keeps_attention
-            else nullcontext()
-        )
+        if not self._keeps_attention:
+            return nullcontext()
+        return _EmptyRecording(keep_exchanged=self._keeps_exchanged).record_outputs()
 
 
 class _EmptyRecording(Recording):

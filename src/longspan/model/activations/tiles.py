@@ -247,8 +247,8 @@ class TileFeature(Feature):
             raise ModelError(
                 f"mlp_tile_tokens is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384"
             )
-        has_any = False
-        for name, layer in layers_and_mtp_blocks(model).items():
+        layers = layers_and_mtp_blocks(model)
+        for name, layer in layers.items():
             experts = expert_modules(layer)
             for inner, module in layer.named_modules():
                 if type(module).__name__.endswith("Experts") and inner not in experts:
@@ -264,9 +264,7 @@ class TileFeature(Feature):
                         f"mlp_tile_tokens is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
                         f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
                     )
-                has_any = True
-            has_any = has_any or bool(experts)
-        if not has_any:
+        if not any(find_mlps(layer) or expert_modules(layer) for layer in layers.values()):
             raise ModelError(
                 f"mlp_tile_tokens is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module "
                 "whose class ends in MLP) or experts of transformers' interface to run in tiles; use 0"

@@ -28,7 +28,7 @@ from longspan.model.exactness.small_copies import (
 )
 from longspan.model.layers import base_model, decoder_layers
 from longspan.model.seams.call_rules import has_bidirectional_prefix
-from longspan.model.vision.image_encoder import VisionParts, encode_images, pack_attention, split_off_image_encoder
+from longspan.model.vision.image_encoder import ImageEncoder, encode_images, pack_attention, split_off_image_encoder
 from longspan.model.vision.image_tokens import (
     GRIDS,
     IN_DOCUMENT,
@@ -310,10 +310,10 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
         documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
         named = dict(model.named_parameters())
         whole = _run_documents(named, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0])
-        parts = split_off_image_encoder(model)
-        pack_attention(parts.encoder)
-        named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
-        apart = _run_documents(named, documents, partial(_logits_from_parts, parts))
+        encoder = split_off_image_encoder(model)
+        pack_attention(encoder)
+        named = dict(model.named_parameters()) | dict(encoder.named_parameters())
+        apart = _run_documents(named, documents, partial(_logits_from_parts, model, encoder))
     except ModelError as error:
         yield str(error)
         return
@@ -348,11 +348,10 @@ def _run_documents(
     )
 
 
-def _logits_from_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
-    model = parts.language_model
+def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: TrialDocument) -> Tensor:
     ids = torch.from_numpy(document.ids)[None]
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
-    encoded = [parts.encoder([image]) for image in document.images]
+    encoded = [encoder([image]) for image in document.images]
     embedding: Any = model.get_input_embeddings()
     rows = torch.cat(encoded).split(embedding.weight.shape[1], -1) if encoded else ()
     positions = torch.arange(ids.shape[1])[None]

@@ -199,7 +199,7 @@ def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
     """Hook a prepared language model: rows of items enter at its embedding, those of DeepStack at its first layers."""
-    parts: list[tuple[PreTrainedModel, bool]] = [(model, True)] if isinstance(model, PreTrainedModel) else []
+    parts: list[tuple[Any, bool]] = [(model, True)]
     if isinstance(model, PipelineModel):  # multi-token prediction embeds later tokens on the last stage
         parts = [(s.model, s.first) for s in model.stages if s.first or (s.last and model.depths)]
     for embedding_model, has_first_layers in parts:

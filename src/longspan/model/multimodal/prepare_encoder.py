@@ -103,7 +103,7 @@ def prepare_encoder(
             f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
             "blocks=, or switch activation checkpointing off"
         )
-    parts = find_split_parts(module, units, world.home.tp, tp_plan)
+    parts = find_split_parts(module, units, world.home.tp, tp_plan or {})
     _compare_weights_over_ranks(module, world)
     if world.device.type == "cuda":
         split_long_norms(module)

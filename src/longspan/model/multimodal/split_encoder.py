@@ -73,29 +73,27 @@ class SplitModule:
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
         if not counts or self.several:
             return counts
-        widths = (self.widths[0], self.widths[1])
-        return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value in widths}
+        return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value in self.widths}
 
     @property
-    def widths(self) -> tuple[int, int, int]:
-        """Return the features of all queries, of all keys and of all values.
+    def widths(self) -> tuple[int, int]:
+        """Return the features of all queries, and those of all keys, or of all values.
 
         A fused linear has heads + 2 · key heads of one size if both are counted and fit, else three equal parts; of
         separate ones the widest has the queries, the narrowest keys and values.
         """
         outputs = list[int]()
         for name, style in self.styles.items():
-            linear = base_module(self.module.get_submodule(name))
-            if style == QKV and isinstance(linear, nn.Linear):
+            linear: Any = base_module(self.module.get_submodule(name))
+            if style == QKV:
                 heads, key_heads = self._read_count(HEADS), self._read_count(KEY_HEADS)
                 head_dim = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
                 if head_dim * (heads + 2 * key_heads) == linear.out_features:
-                    return heads * head_dim, key_heads * head_dim, key_heads * head_dim
-                third = linear.out_features // 3
-                return third, third, third
-            if style != ROWWISE and isinstance(linear, nn.Linear):
+                    return heads * head_dim, key_heads * head_dim
+                return linear.out_features // 3, linear.out_features // 3
+            if style != ROWWISE:
                 outputs.append(linear.out_features)
-        return max(outputs, default=0), min(outputs, default=0), min(outputs, default=0)
+        return max(outputs, default=0), min(outputs, default=0)
 
     def _read_count(self, names: tuple[str, ...]) -> int:
         values = vars(self.module)
@@ -103,10 +101,10 @@ class SplitModule:
 
 
 def find_split_parts(
-    module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
+    module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str]
 ) -> list[SplitModule]:
     """Find the parts of an encoder that are split over tp ranks, in its order; at tp 1 a plan is only checked."""
-    callers_styles = _read_caller_styles(module, plan or {})
+    callers_styles = _read_caller_styles(module, plan)
     if tp == 1:
         return []
     styles = _recognise_styles(module) | callers_styles
@@ -188,11 +186,8 @@ def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], 
         if f"{path}.{name}" not in styles
     ]
     if unknown or not styles:
-        reason = (
-            f"linears that are not known by name: {', '.join(unknown[:4])}"
-            if unknown
-            else "no linear that is known"
-        )
+        found = f"linears that are not known by name: {', '.join(unknown[:4])}"
+        reason = found if unknown else "no linear that is known"
         raise ModelError(
             f"{type(module).__name__} cannot be split over tp: its blocks have {reason}. Say in tp_plan what they are, "
             '{"blocks.*.mlp.w12": "colwise"} say ("colwise", "rowwise", "qkv" or "replicated"), or use tp 1'
@@ -217,10 +212,9 @@ def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
             )
         yield "heads", part.widths[0] // size
     for name, style in part.styles.items():
-        linear = base_module(part.module.get_submodule(name))
-        assert isinstance(linear, nn.Linear)
-        queries, keys, values = part.widths
-        if style == QKV and queries + keys + values != linear.out_features:
+        linear: Any = base_module(part.module.get_submodule(name))
+        queries, keys = part.widths
+        if style == QKV and queries + 2 * keys != linear.out_features:
             raise ModelError(
                 f"{part.name}.{name} has {linear.out_features} outputs, which are not queries, keys and values of one "
                 "size or of the heads that it counts; use tp 1, or separate linears for them"
@@ -249,7 +243,8 @@ def split_encoder(
     for part in parts:
         for name, style in part.styles.items():
             linear = part.module.get_submodule(name)
-            split_linear(linear, style, world, widths=part.widths)
+            queries, keys = part.widths
+            split_linear(linear, style, world, widths=(queries, keys, keys))
             if part.several and style != ROWWISE:
                 sum_input_gradients(linear, world)
         if not part.several:

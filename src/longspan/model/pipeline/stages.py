@@ -215,9 +215,9 @@ class Stage(nn.Module):
         model: PreTrainedModel,
         index: int,
         layers: Sequence[range],
-        shared: tuple[SharedParameter, ...] = (),
+        shared: tuple[SharedParameter, ...],
         *,
-        with_embedding: bool = False,
+        with_embedding: bool,
     ) -> None:
         super().__init__()
         self.index: int = index

@@ -97,11 +97,6 @@ class FusedRows:
         return [end - start for start, end in itertools.pairwise(cuts)], order
 
 
-def equal_parts(size: int, count: int) -> FusedRows:
-    """Divide `size` rows into `count` parts of equal size, each of which holds all heads or features."""
-    return FusedRows((EvenRows(size // count),) * count)
-
-
 @dataclass(frozen=True)
 class MixerParts:
     """How a mixer divides over tensor-parallel ranks: tp must divide `heads`, and `rows` are by child or tensor.
@@ -179,7 +174,7 @@ def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
     rows = {
         **dict.fromkeys(of_width, width),
         **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
-        "conv1d": equal_parts(3 * width.size, 3),
+        "conv1d": FusedRows((width,) * 3),
     }
     attributes = {number: getattr(mixer, number) // tp for number in ("num_heads", "qkv_dim", "conv_dim")}
     attributes |= {f"forget_gate.{number}": attributes[number] for number in ("num_heads", "qkv_dim")}
@@ -214,9 +209,9 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
-    channels = mixer.conv.in_channels
-    rows = {"in_proj": equal_parts(3 * channels, 3), "conv": EvenRows(channels)}
-    return MixerParts({"channels": channels}, rows, attributes={})
+    channels = EvenRows(mixer.conv.in_channels)
+    rows = {"in_proj": FusedRows((channels,) * 3), "conv": channels}
+    return MixerParts({"channels": channels.size}, rows, attributes={})
 
 
 _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (

@@ -40,7 +40,6 @@ from longspan.model.tensor_parallel.plan import (
     EvenRows,
     FusedRows,
     StyledModule,
-    equal_parts,
     split_block_names,
 )
 from longspan.model.weights.fill import copy_to_device
@@ -91,13 +90,14 @@ def wrap_forward(
     enter: Transform | None = None,
     leave: Transform | None = None,
     views: Mapping[str, View] | None = None,
+    owner: nn.Module | None = None,
 ) -> None:
     """Wrap the forward: `enter` on its first tensor, `leave` on its first output, parameters seen as `views`.
 
-    A second wrapper goes around the first.
+    They are those of `owner`, a module inside; None: the module itself. A second wrapper goes around the first.
     """
     inner = module.forward
-    attributes = dict(views or {})
+    call = inner if views is None else partial(_call_with_views, owner or module, dict(views), inner)
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def wrap_forward(
             args = enter(args[0]), *args[1:]
         elif enter is not None:
             kwargs = kwargs | {"hidden_states": enter(kwargs["hidden_states"])}
-        out = _call_with_views(module, attributes, inner, args, kwargs) if attributes else inner(*args, **kwargs)
+        out = call(*args, **kwargs)
         if leave is None:
             return out
         return (leave(out[0]), *out[1:]) if isinstance(out, tuple) else leave(out)
@@ -114,45 +114,22 @@ def wrap_forward(
 
 
 def _call_with_views(
-    module: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    owner: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """For a plain linear the product is computed directly, which takes the host less time than replacing attributes."""
     replaced: dict[str, Tensor | None] = {}  # torch 2.11 cannot trace the call `dict[str, Tensor | None]()`
     for name, view in views.items():
-        parameter = getattr(module, name)
+        parameter = getattr(owner, name)
         if (local_value := view(parameter)) is not parameter:
             replaced[name] = local_value
     if not replaced:
         return inner(*args, **kwargs)
     if getattr(inner, "__func__", None) is nn.Linear.forward and len(args) == 1 and not kwargs:
-        linear: Any = module
+        linear: Any = owner
         weight: Any = replaced.get("weight", linear.weight)
         return nn.functional.linear(args[0], weight, replaced.get("bias", linear.bias))
-    with ReplacedAttributes(module, replaced):
+    with ReplacedAttributes(owner, replaced):
         return inner(*args, **kwargs)
-
-
-def split_columns(linear: nn.Linear, world: World) -> None:
-    """Let each rank make its slice of the outputs from the whole input; the caller's input gradient is partial."""
-    names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    for name in names:
-        slice_parameter(linear, name, 0, world)
-    wrap_forward(linear, views=dict.fromkeys(names, local_tensor))
-
-
-def split_query_key_value(linear: nn.Linear, world: World, widths: tuple[int, ...]) -> None:
-    """Split, as `split_columns`, one linear of queries, keys and values, with `widths` outputs each.
-
-    Parameters stay whole, for checkpoints; gradients are zero outside of a rank's rows, and are summed.
-    """
-    names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    rows = partial(_query_key_value_rows, key=world.key, widths=widths)
-    wrap_forward(linear, views=dict.fromkeys(names, rows))
-
-
-def _query_key_value_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
-    index, degree = tp_index_and_degree(key)
-    return torch.cat([part.chunk(degree)[index] for part in tp_copy_parameter(x, key).split(widths)])
 
 
 def sum_input_gradients(module: nn.Module, world: World) -> None:
@@ -168,13 +145,6 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
         return inner(*tree_map(copy_input, args), **tree_map(copy_input, kwargs))
 
     module.forward = forward
-
-
-def slice_inputs(linear: nn.Linear, world: World) -> None:
-    """Let a linear take this rank's slice of the inputs; its outputs, without the bias, are a part of a sum over tp."""
-    slice_parameter(linear, "weight", 1, world)
-    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": return_none}
-    wrap_forward(linear, views={"weight": local_tensor, **without_bias})
 
 
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
@@ -198,12 +168,17 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
-    """Sum over tp the gradients of the parameters that a module owns, or of the one named `parameter`.
+    """Sum over tp the gradients of all parameters in a module, or of its one named `parameter`.
 
     They are whole on each rank, which applies them to some of the rows, heads or features.
     """
-    names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
-    wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy_parameter, world_key=key)))
+    view: View = partial(tp_copy_parameter, world_key=key)
+    if parameter is not None:
+        wrap_forward(module, views={parameter: view})
+        return
+    for inner in module.modules():
+        if names := [name for name, _ in inner.named_parameters(recurse=False)]:
+            wrap_forward(inner, views=dict.fromkeys(names, view))
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
@@ -237,8 +212,7 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
     must sum over tp.
     """
     if sum_gradients:
-        for module in experts.modules():
-            sum_partial_gradients(module, key)
+        sum_partial_gradients(experts, key)
     inner = experts.forward
 
     @wraps(inner)
@@ -263,39 +237,37 @@ def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
     return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]
 
 
-def split_packed_columns(linear: nn.Linear, world: World) -> None:
-    """Shard a linear so that each rank makes its slice of both halves of the outputs, such as a gate and its values."""
-    rows = equal_parts(linear.out_features, 2)
-    names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    wrap_forward(linear, views={name: shard_and_view_rows(linear, name, rows, world) for name in names})
-
-
-def shard_and_view_rows(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World) -> View:
+def shard_and_view_rows(
+    owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World, *, whole: bool = False
+) -> View:
     """Shard a parameter where that works; returns the view by which a forward sees this rank's rows.
 
     One even slice needs no message. Other rows are sharded evenly and gathered at each use, or stay whole if tp does
-    not divide them.
+    not divide them, or `whole` says so: gradients are zero outside of a rank's rows then, and are summed.
     """
     tensor = getattr(owner, name)
-    tp = world.home.tp
     key = world.key
     dim = tuple(tensor.shape).index(rows.size)
-    if isinstance(rows, EvenRows) and isinstance(tensor, nn.Parameter):
+    is_parameter = isinstance(tensor, nn.Parameter)
+    shards = is_parameter and not whole and rows.size % world.home.tp == 0
+    if shards:
         slice_parameter(owner, name, dim, world)
-        return local_tensor
-    sizes, order = (FusedRows((rows,)) if isinstance(rows, EvenRows) else rows).cut_pieces(tp, world.coordinates.tp)
-    if not isinstance(tensor, nn.Parameter):
-        return lambda x: _take_pieces(x, dim, sizes, order)
-    assert dim == 0, (name, tensor.shape)  # only a buffer may have its rows in another dim
-    if rows.size % tp:
-        return lambda x: _take_pieces(tp_copy_parameter(x, key), 0, sizes, order)
-    slice_parameter(owner, name, 0, world)
-    return lambda x: _take_pieces(tp_gather_parameter(local_tensor(x), key), 0, sizes, order)
+    if isinstance(rows, EvenRows):
+        if shards:
+            return local_tensor
+        rows = FusedRows((rows,))
+    assert dim == 0 or not is_parameter, (name, tensor.shape)  # only a buffer may have its rows in another dim
+    sizes, order = rows.cut_pieces(world.home.tp, world.coordinates.tp)
 
+    def take_rows(x: Tensor) -> Tensor:
+        if shards:
+            x = tp_gather_parameter(local_tensor(x), key)
+        elif is_parameter:
+            x = tp_copy_parameter(x, key)
+        pieces = x.split(sizes, dim)
+        return torch.cat([pieces[i] for i in order], dim)
 
-def _take_pieces(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
-    pieces = x.split(sizes, dim)
-    return torch.cat([pieces[i] for i in order], dim)
+    return take_rows
 
 
 LINEAR_STYLES = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)
@@ -307,8 +279,9 @@ def split_linear(
     """Split a linear by its style, and an adapter with it.
 
     ROWWISE: each rank takes its slice of the inputs; outputs are summed over tp, and the bias is added once, to the
-    sum. SPLIT_INPUT is given whole inputs, for example after a norm over all heads. The others split outputs, GATHERED
-    gives all of them, with identical gradients of output and input; `widths` are of QKV.
+    sum. SPLIT_INPUT is given whole inputs, for example after a norm over all heads. The others split outputs, and the
+    caller's input gradient is partial; GATHERED gives all of them, with identical gradients of output and input. QKV is
+    of queries, keys and values, with `widths` outputs each, whose parameters stay whole, for checkpoints.
 
     Of an adapter `first` goes from the inputs to its rank, `second` to the outputs. Styles that split inputs cut the
     linear and `first`, others the linear and `second`; the one that stays whole has a partial gradient, which is
@@ -320,8 +293,10 @@ def split_linear(
     first = layer.lora_A.values() if base is not module else ()
     second = layer.lora_B.values() if base is not module else ()
     if style in (ROWWISE, SPLIT_INPUT):
-        for linear in (base, *first):
-            slice_inputs(linear, world)
+        for linear in (base, *first):  # their outputs are a part of a sum over tp
+            slice_parameter(linear, "weight", 1, world)
+            without_bias: dict[str, View] = {} if linear.bias is None else {"bias": return_none}
+            wrap_forward(linear, views={"weight": local_tensor, **without_bias})
         for linear in second:
             sum_partial_gradients(linear, key)
         whole_inputs = style == SPLIT_INPUT  # in a block that gets, and returns, all rows
@@ -333,12 +308,14 @@ def split_linear(
     if style == PARTIAL_GRADIENT:
         return
     for linear in (base, *second):
-        if style == PACKED:
-            split_packed_columns(linear, world)
+        rows = EvenRows(linear.out_features)
+        if style == PACKED:  # each half, such as a gate and its values
+            rows = FusedRows((EvenRows(linear.out_features // 2),) * 2)
         elif style == QKV:
-            split_query_key_value(linear, world, widths)
-        else:
-            split_columns(linear, world)
+            rows = FusedRows(tuple(map(EvenRows, widths)))
+        names = [name for name, _ in linear.named_parameters(recurse=False)]
+        view_rows = partial(shard_and_view_rows, linear, rows=rows, world=world, whole=style == QKV)
+        wrap_forward(linear, views={name: view_rows(name) for name in names})
     if style in GATHERED:
         wrap_forward(
             layer,

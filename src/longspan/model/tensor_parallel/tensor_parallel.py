@@ -5,9 +5,9 @@ gathered before blocks and summed in parts after. A mixer's parameters are even 
 rows are gathered when it runs. Norms over groups that lie on several ranks sum squares over these.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial, wraps
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ from longspan.model.tensor_parallel.plan import (
 from longspan.model.tensor_parallel.styles import (
     LINEAR_STYLES,
     ROWS,
-    ReplacedAttributes,
     Transform,
     View,
     reasons_against_adapter,
@@ -62,7 +61,7 @@ from longspan.model.tensor_parallel.styles import (
     sum_partial_gradients,
     wrap_forward,
 )
-from longspan.model.weights.local_tensors import local_tensor
+from longspan.model.weights.local_tensors import local_tensor, tied_names
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
 
@@ -126,9 +125,6 @@ def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, ke
     )
 
 
-Views = dict[nn.Module, dict[str, View]]
-
-
 def refuse_unsplittable_mixer(name: str, mixer: nn.Module, tp: int) -> None:
     """Raise ModelError for an unknown mixer, or one with an unknown norm over features; tp is checked elsewhere."""
     norm: Any = _find_feature_norm(mixer, mixer_parts(name, mixer, tp))
@@ -160,11 +156,13 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     parts = mixer_parts(name, mixer, tp)
     if norm := _find_feature_norm(mixer, parts):
         split_norm(norm, world)
-    views: Views = {}
+    views = defaultdict[nn.Module, dict[str, View]](dict)
     for owner, attribute, view in _shard_and_view_parts(mixer, parts, world):
-        views.setdefault(owner, {})[attribute] = view
+        if hasattr(owner, attribute):  # only some mixers of a kind may have it
+            views[owner][attribute] = view
     split_linear(mixer.get_submodule(parts.output), ROWWISE, world, sequence_parallel=sequence_parallel)
-    _wrap_forward_with_views(mixer, views)
+    for owner, views_of_owner in views.items():
+        wrap_forward(mixer, views=views_of_owner, owner=owner)
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
@@ -191,23 +189,6 @@ def _shard_and_view_parts(
             yield owner, attribute, whole_view
 
 
-def _wrap_forward_with_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
-    inner: Any = mixer.forward
-
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            # a view may name an attribute that only some mixers of a kind have
-            for owner, attributes in views.items():
-                values = {
-                    name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)
-                }
-                stack.enter_context(ReplacedAttributes(owner, values))
-            return inner(*args, **kwargs)
-
-    mixer.forward = forward
-
-
 def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], world: World) -> None:
     """Let norms and residuals work on 1 / tp of a slot's rows, from the embedding to the last norm.
 
@@ -217,14 +198,14 @@ def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], 
     key = world.key
     for depth in mtp_depths(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
-            _sum_row_gradients(module, key)
+            sum_partial_gradients(module, key)
         # `enorm` gets rows of the embedding, which hands on only this rank's
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_mtp_blocks(model).items():
-        norms, blocks_of_all_rows = single_and_full_row_modules(name, layer, styled_modules)
-        for norm in norms:
-            _sum_row_gradients(norm, key)
+        single_row_modules, blocks_of_all_rows = single_and_full_row_modules(name, layer, styled_modules)
+        for module in single_row_modules:
+            sum_partial_gradients(module, key)
         for block in blocks_of_all_rows:
             wrap_forward(
                 block,
@@ -235,11 +216,6 @@ def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], 
     if not isinstance(norm, Absent):  # a pipeline stage other than the last has no norm
         sum_partial_gradients(norm, key)
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
-
-
-def _sum_row_gradients(module: nn.Module, key: int) -> None:
-    for inner in module.modules():
-        sum_partial_gradients(inner, key)
 
 
 def single_and_full_row_modules(
@@ -329,7 +305,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 
 def split_over_ranks(
-    model: PreTrainedModel, world: World, *, sequence_parallel: bool = False, sum_expert_gradients: bool = False
+    model: PreTrainedModel, world: World, *, sequence_parallel: bool, sum_expert_gradients: bool
 ) -> None:
     """Split the model over the tensor-parallel ranks of this slot; all ranks call it together, before FSDP2.
 
@@ -337,10 +313,7 @@ def split_over_ranks(
     """
     styled_modules = list_styles(model)
     _ = world.meshes.tp  # made by all ranks together
-    places: dict[int, list[tuple[nn.Module, str]]] = {}  # (module, name of the parameter there), by parameter
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
+    tied = tied_names(model)
     _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
     mixtures = tuple(
         f"{name}.{child}."
@@ -363,9 +336,9 @@ def split_over_ranks(
             wrap_forward(module, views={parameter: local_tensor})
         elif style in LINEAR_STYLES and (adapted or is_linear):
             split_linear(module, style, world, sequence_parallel=in_parts)
-    for (first_module, name), *other_places in places.values():  # all that share one take the first one's slice
-        for module, other_name in other_places:
-            module.register_parameter(other_name, getattr(first_module, name))
+    for name, first_name in tied.items():  # all that share a parameter take the first one's slice
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path).register_parameter(attribute, model.get_parameter(first_name))
     # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
     # outside of blocks of experts are given this rank's part of the rows, and gather all.
     copy_input: Transform = partial(tp_copy, world_key=world.key)
@@ -390,24 +363,22 @@ def _split_head_and_embedding(
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    if is_adapted(embedding) or is_adapted(head):
-        if sequence_parallel and not isinstance(embedding, Absent):  # absent: on another pipeline stage
-            wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
-        return
-    head = head if isinstance(head, nn.Linear) else None
-    embedding = embedding if isinstance(embedding, nn.Embedding) else None
     styles = {id(module): style for _, module, style, _ in styled_modules}
-    tied = head is not None and embedding is not None and head.weight is embedding.weight
-    tp = world.home.tp
-    head_fits = head is not None and head.weight.shape[0] % tp == 0
-    embedding_fits = embedding is not None and embedding.weight.shape[0] % tp == 0
-    if head is not None and head_fits and (style := styles.get(id(head))) in tp_style.GATHERED:
-        split_linear(head, style, world)
-        if embedding is not None and tied:
+    adapted = is_adapted(embedding) or is_adapted(head)
+
+    def splits(module: Any, *of_styles: str) -> bool:
+        has_rows = isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[0] % world.home.tp == 0
+        return has_rows and not adapted and styles.get(id(module)) in of_styles
+
+    both_here = isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding)
+    tied = both_here and head.weight is embedding.weight
+    if splits(head, *tp_style.GATHERED):
+        split_linear(head, styles[id(head)], world)
+        if tied:
             embedding.weight = head.weight
-    if embedding is not None and embedding_fits and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
+    if splits(embedding, tp_style.EMBEDDING) and not tied:
         slice_parameter(embedding, "weight", 0, world)
-    if embedding is not None and isinstance(embedding.weight, DTensor):  # split here, or with the head
+    if isinstance(getattr(embedding, "weight", None), DTensor):  # split here, or with the head
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
-    elif embedding is not None and sequence_parallel:
+    elif sequence_parallel and not isinstance(embedding, Absent):  # absent: on another pipeline stage
         wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))

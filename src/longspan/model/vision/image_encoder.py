@@ -5,7 +5,6 @@ for functions with "flash" in their name transformers does not split images, nor
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -19,13 +18,7 @@ from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import base_model, base_name, copy_shallow_module, text_model, towers_beside_text_model
-from longspan.model.vision.image_tokens import (
-    ImageInput,
-    ImageTokens,
-    encoding_order,
-    image_arguments,
-    image_tokens,
-)
+from longspan.model.vision.image_tokens import ImageInput, encoding_order, image_arguments
 from longspan.plan import Group, MicroBatch
 
 
@@ -86,17 +79,8 @@ def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
     return parts.flatten(0, -2)
 
 
-@dataclass(frozen=True)
-class VisionParts:
-    """The two modules of a vision-language model, and the facts of images in its token ids and positions."""
-
-    encoder: ImageEncoder
-    language_model: PreTrainedModel
-    tokens: ImageTokens
-
-
-def split_off_image_encoder(model: PreTrainedModel) -> VisionParts:
-    """Split a vision-language model into encoder and language model, which is the model itself, now without towers."""
+def split_off_image_encoder(model: PreTrainedModel) -> ImageEncoder:
+    """Take the encoder out of a vision-language model, which is a language model then, without towers."""
     base = base_model(model)
     text = text_model(model)
     towers = towers_beside_text_model(model)
@@ -109,7 +93,7 @@ def split_off_image_encoder(model: PreTrainedModel) -> VisionParts:
             del shell._modules[name]
     # they belong to images too (a vector that ends a line of patches), and stay in the shell
     base._parameters.clear()
-    return VisionParts(ImageEncoder(shell, name_of_base), model, image_tokens(model.config))
+    return ImageEncoder(shell, name_of_base)
 
 
 IMPLEMENTATION = "longspan_packed_flash"

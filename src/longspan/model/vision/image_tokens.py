@@ -6,7 +6,6 @@ positions = tokens.positions(ids, grids)            # (3, T), by the model's own
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -22,6 +21,30 @@ from longspan.layout import Integers
 
 IMAGE = 1
 VIDEO = 2  # of mm_token_type_ids, where text is 0
+
+PIXELS = "pixel_values"
+GRIDS = "image_grid_thw"
+SIZES = "image_sizes"
+MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds
+IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
+
+
+def image_feature_parameters(model: Any) -> Mapping[str, Parameter]:
+    """Return the parameters of `get_image_features` of a model or class by name; ModelError for one without it."""
+    if not (parameters := _method_parameters(model, "get_image_features")):
+        raise ModelError(f"{_class_name(model)} has no get_image_features, which makes rows of images")
+    return parameters
+
+
+def _method_parameters(model: Any, method: str) -> Mapping[str, Parameter]:
+    """By name, of a model or class, or None; none without the method."""
+    function = getattr(model, method, None)
+    parameters = {} if function is None else signature(function).parameters
+    return {name: p for name, p in parameters.items() if name != "self" and p.kind != Parameter.VAR_KEYWORD}
+
+
+def _class_name(model: Any) -> str:
+    return getattr(model, "__name__", type(model).__name__)
 
 
 def headless_model_class(config: PreTrainedConfig | None) -> Any:
@@ -166,20 +189,15 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
         )
     merges = [getattr(some_config, name, None) for some_config in (vision, config) for name in _MERGES]
     merge = next((value for value in merges if value is not None), None)
-    if _takes_argument(config, "image_grid_thw") and merge is not None:
+    parameters = _method_parameters(headless_model_class(config), "get_image_features")
+    if GRIDS in parameters and merge is not None:
         return ImageTokens(placeholder, merge[0] if isinstance(merge, list | tuple) else merge, config=config)
-    if _takes_argument(config, "image_sizes", required=True):
+    if SIZES in parameters and parameters[SIZES].default is Parameter.empty:
         return ImageTokens(placeholder, config=config, unknown="they depend on its size")
     try:
         return ImageTokens(placeholder, fixed_rows=_count_fixed_rows(config, vision), config=config)
     except ModelError as error:
         return ImageTokens(placeholder, config=config, unknown=str(error))
-
-
-def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = False) -> bool:
-    features = getattr(headless_model_class(config), "get_image_features", None)
-    parameter = None if features is None else signature(features).parameters.get(name)
-    return parameter is not None and not (required and parameter.default is not Parameter.empty)
 
 
 def _count_fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
@@ -241,10 +259,9 @@ class VideoTokens:
         images = image_tokens(config)
         model = headless_model_class(config)
         placeholder = getattr(config, "video_token_id", None)
-        feature_arguments = _argument_names(model, "get_video_features")
-        position_arguments = _argument_names(model, "get_rope_index")
-        takes_grids = {_PIXELS, _GRIDS} <= feature_arguments and {_GRIDS, "mm_token_type_ids"} <= position_arguments
-        if not isinstance(placeholder, int) or not takes_grids:
+        takes_features = {_PIXELS, _GRIDS} <= _method_parameters(model, "get_video_features").keys()
+        takes_grids = {_GRIDS, "mm_token_type_ids"} <= _method_parameters(model, "get_rope_index").keys()
+        if not isinstance(placeholder, int) or not takes_features or not takes_grids:
             raise ModelError(
                 f"{type(config).__name__} is not of a model that takes videos by a video_token_id, {_PIXELS} and "
                 f"{_GRIDS}; give frames as images"
@@ -296,21 +313,15 @@ class VideoTokens:
             ids, self.placeholder, [n for counts in rows for n in counts], plural(len(videos), "video")
         )
         config = self.images.config
-        model = headless_model_class(self.images.config)
+        model = headless_model_class(config)
         media = {_GRIDS: torch.tensor([video.grid for video in videos])}
         if len(grids):
-            media["image_grid_thw"] = torch.from_numpy(grids)
-        if _SECONDS in _argument_names(model, "get_rope_index"):  # of float32, as processors give them
+            media[GRIDS] = torch.from_numpy(grids)
+        if _SECONDS in _method_parameters(model, "get_rope_index"):  # of float32, as processors give them
             media[_SECONDS] = torch.tensor([video.seconds for video in videos], dtype=torch.float32)
         return compute_rope_positions(
             model, config, ids, self.images.kinds(ids, grids) + VIDEO * in_videos, **media
         )
-
-
-@cache
-def _argument_names(model: Any, method: str) -> frozenset[str]:
-    function = getattr(model, method, None)
-    return frozenset() if function is None else frozenset(signature(function).parameters)
 
 
 def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
@@ -325,37 +336,19 @@ def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -
     return False
 
 
-PIXELS = "pixel_values"
-GRIDS = "image_grid_thw"
-SIZES = "image_sizes"
-MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds
-IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
-
-
-def image_feature_parameters(model: Any) -> Mapping[str, Parameter]:
-    """Return the parameters of `get_image_features` of a model or class by name; ModelError for one without it."""
-    features = getattr(model, "get_image_features", None)
-    if features is None:
-        kind = model if isinstance(model, type) else type(model)
-        raise ModelError(f"{kind.__name__} has no get_image_features, which makes rows of images")
-    parameters = signature(features).parameters.items()
-    return {name: p for name, p in parameters if name != "self" and p.kind != Parameter.VAR_KEYWORD}
-
-
 def check_image_arguments(model: Any, names: Collection[str]) -> None:
     """Raise DataError unless a model, or class, takes these arguments for its images and asks for no others."""
     parameters = image_feature_parameters(model)
-    kind = model if isinstance(model, type) else type(model)
     if unknown := [name for name in names if name not in parameters]:
         raise DataError(
-            f"images have {', '.join(unknown)}, and get_image_features of {kind.__name__} takes "
+            f"images have {', '.join(unknown)}, and get_image_features of {_class_name(model)} takes "
             f"{', '.join(parameters)} alone; use the processor of the model's own folder"
         )
     required = [name for name, p in parameters.items() if p.default is Parameter.empty and name not in names]
     if required:
         hints = [_HINTS.get(name, f'fields={{"{name}": …}}') for name in required]
         raise DataError(
-            f"{kind.__name__} makes rows of an image by {', '.join(required)}, which its images lack; give "
+            f"{_class_name(model)} makes rows of an image by {', '.join(required)}, which its images lack; give "
             f"ImageInput(pixels, {', '.join(hints)}), as the image processor of the model's folder makes them"
         )
 

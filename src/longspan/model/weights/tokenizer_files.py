@@ -75,14 +75,6 @@ class RunFolderFiles:
             replace_with_copy(self._folder / GENERATION, folder / GENERATION)
 
 
-def copy_generation_settings(source: Path | None, folder: Path) -> None:
-    """Copy the generation settings of a source folder into a run's folder; if there are none, remove the run's."""
-    if source is None:
-        (folder / GENERATION).unlink(missing_ok=True)
-    else:
-        replace_with_copy(source / GENERATION, folder / GENERATION)
-
-
 def read_stop_token_ids(folder: Path) -> set[int]:
     """Read the ids at which a folder's model stops generating; an empty set without generation settings."""
     file = folder / GENERATION

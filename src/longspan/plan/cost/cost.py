@@ -450,8 +450,7 @@ class Cost:
 
     def shared_by(self, tp: int) -> "Cost":
         """Return the cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
-        if isinstance(tp, bool) or tp < 1:
-            raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
+        check_count("tp", tp)
         return dataclasses.replace(
             self,
             **{name: getattr(self, name) / tp for name in _DIVIDED_BY_TP},

@@ -7,7 +7,7 @@ a micro-batch by work is tried below, and for each the widths that let the slowe
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Literal, Unpack
+from typing import Literal, Unpack, get_args
 
 import numpy as np
 
@@ -81,14 +81,19 @@ def plan_dynamic(
     """
     request = Request.from_arguments(lengths, home, options, keywords)
     degrees = request.check_degrees(min_cp, max_cp)
-    check_choice("effort", effort, ("fast", "balanced", "thorough"))
+    check_choice("effort", effort, get_args(EffortName))
     if not request.lengths:
         return request.make_plan((), "dynamic", max_cp=max_cp)
     problem = Problem.from_request(request, degrees)
-    limits = request.lengths, request.slots, request.max_tokens_per_slot
-    bases = request.bases if request.parents else ()
     goal = lower_bound_seconds(
-        *limits, request.cost, request.mode, max_cp=problem.max_cp, node_size=request.node_size, bases=bases
+        request.lengths,
+        request.slots,
+        request.max_tokens_per_slot,
+        request.cost,
+        request.mode,
+        max_cp=problem.max_cp,
+        node_size=request.node_size,
+        bases=request.bases,
     ).seconds
     return request.make_plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
@@ -110,7 +115,7 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
         add_plan(plan_lockstep(problem, _count_search_steps(effort, problem)))
         if min(plans, key=itemgetter(0))[0] > CLOSE * goal:
             if few := plan_few_items(problem):
-                add_plan(few[1])
+                add_plan(few)
             if powers := _keep_powers_of_two(problem):
                 add_plan(plan_lockstep(powers, _count_search_steps(effort, powers)))
     best = min(plans, key=itemgetter(0))[0]
@@ -189,8 +194,8 @@ class Arrangement:
     seconds: float
 
 
-def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
-    """Search for the best plan of few items: its seconds and micro-batches; None for too many items or slots."""
+def plan_few_items(problem: Problem) -> list[MicroBatch] | None:
+    """Search for the best plan of few items; None for too many items or slots."""
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
     best: tuple[float, list[Arrangement]] | None = None
@@ -202,18 +207,18 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
             best = seconds, arrangements
     if best is None:
         return None
-    return best[0], [make_micro_batch(problem, dict(zip(a.slots, a.items, strict=True))) for a in best[1]]
+    return [make_micro_batch(problem, dict(zip(a.slots, a.items, strict=True))) for a in best[1]]
 
 
 def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
     """Items are divided in two ways: into equal work, and, sorted, into parts of equal tokens, so that the longest are
     together; an item is in the part that holds its middle token. Micro-batches without items are left out.
     """
-    tokens: list[int] = problem.tokens.tolist()
+    tokens = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     for count in range(problem.least_micro_batches, problem.least_micro_batches + MORE_MICRO_BATCHES + 1):
         even = pack_least_loaded(tokens, problem.work.tolist(), count, problem.request.slots * problem.cap)
-        by_length: list[int] = np.minimum(middle * count // sum(tokens), count - 1).tolist()
+        by_length = np.minimum(middle * count // sum(tokens), count - 1).tolist()
         for places in (even, by_length if count > 1 else None):  # of one micro-batch both are the same
             if places is not None:
                 yield [items for items in _items_by_place(range(len(places)), places, count) if items]
@@ -237,18 +242,14 @@ def _best_arrangement(problem: Problem, items: list[int]) -> Arrangement | None:
 
 def _improve_arrangement(problem: Problem, arrangement: Arrangement) -> Arrangement:
     """Move items out of the slowest group, one at a time, as long as that helps; at most `MOST_MOVES` are tried."""
-    moves_left = MOST_MOVES
-    while moves_left > 0:
-        for groups in _groups_after_moves(arrangement):
-            trial = _arrange_groups(problem, groups)
-            moves_left = moves_left - 1
-            if trial is not None and trial.seconds < arrangement.seconds:
-                arrangement = trial
-                break
-            if moves_left <= 0:
-                return arrangement
-        else:
-            return arrangement
+    moves = _groups_after_moves(arrangement)
+    for _ in range(MOST_MOVES):
+        if (groups := next(moves, None)) is None:
+            break
+        trial = _arrange_groups(problem, groups)
+        if trial is not None and trial.seconds < arrangement.seconds:
+            arrangement = trial
+            moves = _groups_after_moves(arrangement)
     return arrangement
 
 
@@ -272,7 +273,7 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | 
     widths = _group_widths(problem, sizes)
     if widths is None:
         return None
-    order: list[int] = np.argsort(-widths, kind="stable").tolist()
+    order = np.argsort(-widths, kind="stable").tolist()
     free = FreeSlots(problem.blocks, problem.degrees)
     slots = list[tuple[int, ...]]()
     inside_node = list[bool]()

@@ -44,17 +44,12 @@ class Problem:
 
     @classmethod
     def from_request(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        rows = np.array(request.lengths, dtype=np.int64)
-        squares = rows * rows
-        if request.parents is not None:
-            rows, squares = request.family_sizes
+        rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         cap = int(rows.sum()) if request.rows is None else request.rows
         items, tokens, squares = _make_items(order, rows[order], squares[order], request.slots, cap)
-        families = np.zeros(len(items), dtype=bool)
-        if request.parents is not None:
-            families = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
-            items = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
+        families = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
+        items = tuple(tuple(chain.from_iterable(request.families[i] for i in item)) for item in items)
         blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])
         return cls(request, degrees, cap, items, tokens, squares, families, blocks)
 
@@ -86,15 +81,9 @@ class Problem:
     def split_into_runs(self, part: tuple[int, int]) -> Parts:
         """Split a part (first slot, slots) into runs that hold a group each, and a last run that holds none, if any."""
         start, slots = part
-        if slots not in self._runs:
-            runs = divide_into_even_runs(slots, self.degrees)
-            used_slots = sum(width for _, width in runs)
-            self._runs[slots] = runs + [(used_slots, slots - used_slots)] * (used_slots < slots)
-        return [(start + offset, width) for offset, width in self._runs[slots]]
-
-    @cached_property
-    def _runs(self) -> dict[int, Parts]:
-        return {}
+        runs = [(start + offset, width) for offset, width in divide_into_even_runs(slots, self.degrees)]
+        used_slots = sum(width for _, width in runs)
+        return runs + [(start + used_slots, slots - used_slots)] * (used_slots < slots)
 
     @cached_property
     def document_counts(self) -> Ints:
@@ -147,7 +136,8 @@ class Problem:
         return max(w for _, size in self.blocks for _, w in divide_into_even_runs(size, self.degrees))
 
     def shares_node(self, start: int, slots: int) -> bool:
-        return start // self.request.node_size == (start + slots - 1) // self.request.node_size
+        node_size = self.request.node_size
+        return start // node_size == (start + slots - 1) // node_size
 
     @cached_property
     def widest_in_node(self) -> int:
@@ -167,7 +157,7 @@ def _make_items(
     `PACKED_ABOVE` documents a slot, those of less than a pack's tokens lie end to end, and a pack begins every
     `pack_tokens`, at most a sixteenth of a slot's cap.
     """
-    ids: list[int] = order.tolist()
+    ids = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:
         return tuple((d,) for d in ids), lengths, squares
     pack_tokens = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
@@ -180,8 +170,8 @@ def _make_items(
     np.add.at(squares_of_items, item, squares)
     first = np.searchsorted(item, np.arange(count + 1)).tolist()
     rank = np.argsort(-tokens, kind="stable")
-    ranked: list[int] = rank.tolist()
-    return tuple(tuple(ids[first[i] : first[i + 1]]) for i in ranked), tokens[rank], squares_of_items[rank]
+    ranked = tuple(tuple(ids[first[i] : first[i + 1]]) for i in rank.tolist())
+    return ranked, tokens[rank], squares_of_items[rank]
 
 
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Layout, Partition
-from longspan.layout.segments import Integers, Segments, expand_runs, is_integer_type, make_read_only
+from longspan.layout.partition import join_runs
+from longspan.layout.segments import Integers, Segments, Spans, expand_runs, is_integer_type, make_read_only
 from longspan.plain_text import excerpt
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
@@ -50,13 +51,13 @@ class ItemRows(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """Arrays over spans, ordered by document and position. A key is document · stride + position."""
+    """Arrays over spans, ordered by document and position."""
 
-    start: Integers  # keys
+    document: Integers
+    start: Integers
     stop: Integers
     first: Integers  # id of the span's first row among those of its modality
     modality: Integers
-    document: Integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,6 @@ class ModalityRows:
 
     items: Integers
     base: Integers  # (items + 1,)
-    stride: int
     spans: _Spans
 
     @property
@@ -73,23 +73,12 @@ class ModalityRows:
         return tuple(np.diff(self.base).tolist())
 
     def find_rows(self, documents: Sequence[int], segments: Segments) -> ItemRows:
-        """Find which of its rows a member of a group must take from items, as indices among its rows and row ids.
-        Positions of all documents are keys on one line, `document · stride + position`, so that two sorted searches
-        give the spans of items that each segment meets.
-        """
+        """Find which of its rows a member of a group must take from items, as indices among its rows and row ids."""
         document = np.asarray(documents, dtype=np.int64)[segments.document]
-        # where the keys of the next document begin: a padded one may reach further
-        end = (document + 1) * self.stride
-        start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
-        first_span = np.searchsorted(self.spans.stop, start, side="right")
-        end_span = np.searchsorted(self.spans.start, stop, side="left")
-        segment = np.repeat(np.arange(len(start)), end_span - first_span)
-        span = expand_runs(first_span, end_span)
-        begin = np.maximum(start[segment], self.spans.start[span])
-        size = np.minimum(stop[segment], self.spans.stop[span]) - begin
-        local = segments.offset[segment] + begin - start[segment]
-        row = self.spans.first[span] + begin - self.spans.start[span]
-        return ItemRows(expand_runs(local, local + size), expand_runs(row, row + size))
+        inside = Spans(*self.spans[:3]).find_rows(replace(segments, document=document))
+        row = self.spans.first[inside.document] + inside.start - self.spans.start[inside.document]
+        size = inside.stop - inside.start
+        return ItemRows(expand_runs(inside.offset, inside.offset + size), expand_runs(row, row + size))
 
 
 class ItemTable:
@@ -113,8 +102,6 @@ class ItemTable:
         for index, item in enumerate(self.items):
             _check_item_types(index, item)
         self.modalities: tuple[str, ...] = tuple(dict.fromkeys(item.modality for item in self.items))
-        # A position's key is document * stride + position: one integer that orders the positions of all documents.
-        self._stride = max(self.lengths, default=0) + 1
         self._spans = self._sort_spans()
 
     def __len__(self) -> int:
@@ -129,10 +116,10 @@ class ItemTable:
 
     def placeholder_mask(self, document: int, start: int, stop: int) -> NDArray[np.bool_]:
         """Return whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
-        keys = np.arange(start, stop) + document * self._stride
-        span = np.searchsorted(self._spans.start, keys, side="right") - 1
-        # −1: before all spans, looks up the last
-        return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])
+        mask = np.zeros(stop, dtype=np.bool_)
+        for first, end in self.runs(document, self.modalities):
+            mask[first:end] = True
+        return mask[start:]
 
     def placeholders(self, document: int) -> Integers:
         """Return the positions of a document that items take, ascending."""
@@ -144,18 +131,15 @@ class ItemTable:
         first_span, end_span = np.searchsorted(self._spans.document, (document, document + 1))
         numbers = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
         indices = first_span + np.flatnonzero(np.isin(self._spans.modality[first_span:end_span], numbers))
-        start, stop = (keys[indices] - document * self._stride for keys in (self._spans.start, self._spans.stop))
-        # A span opens a run if none ends where it starts. A run stops with the last span before the next opening one.
-        opens = np.append(True, start[1:] != stop[:-1])[: len(start)]
-        return list(zip(start[opens].tolist(), stop[np.roll(opens, -1)].tolist(), strict=True))
+        runs = join_runs(np.stack([self._spans.start[indices], self._spans.stop[indices]], axis=1))
+        return [(start, stop) for start, stop in runs.tolist()]
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
         """How many tokens each document predicts: all but placeholders and the first, which nothing predicts."""
         spans = self._spans
         masked = np.zeros(len(self.lengths), dtype=np.int64)
-        start, stop = spans.start - spans.document * self._stride, spans.stop - spans.document * self._stride
-        np.add.at(masked, spans.document, stop - np.maximum(start, 1))
+        np.add.at(masked, spans.document, spans.stop - np.maximum(spans.start, 1))
         return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
 
     def rows_of_modality(self, modality: str) -> ModalityRows:
@@ -164,13 +148,9 @@ class ItemTable:
         items = np.array([i for i, _ in numbers_and_rows], dtype=np.int64)
         base = np.cumsum(np.array([0, *(rows for _, rows in numbers_and_rows)], dtype=np.int64))
         spans = _Spans(*(values[self._spans.modality == index] for values in self._spans))
-        return ModalityRows(make_read_only(items), make_read_only(base), self._stride, spans)
+        return ModalityRows(make_read_only(items), make_read_only(base), spans)
 
     def digest(self) -> str:
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
         return hashlib.sha256(repr((self.lengths, self.items)).encode()).hexdigest()[:16]
 
     def item_text(self, item: int) -> str:
@@ -184,9 +164,8 @@ class ItemTable:
         for index, item in enumerate(self.items):
             self._check_item(index, item)
             for start, stop in item.spans:
-                base = item.document * self._stride
                 row = next_row[item.modality]
-                rows.append((base + start, base + stop, row, numbers[item.modality], item.document, index))
+                rows.append((item.document, start, stop, row, numbers[item.modality], index))
                 next_row[item.modality] = row + stop - start
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
         self._check_overlaps(table)
@@ -211,16 +190,13 @@ class ItemTable:
             raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
 
     def _check_overlaps(self, table: Integers) -> None:
-        start, stop, _, _, document, index = table.T
-        overlaps = np.flatnonzero(start[1:] < stop[:-1])
+        document, start, stop, _, _, index = table.T
+        overlaps = np.flatnonzero((start[1:] < stop[:-1]) & (document[1:] == document[:-1]))
         if len(overlaps):
-            earlier = int(overlaps[0])
-            later = earlier + 1
-            earlier_item, later_item = int(index[earlier]), int(index[later])
-            position = int(start[later] - document[later] * self._stride)
+            later = int(overlaps[0]) + 1
+            earlier_item, later_item = map(self.item_text, index[later - 1 : later + 1].tolist())
             raise DataError(
-                f"{self.item_text(earlier_item)} and {self.item_text(later_item)} both take position {position}; every "
-                "position is one item's"
+                f"{earlier_item} and {later_item} both take position {start[later]}; every position is one item's"
             )
 
 

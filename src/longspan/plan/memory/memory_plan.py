@@ -6,7 +6,7 @@ The first layers of each stage have one measure and the others a faster one: as 
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations_with_replacement, product
@@ -16,7 +16,7 @@ from typing import Any
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
-from longspan.plan.cost.cost import FORWARD_SHARE, Cost
+from longspan.plan.cost.cost import FORWARD_SHARE
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
 from longspan.plan.memory.settings import (
@@ -53,7 +53,8 @@ class MemoryPlan:
     >>> memory.device.total  # doctest: +SKIP
 
     `measures` has a word for each decoder layer, depths of multi-token prediction last; `rows` are the most of a slot
-    in one micro-batch. `device` is at the moment at which most is held, `host` all that waits there.
+    in one micro-batch. `device` is at the moment at which most is held, `host` all that waits there. Where states wait
+    there, those of `states_on_device` bytes stay on the device, in what else would be free.
     """
 
     device: Bytes
@@ -66,6 +67,7 @@ class MemoryPlan:
     offload_weights: bool = False
     mlp_tile_tokens: int = 0
     segment_layers: int = 0
+    states_on_device: int = 0
 
     @classmethod
     def of(
@@ -86,6 +88,18 @@ class MemoryPlan:
         communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
         """
         return MemoryNeeds.of(config, home, plan, settings, machine=machine).under(measures)
+
+    def keep_states(self, budget: MemoryBudget) -> "MemoryPlan":
+        """Return this plan with the states on the device, of those on the host, that it has room for."""
+        states = min(self.host.states, max(0, budget.device - self.device.total))
+        if not states or self.offload_weights:  # with which theirs come
+            return self
+        return replace(
+            self,
+            device=replace(self.device, states=self.device.states + states),
+            host=replace(self.host, states=self.host.states - states),
+            states_on_device=states,
+        )
 
     def fits(self, budget: MemoryBudget) -> bool:
         return self.device.total <= budget.device and self.host.total <= budget.host
@@ -117,7 +131,8 @@ class MemoryPlan:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         extras = [once_a_step_text(self.gathered_once, self.summed_once)]
         if self.offload_optimizer_states:
-            extras.append(", states on the host")
+            stay = f" but for {gib_text(self.states_on_device)}" if self.states_on_device else ""
+            extras.append(f", states on the host{stay}")
         if self.offload_weights:
             extras.append(", weights on the host")
         if self.mlp_tile_tokens:
@@ -159,6 +174,8 @@ class MemoryNeeds:
     >>> needs.under("selective").device.total  # doctest: +SKIP
     """
 
+    config: Any
+    machine: Machine
     places: tuple[StageBytes, ...]
     loads: tuple[SlotLoad, ...]
 
@@ -174,19 +191,25 @@ class MemoryNeeds:
     ) -> "MemoryNeeds":
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         read = ConfigReader.read_language_model(config)
-        loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
+        machine = machine or Machine()
+        loads = slot_loads(plans, read, settings, machine, home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
         numbers = ModelNumbers.from_configuration(config, home, settings)
         # A group of several slots, but not of all, has a communicator of its own.
         slots = max((plan.slots for plan in plans), default=1)
-        groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
+        groups = {group.slots for plan in plans for group in plan.groups}
         counts = Counter(slot for group in groups if 1 < len(group) < slots for slot in group)
         most_groups = min(max(counts.values(), default=0), MOST_GROUPS)
         places = list[StageBytes]()
         for rank, stage in enumerate(make_stages(numbers, home, settings)):
             waiting = _count_waiting_micro_batches(home, settings, rank, micro_batches)
             places.append(StageBytes(read, home, settings, numbers, stage, waiting, most_groups, micro_batches))
-        return cls(tuple(places), loads)
+        return cls(config, machine, tuple(places), loads)
+
+    @cached_property
+    def prices(self) -> "MemoryPrices":
+        """Prices of what layers keep of the largest load, on the first pipeline stage."""
+        return MemoryPrices(self.config, self.machine, self.places[0], max(self.loads))
 
     @property
     def layers(self) -> int:
@@ -257,31 +280,6 @@ TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H2
 SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
 
 
-def mean_step_seconds(
-    config: Any, plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, cost: Cost
-) -> float:
-    """Return the mean seconds of a step over some plans: those by `cost`, and those that its settings leave out. `cost`
-    is of a rank, made with `MemoryPlan.cost_settings`. What layers add in the largest micro-batch, which has
-    `memory.rows` rows a slot, is scaled to the tokens of each step.
-    """
-    layer_seconds = seconds_beyond_settings(config, memory, needs, machine)
-    token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
-    return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens for plan in plans)
-
-
-def seconds_beyond_settings(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> float:
-    """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one measure for all layers that
-    recompute: of the largest micro-batch what the plan's measures take longer than that one, copies to the host
-    included, or less (negative).
-    """
-    prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    word: CheckpointPolicy = memory.recomputation
-    one_measure: tuple[CheckpointPolicy, ...] = tuple(
-        "none" if measure == "none" else word for measure in memory.measures
-    )
-    return prices.seconds_on_device(memory, memory.measures) - prices.seconds_on_device(memory, one_measure)
-
-
 @dataclass(frozen=True)
 class MemoryPrices:
     """Prices of what layers keep, for one load: made once for many plans of memory."""
@@ -295,8 +293,17 @@ class MemoryPrices:
         """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, of states and weights on the
         host.
         """
-        on_host = self.update_seconds(memory) + self.streaming_seconds(memory)
+        on_host = self.update_seconds(memory) / self.place.micro_batches + self.streaming_seconds(memory)
         return self.seconds_on_device(memory, memory.measures) + on_host
+
+    def seconds_beyond_settings(self, memory: MemoryPlan) -> float:
+        """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one measure for all layers that
+        recompute: of the largest micro-batch what the plan's measures take longer than that one, copies to the host
+        included, or less (negative).
+        """
+        word: CheckpointPolicy = memory.recomputation
+        one_measure: list[CheckpointPolicy] = ["none" if kept == "none" else word for kept in memory.measures]
+        return self.seconds_on_device(memory, memory.measures) - self.seconds_on_device(memory, one_measure)
 
     def update_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of an update's copies, without those that hide behind a forward pass, where weights of
@@ -463,12 +470,16 @@ def choose_memory(
     host are tried only where no plan without them fits, and both together where neither does. Raises PlanError, with
     the bytes, where no choice fits, and for weights that are to wait on the host and cannot.
     """
-    machine = machine or Machine()
-    fixed = fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
+    return choose_fastest_memory(needs, budget, fixed or FixedMemory())
+
+
+def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> MemoryPlan:
+    home = needs.places[0].home
+    settings = needs.places[0].settings
     if fixed.offload_weights and (reason := needs.places[0].reason_for_weights_on_device):
         raise PlanError(f"train.offload_weights is true, and {reason}; leave it out")
-    prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
+    prices = needs.prices
     # An eighth more: with few layers another choice may need about 1 % less than the leanest.
     roomier = MemoryBudget(device=budget.device * 9 // 8, host=budget.host * 9 // 8)
     for level in _fixed_by_level(needs, fixed):
@@ -482,8 +493,9 @@ def choose_memory(
             if bound > best:
                 break
             choice = choices[bound[1]]
-            most = _count_affordable_layers(prices, *choice, best[0])
-            memory = fit_with_fewest_slow_layers(*choice, budget, most=most)
+            memory = fit_with_fewest_slow_layers(*choice, budget)
+            if memory is not None and fixed.offload_optimizer_states is None:
+                memory = memory.keep_states(budget)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
                 fastest = memory
                 best = candidate
@@ -506,21 +518,6 @@ def choose_memory(
         f"{gib_text(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer rows a slot "
         f"(context.max_tokens_per_slot){packed}{smaller}, or a higher parallel.tp"
     )
-
-
-def _count_affordable_layers(
-    prices: MemoryPrices, needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, seconds: float
-) -> int:
-    """How many layers of a stage may have the slower measure, so that the plan takes no more than these seconds."""
-    settings = needs.places[0].settings
-    of_measure = prices.layer_prices(settings)
-    if slow == fast or of_measure[slow] < of_measure[fast]:
-        return needs.layers
-
-    def is_affordable(count: int) -> bool:
-        return prices.seconds_on_device(settings, needs.measures_of_layers(slow, count, fast)) <= seconds
-
-    return largest_number_that_fits(is_affordable, needs.layers)
 
 
 def _fixed_by_level(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[list[FixedMemory]]:
@@ -633,20 +630,13 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
 
 
 def fit_with_fewest_slow_layers(
-    needs: MemoryNeeds,
-    slow: CheckpointPolicy,
-    fast: CheckpointPolicy,
-    budget: MemoryBudget,
-    *,
-    most: int | None = None,
+    needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, budget: MemoryBudget
 ) -> MemoryPlan | None:
-    """Return the plan that fits with the fewest layers of the slower measure, at most so many of a stage; None where
-    none fits device and host. More such layers take less of the device, and of the host too unless only the slower
-    measure keeps tensors there; then the fewest that fit the device take least of the host. So halving finds the
-    fewest.
+    """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
+    More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
+    then the fewest that fit the device take least of the host. So halving finds the fewest.
     """
-    layers = max(len(place.stage.layers) for place in needs.places)
-    high = layers if most is None else min(most, layers)
+    high = max(len(place.stage.layers) for place in needs.places)
     low = high if slow == fast else 1
     host_rises = "+" in slow and "+" not in fast
     search_budget = replace(budget, host=sys.maxsize) if host_rises else budget
@@ -654,24 +644,10 @@ def fit_with_fewest_slow_layers(
     def fits(count: int) -> bool:
         return needs.fit(needs.measures_of_layers(slow, count, fast), search_budget)
 
-    if high < low or not fits(high):
+    if not fits(high):
         return None
     while low < high:
         count = (low + high) // 2
         low, high = (low, count) if fits(count) else (count + 1, high)
     memory = needs.under(needs.measures_of_layers(slow, low, fast))
     return memory if memory.fits(budget) else None
-
-
-def largest_number_that_fits(fits: Callable[[int], bool], limit: int | None = None) -> int:
-    """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do. Numbers double until
-    one does not fit or is at least `limit`; halving finds the last below that one.
-    """
-    low = 0
-    high = 1
-    while (limit is None or high < limit) and fits(high):
-        low, high = high, 2 * high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

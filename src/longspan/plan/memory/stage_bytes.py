@@ -20,7 +20,7 @@ from longspan.plan.memory.settings import (
     MemorySettings,
     places_in_layer_segments,
 )
-from longspan.plan.messages import REPLAYED_NUMBERS
+from longspan.plan.messages import REPLAYED_NUMBERS, SUMMED_NUMBERS
 from longspan.plan.shape.layers import (
     ConfigReader,
     LayerKind,
@@ -615,6 +615,10 @@ class StageBytes:
             largest = max((layers[i] for i in stage.layers), key=lambda one: one.trained)
             sums = gathered + sum(whole) + whole_gradients + largest.trained * settings.reduce_bytes
             gradients = self.gradient_bytes(largest)
+        if not sharded and self.home.slots > 1:
+            # Without FSDP2 they are summed in flat buffers: as they are sent, gathered and joined, and a slot's part.
+            numbers_at_once = max(self.numbers.head.trained, min(self.all_numbers.trained, SUMMED_NUMBERS))
+            sums += numbers_at_once * settings.reduce_bytes * (3 + 1 / self.home.slots)
         yield {"gradients": gradients, "gathered": sums, "work": row}
         if self.numbers.tower_shape:
             tower = self.numbers.tower

@@ -5,6 +5,7 @@ apart.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 
 from longspan.errors import PlanError, plural
 from longspan.layout import Floats, Integers, Layout
-from longspan.plan.check import check_comm_types, heads_allow_degree
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import (
@@ -113,10 +113,8 @@ def plan_fixed(
     for a bad length.
     """
     request = Request.from_arguments(lengths, home, options, keywords)
-    packer = Packer.for_request(request, request.check_degree(home, cp))
-    if not request.lengths:
-        return request.make_plan((), "fixed")
-    return request.make_plan(packer.micro_batches(), "fixed")
+    cp = request.check_degree(home, cp)
+    return request.make_plan(Packer.for_request(request, cp).micro_batches() if request.lengths else (), "fixed")
 
 
 def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
@@ -124,10 +122,9 @@ def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanO
     does: a planner then raises the error that says why.
     """
     cap = options.rows
-    types = check_comm_types(options.cp_comm_type)
     longest = longest_item(lengths, home, options)
     fits = [d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or longest <= cap * d)]
-    return next((d for d in fits if heads_allow_degree(d, options.heads, types, home.tp)), home.slots)
+    return next((degree for degree in fits if options.allows(degree, home.tp)), home.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +146,7 @@ class Packer:
 
     @classmethod
     def for_request(cls, request: Request, cp: int) -> "Packer":
-        rows = np.array(request.lengths, dtype=np.int64)
-        squares = rows * rows
-        if request.parents is not None:
-            rows, squares = request.family_sizes
+        rows, squares = request.family_sizes
         order = np.argsort(-rows, kind="stable")
         lengths = rows[order]
         squares = squares[order]
@@ -172,7 +166,7 @@ class Packer:
         yield self._place_bins(self._balance_groups(fewest_bins))
         groups = len(self.inside)
         multiple = self.request.micro_batch_multiple
-        fewest_micro_batches = self._round_up_to_multiple(1 + int(fewest_bins.max()) // groups)
+        fewest_micro_batches = self._count_micro_batches(fewest_bins)
         for count in (fewest_micro_batches, fewest_micro_batches + multiple):
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
@@ -195,13 +189,9 @@ class Packer:
         rising ids.
         """
         assignment = min(self.assignments_to_price(), key=self.seconds) if assignment is None else assignment
-        documents_of: dict[int, list[int]] = {}
-        families: tuple[tuple[int, ...], ...] | None = (
-            None if self.request.parents is None else self.request.families
-        )
-        order: list[int] = self.order.tolist()
-        for item, place in sorted(zip(order, assignment.tolist(), strict=True)):
-            documents_of.setdefault(place, []).extend((item,) if families is None else families[item])
+        documents_of = defaultdict[int, list[int]](list)
+        for item, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
+            documents_of[place] += self.request.families[item]
         batches: list[list[Group]] = [[] for _ in range(self._count_micro_batches(assignment))]
         for place in sorted(documents_of):
             m, g = divmod(place, len(self.inside))
@@ -222,8 +212,10 @@ class Packer:
         new_assignment = assignment.copy()
         documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, documents in enumerate(documents_of_batches):
-            ids: list[int] = documents.tolist()
-            bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
+            indices: list[int] = documents.tolist()
+            lengths = [self.lengths[i] for i in indices]
+            work = [self.work[i] for i in indices]
+            bins = pack_least_loaded(lengths, work, groups, self.room)
             if bins is not None:
                 new_assignment[documents] = m * groups + np.array(bins, dtype=np.int64)
         seconds_before, seconds_after = (
@@ -275,11 +267,9 @@ class Packer:
         )
 
     def _count_micro_batches(self, assignment: Integers) -> int:
-        return self._round_up_to_multiple(1 + int(assignment.max()) // len(self.inside))
-
-    def _round_up_to_multiple(self, micro_batches: int) -> int:
+        count = 1 + int(assignment.max()) // len(self.inside)
         multiple = self.request.micro_batch_multiple
-        return -(-micro_batches // multiple) * multiple
+        return -(-count // multiple) * multiple
 
 
 @expand_option_signature

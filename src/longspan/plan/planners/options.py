@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
+from types import NoneType
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -73,14 +74,23 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "parents"):
-            if isinstance(value := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(value))  # pyright: ignore[reportUnknownArgumentType]
+            if not isinstance(value := getattr(self, name), (str, int, NoneType)):
+                object.__setattr__(self, name, tuple(value))
 
     @property
     def rows(self) -> int | None:
         """Rows that a slot can hold in whole row multiples; None: no limit."""
         cap = self.max_tokens_per_slot
         return None if cap is None else cap // self.row_multiple * self.row_multiple
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The communication types, one for each layer, or one for all."""
+        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else tuple(self.cp_comm_type)
+
+    def allows(self, degree: int, tp: int) -> bool:
+        """Return whether a2a, where a layer has it, can deal out the query heads of `tp` ranks to such groups."""
+        return heads_allow_degree(degree, self.heads, self.types, tp)
 
 
 class PlanKeywords(TypedDict, total=False):
@@ -141,27 +151,18 @@ class Request(PlanOptions):
                 "step of dummy micro-batches"
             )
         check_work_fits_int64(len(documents), max(documents, default=0))
-        types = check_comm_types(options.cp_comm_type)
-        sizes = options.hierarchical_context_parallel_sizes
-        values: dict[str, Any] = vars(options) | {
-            "cp_comm_type": types[0] if isinstance(options.cp_comm_type, str) else types,
-            "hierarchical_context_parallel_sizes": sizes
-            if sizes is None or isinstance(sizes, int)
-            else tuple(sizes),
-        }
-        request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
+        check_comm_types(options.cp_comm_type)
+        request = cls(lengths=documents, slots=home.slots, tp=home.tp, **vars(options))
         request._check(home)
-        if request.parents is not None:
-            if max(request.parents, default=-1) < 0:  # no family
-                request = replace(request, parents=None)
-            else:
-                check_work_fits_int64(len(documents), int(request.family_sizes[0].max()))
-        return replace(request, cost=replace(request.group_cost(), stages=home.pp))
+        if max(request.parents or (), default=-1) < 0:  # no family
+            request = replace(request, parents=None)
+        else:
+            check_work_fits_int64(len(documents), int(request.family_sizes[0].max()))
+        return replace(request, cost=replace(request._group_cost(), stages=home.pp))
 
-    def group_cost(self) -> Cost:
-        """Return the cost of groups of the request's type, partition and node size. `heads` of a cost are those of one
-        tensor-parallel rank; 0 means unknown. An a2a size below 1 counts as 1 here, and is refused when the degree is
-        known.
+    def _group_cost(self) -> Cost:
+        """`heads` of a cost are those of one tensor-parallel rank; 0 means unknown. An a2a size below 1 counts as 1
+        here, and is refused when the degree is known.
         """
         sizes = self.hierarchical_context_parallel_sizes
         heads = (self.heads or 0) // self.tp
@@ -200,11 +201,13 @@ class Request(PlanOptions):
 
     @cached_property
     def families(self) -> tuple[tuple[int, ...], ...]:
-        """The documents of each family, parents first, where there are parents; one that shares no prefix is alone.
+        """The documents of each family, parents first; one that shares no prefix is alone.
 
         Raises PlanError for parents that go in a circle.
         """
-        parents = self.parents or ()
+        if self.parents is None:
+            return tuple((document,) for document in range(len(self.lengths)))
+        parents = self.parents
         branches: list[list[int]] = [[] for _ in parents]
         for document, parent in enumerate(parents):
             if parent >= 0:
@@ -225,9 +228,9 @@ class Request(PlanOptions):
 
     @cached_property
     def bases(self) -> Integers:
-        """The rows before each document's own, those of all that it continues (documents,); () without parents."""
+        """The rows before each document's own, those of all that it continues (documents,)."""
         parents = self.parents or ()
-        bases = np.zeros(len(parents), dtype=np.int64)
+        bases = np.zeros(len(self.lengths), dtype=np.int64)
         for document in chain.from_iterable(family[1:] for family in self.families):
             bases[document] = bases[parents[document]] + self.lengths[parents[document]]
         return bases
@@ -236,21 +239,10 @@ class Request(PlanOptions):
     def family_sizes(self) -> tuple[Integers, Integers]:
         """Rows of each family, and the squares that price its attention: twice the (row, key) pairs that are seen."""
         lengths = np.array(self.lengths, dtype=np.int64)
-        order = np.concatenate(self.families)
+        order = np.fromiter(chain.from_iterable(self.families), np.int64, len(lengths))
         first = np.cumsum([0, *map(len, self.families[:-1])])
-        sizes = lengths, lengths * (lengths + 2 * self.bases)
-        rows, squares = (np.add.reduceat(values[order], first) for values in sizes)
-        return rows, squares
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
-
-    def allowed_degrees(self, least: int, most: int) -> range | tuple[int, ...]:
-        """Return the degrees from `least` to `most` that a group may have: under a2a those that divide the heads."""
-        if self.heads is None or "a2a" not in self.types:
-            return range(least, most + 1)
-        return tuple(d for d in range(least, most + 1) if heads_allow_degree(d, self.heads, self.types, self.tp))
+        squares = lengths * (lengths + 2 * self.bases)
+        return np.add.reduceat(lengths[order], first), np.add.reduceat(squares[order], first)
 
     def check_degree(self, home: Layout, cp: int) -> int:
         """Return the degree. Raises PlanError if slots, heads or sizes do not allow it, or a document does not fit."""
@@ -282,7 +274,9 @@ class Request(PlanOptions):
         if most is not None and least > most:
             raise PlanError(f"min_cp {least} is above max_cp {most}; lower min_cp or raise max_cp")
         check_degree_suits_heads(self, 1)
-        degrees = self.allowed_degrees(least=int(least), most=widest)
+        degrees = range(int(least), widest + 1)
+        if self.heads is not None and "a2a" in self.types:
+            degrees = tuple(degree for degree in degrees if self.allows(degree, self.tp))
         if not degrees:  # a2a allows no degree of the range: this raises the error that says why
             check_degree_suits_heads(self, widest)
         wider = "use a home of more slots" if widest == self.slots else "raise max_cp"
@@ -292,8 +286,10 @@ class Request(PlanOptions):
 
     def check_longest(self, cp: int, limit: str = "") -> None:
         """Raise PlanError if the longest document does not fit cp slots; `limit` explains why cp cannot be higher."""
-        longest = max(self.lengths, default=0) if self.parents is None else int(self.family_sizes[0].max())
-        if self.rows is None or not self.lengths or longest <= self.rows * cp:
+        if self.rows is None or not self.lengths:
+            return
+        longest = int(self.family_sizes[0].max())
+        if longest <= self.rows * cp:
             return
         too_long = sum(length > self.rows * cp for length in self.lengths)
         rows = -(-longest // (cp * self.row_multiple)) * self.row_multiple
@@ -405,8 +401,6 @@ def _first_size(sizes: int | Sequence[int]) -> int:
 
 def longest_item(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
     """Return the most rows that stay in one group: of a document, or of all that share prefixes with it."""
-    if max(options.parents or (), default=-1) < 0:
-        return max(lengths)
     return int(Request.from_arguments(lengths, home, options).family_sizes[0].max())
 
 

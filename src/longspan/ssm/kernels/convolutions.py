@@ -60,7 +60,7 @@ ConvolutionGradients = tuple[Tensor, Tensor | None, Tensor | None]  # of x, weig
 class ConvolutionKernel:
     """A kernel by its name.
 
-    `forward(x, convolution, runs, isolated)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
+    `forward(x, convolution, runs, before)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
     `write_first_outputs(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
     `arrived_gradients(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
     `backward(dout, x, arrived, convolution, runs, before)` all others, of parameters that require none perhaps None.
@@ -73,8 +73,8 @@ class ConvolutionKernel:
     arrived_gradients: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
 
 
-def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: RowsBefore) -> Tensor:
-    return _convolve_runs(x, x[:0], convolution, isolated)
+def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore) -> Tensor:
+    return _convolve_runs(x, x.new_zeros((len(before.run), x.shape[1])), convolution, before)
 
 
 def _torch_backward(
@@ -179,7 +179,7 @@ def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | No
     }
 
 
-def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: RowsBefore) -> Tensor:
+def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore) -> Tensor:
     arguments = _fla_arguments(convolution, runs, None)
     return fla_function(_FLA_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **arguments)[0].squeeze(0)
 

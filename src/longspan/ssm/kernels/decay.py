@@ -5,6 +5,8 @@ once: the sums over chunks that follow are cheap, so that a run's summary costs 
 chunks: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060) §6.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,10 @@ from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, SavedScan, pick_rows
 from longspan.ssm.kernels.packages import (
     add_batch_dim,
+    chunk_arguments,
     chunk_cumsum,
     fla_function,
     gradients_like_inputs,
-    run_index_arguments,
     triton_kernel,
 )
 
@@ -101,8 +103,7 @@ class DecayForward:
         scan_chunks(self._additions, self._decays.whole, states, self._runs, into=h)
         compute_outputs = fla_function("ops.common.chunk_o", "chunk_fwd_o")
         arguments = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
-        shared = {"chunk_size": CHUNK, **run_index_arguments(self._runs)}
-        return compute_outputs(**arguments, scale=self._scale, **shared).squeeze(0)
+        return compute_outputs(**arguments, scale=self._scale, **chunk_arguments(self._runs)).squeeze(0)
 
 
 class DecayBackward:
@@ -137,18 +138,11 @@ class DecayBackward:
         q, k, v, _ = add_batch_dim(self._inputs)
         dh = torch.empty_like(self._h)
         scan_chunks(self._added_gradients, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
-        arguments = {
-            "q": q,
-            "k": k,
-            "g": self._decays.g,
-            "do": self._do.unsqueeze(0),
-            "dh": dh,
-            "scale": self._scale,
-        }
-        shared = {"chunk_size": CHUNK, **run_index_arguments(self._runs)}
+        arguments: dict[str, Any] = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh}
+        arguments |= {"scale": self._scale, **chunk_arguments(self._runs)}
         compute_read_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
-        dq, dk, _, dg = compute_read_gradients(**arguments, v=v, h=self._h, **shared)
-        dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**arguments, **shared)
+        dq, dk, _, dg = compute_read_gradients(**arguments, v=v, h=self._h)
+        dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**arguments)
         dg = chunk_cumsum(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
         return gradients_like_inputs((dq, dk, dv, dg), self._inputs)
 

@@ -25,6 +25,7 @@ from longspan.ssm.kernels.call import (
 )
 from longspan.ssm.kernels.packages import (
     add_batch_dim,
+    chunk_arguments,
     chunk_cumsum,
     fla_function,
     gradients_like_inputs,
@@ -94,17 +95,7 @@ class Pieces:
         """
         if not self.has_cuts:
             return of_runs
-        result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
-        put_rows(result, self._starts, of_runs)
-        for place in range(1, int(self._counts.max())):
-            pieces_before = self._starts[self._counts > place] + place - 1
-            maps = pieces_before - self.first
-            put_rows(
-                result,
-                pieces_before + 1,
-                map_states(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps)),
-            )
-        return result
+        return self._follow_pieces(of_runs, self._starts, 1, states, transitions)
 
     def run_initial_state_gradients(self, initial: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces.
@@ -123,27 +114,27 @@ class Pieces:
             result = _replace_rows(result, continuing, gradient_before)
         return result
 
-    def leaving_gradients(self, leaving: Tensor, initial: Tensor | None, transitions: Tensor) -> Tensor:
+    def leaving_gradients(self, leaving: Tensor, initial: Tensor, transitions: Tensor) -> Tensor:
         """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
 
-        Each piece but a run's last gets the gradient at the state that enters the next piece. Without cuts pieces are
-        runs.
+        Each piece but a run's last gets the gradient at the state that enters the next piece.
         """
-        if initial is None or not self.has_cuts:
-            return leaving
-        last_pieces = self._starts + self._counts - 1
-        result = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
-        put_rows(result, last_pieces, leaving)
+        return self._follow_pieces(leaving, self._starts + self._counts - 1, -1, initial, transitions)
+
+    def _follow_pieces(
+        self, of_runs: Tensor, first: Integers, step: int, added: Tensor, transitions: Tensor
+    ) -> Tensor:
+        """Return a value for each piece: those of runs at their pieces `first`, and through the map of each piece that
+        of the next: M S + B, or Mᵀ G + B where the next is the piece before (`step` −1).
+        """
+        result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
+        put_rows(result, first, of_runs)
         for place in range(1, int(self._counts.max())):
-            pieces_after = last_pieces[self._counts > place] - place + 1
-            maps = pieces_after - self.first
-            put_rows(
-                result,
-                pieces_after - 1,
-                map_states(
-                    pick_rows(transitions, maps).mT, pick_rows(result, pieces_after), pick_rows(initial, maps)
-                ),
-            )
+            pieces = first[self._counts > place] + step * (place - 1)
+            maps = pieces - self.first
+            through = pick_rows(transitions, maps)
+            through = through if step > 0 else through.mT
+            put_rows(result, pieces + step, map_states(through, pick_rows(result, pieces), pick_rows(added, maps)))
         return result
 
 
@@ -182,7 +173,7 @@ def compute_run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
     arguments = [rows["k"], rows["w"], rows["u"], _decay_rows(rows), states, transitions, runs.ends]
     if count:  # without runs, as on a single rank, no kernel is compiled
-        triton_kernel("maps_kernel")[blocks, heads, count](*arguments, **_kernel_sizes(rows, width, CHUNK))
+        triton_kernel("maps_kernel")[blocks, heads, count](*arguments, **_kernel_sizes(rows, width))
     return states, transitions
 
 
@@ -198,16 +189,16 @@ def initial_state_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> T
         runs.ends,
         scale,
     ]
-    shared = {"Q_SHARED": heads // rows["q"].shape[2], **_kernel_sizes(rows, width, CHUNK)}
+    shared = {"Q_SHARED": heads // rows["q"].shape[2], **_kernel_sizes(rows, width)}
     triton_kernel("initial_state_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
     return gradients
 
 
-def _kernel_sizes(rows: NamedRows, width: int, chunk: int) -> dict[str, Any]:
+def _kernel_sizes(rows: NamedRows, width: int) -> dict[str, Any]:
     """KEYS is a power of two, as Triton's blocks are, and 16 at least, as its products need."""
     heads, size = rows["w"].shape[2:]
     keys = max(16, 1 << (size - 1).bit_length())
-    sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": chunk}
+    sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": CHUNK}
     blocks = {"KEYS": keys, "COLUMNS": _COLUMNS, "BY_CHANNEL": "gk" in rows}
     narrow = keys <= _NARROW
     return {**sizes, **blocks, "num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 1}
@@ -253,7 +244,7 @@ class DeltaStates:
 def compute_chunk_states(rows: NamedRows, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     scan_states = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
     h, new_values, _ = scan_states(
-        **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_index_arguments(runs)
+        **rows, initial_state=states, chunk_offsets=runs.chunk_ends, **chunk_arguments(runs)
     )
     return h, new_values
 
@@ -273,8 +264,9 @@ class DeltaGradients:
 
     def leaving_gradients(self, leaving: Tensor) -> Tensor:
         """Without cut runs pieces are runs, and the maps of pieces are not needed."""
-        initial = self._map_gradients() if self._pieces.has_cuts else None
-        return self._pieces.leaving_gradients(leaving, initial, self._transitions)
+        if not self._pieces.has_cuts:
+            return leaving
+        return self._pieces.leaving_gradients(leaving, self._map_gradients(), self._transitions)
 
     def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients at the states that leave chunks, and at the values that rows add.
@@ -283,8 +275,8 @@ class DeltaGradients:
         """
         scan_gradients = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu")
         runs = self._pieces.runs
-        chunk_arguments = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_index_arguments(runs)}
-        dh, _, dv = scan_gradients(**self._rows, h0=states, dht=leaving, scale=self._scale, **chunk_arguments)
+        arguments = {**self._rows, "h0": states, "dht": leaving, "scale": self._scale}
+        dh, _, dv = scan_gradients(**arguments, chunk_offsets=runs.chunk_ends, **chunk_arguments(runs))
         return dh, dv
 
     def _map_gradients(self) -> Tensor:
@@ -308,7 +300,7 @@ class KimiForward:
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
         arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
         # w and u as above; kg: keys decayed to the chunk's end; qk, kk: matrices of a chunk's row pairs.
-        w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, chunk_size=CHUNK, **run_index_arguments(self._runs))
+        w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, **chunk_arguments(self._runs))
         self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
         self.summaries = self._states.summaries
         self.activations = (self._g, self._qk, kk, self._states.transitions)
@@ -318,7 +310,7 @@ class KimiForward:
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "v": new_values, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
         compute_outputs = fla_function("ops.gla.chunk", "chunk_gla_fwd_o_gk")
-        return compute_outputs(**arguments, chunk_size=CHUNK, **run_index_arguments(self._runs)).squeeze(0)
+        return compute_outputs(**arguments, **chunk_arguments(self._runs)).squeeze(0)
 
 
 class KimiBackward:
@@ -335,12 +327,13 @@ class KimiBackward:
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         q, k, v, _, beta = add_batch_dim(inputs)
-        indices = run_index_arguments(self._runs)
         recompute = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
         # qg: queries decayed from the chunk's start, kg: keys decayed to its end.
-        w, _, qg, kg = recompute(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **indices)
+        w, _, qg, kg = recompute(
+            q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **run_index_arguments(self._runs)
+        )
         chunk_kernel = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd_dAv")
-        _, dv = chunk_kernel(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, chunk_size=CHUNK, **indices)
+        _, dv = chunk_kernel(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, **chunk_arguments(self._runs))
         rows = {"q": qg, "k": kg, "w": w, "gk": self._g, "do": self._do, "dv": dv}
         self._states = DeltaGradients(rows, pieces, transitions, scale)
         self.initial_state_gradients = self._states.initial_state_gradients
@@ -362,8 +355,7 @@ class KimiBackward:
             do=self._do,
             dht=self._states.leaving_gradients(leaving),
             g=self._g,
-            chunk_size=CHUNK,
-            **run_index_arguments(self._runs),
+            **chunk_arguments(self._runs),
         )
         return gradients_like_inputs((dq, dk, dv, dg, dbeta), self._inputs)
 
@@ -385,9 +377,7 @@ class DeltaForward:
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
         chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
         # a: the inverse of a matrix of each chunk's pairs of rows; w and u: a and beta times decayed keys, and values.
-        w, u, a = chunk_kernel(
-            k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_index_arguments(self._runs)
-        )
+        w, u, a = chunk_kernel(k=self._k, v=v, g=self._g, beta=beta, **chunk_arguments(self._runs))
         self._states = DeltaStates({"k": self._k, "w": w, "u": u, "g": self._g}, pieces)
         self.summaries = self._states.summaries
         self.activations = (self._g, a, self._states.transitions)
@@ -397,7 +387,7 @@ class DeltaForward:
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "k": self._k, "v": new_values, "h": h, "g": self._g, "scale": self._scale}
         return fla_function("ops.common.chunk_o", "chunk_fwd_o")(
-            **arguments, chunk_size=CHUNK, **run_index_arguments(self._runs)
+            **arguments, **chunk_arguments(self._runs)
         ).squeeze(0)
 
 
@@ -411,13 +401,14 @@ class DeltaBackward:
         self._scale = scale
         self._g, self._a, transitions, self._entering = saved.activations
         self._q, self._k, self._v, _, self._beta = add_batch_dim(inputs)
-        indices = run_index_arguments(self._runs)
         recompute = fla_function(_WY, "recompute_w_u_fwd")
-        self._w, self._u = recompute(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **indices)
+        self._w, self._u = recompute(
+            k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **run_index_arguments(self._runs)
+        )
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         self._shared_rows = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
         chunk_kernel = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
-        dv = chunk_kernel(**self._shared_rows, scale=scale, chunk_size=CHUNK, **indices)
+        dv = chunk_kernel(**self._shared_rows, scale=scale, **chunk_arguments(self._runs))
         self._states = DeltaGradients({**self._shared_rows, "w": self._w, "dv": dv}, pieces, transitions, scale)
         self.initial_state_gradients = self._states.initial_state_gradients
         # results of `compute_chunk_states`, once `prepare_chunks` has run
@@ -431,14 +422,15 @@ class DeltaBackward:
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Those of k and g have two parts: from the outputs, and from the products u and w of each chunk (WY)."""
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
-        indices = run_index_arguments(self._runs)
         arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         compute_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk_outputs, dw, dg_outputs = compute_gradients(
-            **arguments, scale=self._scale, chunk_size=CHUNK, **indices
+            **arguments, scale=self._scale, **chunk_arguments(self._runs)
         )
         # dv as du: rows add the values u − w S, so that u has their gradient.
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
-        dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(**arguments, **indices)
+        dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(
+            **arguments, **run_index_arguments(self._runs)
+        )
         dg = chunk_cumsum((dg_outputs + dg_wy).squeeze(0), self._runs, reverse=True).unsqueeze(-1)
         return gradients_like_inputs((dq, dk_outputs + dk_wy, dv, dg, dbeta), self._inputs)

@@ -35,11 +35,15 @@ def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor
     """
     sum_in_chunks = fla_function("ops.utils", "chunk_local_cumsum")
     options = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
-    return sum_in_chunks(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **options, **run_index_arguments(runs))
+    return sum_in_chunks(g.unsqueeze(0).contiguous(), **options, **chunk_arguments(runs))
 
 
 def run_index_arguments(runs: LocalRuns) -> dict[str, Tensor]:
     return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
+
+
+def chunk_arguments(runs: LocalRuns) -> dict[str, Any]:
+    return {"chunk_size": CHUNK, **run_index_arguments(runs)}
 
 
 NEEDED = (0, 6)  # version of fla-core

@@ -13,7 +13,7 @@ from longspan.config.sections import NamedGroup
 from longspan.errors import ConfigError, plural
 from longspan.model.layers import towers_beside_text_model
 from longspan.plan.shape.name_patterns import meets_any
-from longspan.train.optim.optimizer import find_named_group, names_of_parameters
+from longspan.train.optim.optimizer import find_named_group, has_weight_decay, names_of_parameters
 
 _SHOWN = 16  # kinds of names that an error lists
 
@@ -22,8 +22,6 @@ def freeze_by_name(model: PreTrainedModel, patterns: Sequence[str]) -> None:
     """Freeze the parameters that patterns meet, outside towers of images. Raises ConfigError for a pattern that meets
     none, and where nothing is left to train.
     """
-    if not patterns:
-        return
     of_towers = {parameter for tower in towers_beside_text_model(model) for parameter in tower.parameters()}
     names = {p: own_names for p, own_names in names_of_parameters(model).items() if p not in of_towers}
     _check_patterns_meet("train.freeze", patterns, names.values())
@@ -35,12 +33,20 @@ def freeze_by_name(model: PreTrainedModel, patterns: Sequence[str]) -> None:
 
 
 def check_named_groups(model: nn.Module, texts: Sequence[str], *, stages: int) -> None:
-    """Raise ConfigError for a group that meets no parameter that is trained, and for one that meets one end of tied
-    weights alone, of which first and last of several `stages` have a copy each.
+    """Raise ConfigError for a group that meets no parameter that is trained, for weight decay of parameters that have
+    none, and for a group that meets one end of tied weights alone, of which first and last of several `stages` have a
+    copy each.
     """
     groups = [*map(NamedGroup.from_text, texts)]
     names = {p: own_names for p, own_names in names_of_parameters(model).items() if p.requires_grad}
     _check_patterns_meet("optimizer.groups", [group.pattern for group in groups], names.values())
+    for text, group in zip(texts, groups, strict=True):
+        met = {x: p for p, own_names in names.items() for x in own_names if meets_any([group.pattern], x)}
+        if group.weight_decay and not any(has_weight_decay(name, parameter) for name, parameter in met.items()):
+            raise ConfigError(
+                f"optimizer.groups has {text!r}, which meets {plural(len(met), 'parameter')}, norms and biases alone: "
+                "these have no weight decay; leave weight_decay out of it, or name matrices"
+            )
     for own_names in names.values():
         of_names = (find_named_group(groups, [name]) for name in own_names)
         if stages > 1 and len({group and (group.lr, group.weight_decay) for group in of_names}) > 1:

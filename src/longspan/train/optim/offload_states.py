@@ -58,6 +58,7 @@ def offload_optimizer_states(
     *,
     bucket_bytes: int = STATE_BUCKET_BYTES,
     hidden_in: nn.Module | None = None,
+    bytes_on_device: int = 0,
 ) -> "OffloadedStates":
     """Move the moments of an optimizer to the host's memory; call it once, after `prepare`, on all ranks together.
 
@@ -66,7 +67,8 @@ def offload_optimizer_states(
 
     Use what it returns in place of `optimizer`, in schedulers and checkpoints too. Parameters get the same bits, and
     checkpoints are the same files. The host's memory is taken now: on GPUs it is registered with CUDA, of exact size.
-    On the device a step takes at most two buckets of `bucket_bytes` for moments (`device_bytes`).
+    On the device a step takes at most two buckets of `bucket_bytes` for moments (`device_bytes`). Whole parameters'
+    moments of at most `bytes_on_device` stay there, and no update waits for theirs.
 
     With `hidden_in`, the prepared model, `step` only begins the update, which goes on while `run_step` runs the model
     forward again, under any plan. Call `finish_step()` before anything else reads or changes parameters or `.grad`; the
@@ -97,20 +99,42 @@ def offload_optimizer_states(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
         )
+    size -= sum(_find_staying_parameters(optimizer, bytes_on_device).values())
     check_free_host_memory(
         size, world, "moments of the optimizer on the host (train.offload_optimizer_states) take"
     )
-    return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes, hidden_in=hidden_in)
+    settings: Any = {"bucket_bytes": bucket_bytes, "hidden_in": hidden_in, "bytes_on_device": bytes_on_device}
+    return OffloadedStates(optimizer, world.device, **settings)
 
 
-def total_state_bytes(optimizer: Optimizer) -> int:
-    sizes = (
-        (STATES[type(optimizer)](group), local_tensor(parameter.detach()))
+def _state_bytes(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    return {
+        parameter: STATES[type(optimizer)](group) * range_bytes(local_tensor(parameter.detach()).nbytes)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
-    )
-    return sum(states * range_bytes(local.nbytes) for states, local in sizes)
+    }
+
+
+def total_state_bytes(optimizer: Optimizer) -> int:
+    return sum(_state_bytes(optimizer).values())
+
+
+def _find_staying_parameters(optimizer: Optimizer, bytes_on_device: int) -> dict[nn.Parameter, int]:
+    """Return parameters whose moments together take no more, and the bytes of each one's: those of an equal share of
+    every layer, so that the bus has as much to bring for each.
+    """
+    sizes = _state_bytes(optimizer)
+    total = sum(sizes.values())
+    staying = dict[nn.Parameter, int]()
+    kept = 0
+    seen = 0
+    for parameter, size in sizes.items():
+        seen += size
+        if (kept + size) * total <= bytes_on_device * seen and not waits_on_host(parameter):
+            staying[parameter] = size
+            kept += size
+    return staying
 
 
 # ---- parts of parameters
@@ -219,8 +243,9 @@ def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
 class OffloadedStates(Optimizer):
     """An optimizer whose states are in the host's memory, made by `offload_optimizer_states`.
 
-    `state` holds them as tensors of the host, DTensors for parameters that are DTensors; reading it finishes an update.
-    Schedulers and hooks belong to this optimizer. `inner`, which updates, has no states of its own.
+    `state` holds them as tensors of the host, or of the device (`staying` parameters), DTensors for parameters that are
+    DTensors; reading it finishes an update. Schedulers and hooks belong to this optimizer. `inner`, which updates, has
+    no states of its own.
     """
 
     def __init__(
@@ -230,6 +255,7 @@ class OffloadedStates(Optimizer):
         *,
         bucket_bytes: int = STATE_BUCKET_BYTES,
         hidden_in: nn.Module | None = None,
+        bytes_on_device: int = 0,
     ) -> None:
         self._update: _Update | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -237,13 +263,15 @@ class OffloadedStates(Optimizer):
         self._bucket_bytes = bucket_bytes
         self._model = hidden_in
         optimizer.param_groups = self.param_groups
-        self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
-        self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
+        self.staying = _find_staying_parameters(optimizer, bytes_on_device)
+        self._copies = _Copies(device)
+        self._arena = HostArena(device, total_state_bytes(optimizer) - sum(self.staying.values()))
+        self._places = dict[tuple[nn.Parameter, str], tuple[HostRange | None, Tensor]]()
         states = optimizer.state
         optimizer.state = defaultdict(dict)
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
             # of steps before this
-            self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
+            self.state[parameter] = self._copy_state(parameter, states.pop(parameter))
 
     def _read_state(self) -> defaultdict[Tensor, Any]:
         self.finish_step()
@@ -265,9 +293,9 @@ class OffloadedStates(Optimizer):
 
     @property
     def device_bytes(self) -> int:
-        """The most bytes that states take on the device: those of the two largest consecutive buckets."""
+        """The most bytes that states take there: those that stay, and of the two largest consecutive buckets."""
         sizes = [bucket.bytes for bucket in cut_buckets(self.inner, self._bucket_bytes, {}, every=True)]
-        return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+        return sum(self.staying.values()) + max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -331,34 +359,33 @@ class OffloadedStates(Optimizer):
         self.state = defaultdict(dict)  # pyright: ignore[reportIncompatibleVariableOverride]
         for key, state in states.items():
             parameter = parameters[key]
-            casts = parameter.is_floating_point()
             values = {
-                name: (value.to(parameter.dtype) if casts and name != "step" else value)
-                if _is_moment(value)
-                else loaded[parameter][name]
-                for name, value in state.items()
+                name: value if _is_moment(value) else loaded[parameter][name] for name, value in state.items()
             }
-            self.state[parameter] = self._copy_state_to_host(parameter, values)
+            self.state[parameter] = self._copy_state(parameter, values)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    # ---- the host's memory
+    # ---- the memory of moments
 
-    def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _copy_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(state)
         for name, value in state.items():
             if _is_moment(value):
-                values[name] = host = self.host_tensor(parameter, name, value.dtype)
-                local_tensor(host).copy_(local_tensor(value))
+                values[name] = moment = self.find_moment(parameter, name)
+                local_tensor(moment).copy_(local_tensor(value))
         return values
 
-    def host_tensor(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
+    def find_moment(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return the memory of a moment, in the parameter's type, as torch has it; the first call takes it."""
         local = local_tensor(parameter.detach())
-        _, tensor = self._places.get((parameter, name), (None, None))
-        if tensor is None or tensor.dtype != dtype:
-            place = self._arena.take_range(local.numel() * dtype.itemsize)
-            tensor = place.view_like(torch.empty_like(local, dtype=dtype, device="meta"))
-            self._places[parameter, name] = place, tensor
+        if (parameter, name) not in self._places:
+            if parameter in self.staying:
+                self._places[parameter, name] = None, torch.empty_like(local)
+            else:
+                place = self._arena.take_range(local.nbytes)
+                self._places[parameter, name] = place, place.view_like(local)
+        _, tensor = self._places[parameter, name]
         return make_sharded_tensor(parameter.detach(), tensor)
 
 
@@ -443,10 +470,13 @@ class _Update:
         return group.unshard(*args, **keywords)
 
     def _make_current(self, parameters: Iterable[Any]) -> None:
+        """Let the current stream wait for the updates of these; gradients of those that it waited for are free."""
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
         count = last + 1
         self._launch_buckets(count + self._ahead)
-        self._wait_for_buckets(count)
+        while self._updated and self._launched - len(self._updated) < count:
+            _, self._event = self._updated.popleft()
+        self._copies.wait_for_event(self._event)
 
     def _launch_buckets(self, count: int) -> None:
         """Launch updates until `count` buckets are, in whatever mode the caller runs."""
@@ -466,12 +496,6 @@ class _Update:
                 self._leave_replaced()
                 self._copies.wait_for_all()
             raise
-
-    def _wait_for_buckets(self, count: int) -> None:
-        """Let the current stream wait for the first `count` buckets, whose gradients are free then."""
-        while self._updated and self._launched - len(self._updated) < count:
-            _, self._event = self._updated.popleft()
-        self._copies.wait_for_event(self._event)
 
     def _run_buckets(self) -> Generator[None]:
         """Update the buckets one by one, while the next comes and the one before goes."""
@@ -511,7 +535,8 @@ class _Update:
             state = dict[str, Any]()
             for name, value in self._before[part.parameter].items():
                 if _is_moment(value):
-                    state[name] = place(part.local_view(local_tensor(value)))
+                    moment = part.local_view(local_tensor(value))
+                    state[name] = moment if part.parameter in self._optimizer.staying else place(moment)
                 else:  # a count, which the update of every part moves on
                     state[name] = value.clone() if isinstance(value, Tensor) and not part.last else value
             states.append(state)
@@ -555,8 +580,12 @@ class _Update:
             for name, value in new_state.items():
                 state = self._optimizer.host_states[part.parameter]
                 if _is_moment(value):
-                    state[name] = host = self._optimizer.host_tensor(part.parameter, name, value.dtype)
-                    pairs.append((part.local_view(local_tensor(host)), value))
+                    state[name] = moment = self._optimizer.find_moment(part.parameter, name)
+                    target = part.local_view(local_tensor(moment))
+                    if part.parameter not in self._optimizer.staying:
+                        pairs.append((target, value))
+                    elif target.data_ptr() != value.data_ptr():  # the first update made it
+                        target.copy_(value)
                 else:
                     state[name] = value
         self._copies.store(pairs)

@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from longspan.config.sections import OptimizerSection
 from longspan.errors import ConfigError
 
-Shape = Literal["cosine", "linear", "constant", "wsd"]
 WSD_DECAY = 10  # one in so many steps, where the steps of the decay are not given
 
 
@@ -28,29 +26,30 @@ class Schedule:
     lr: float
     warmup: int = 0
     min_ratio: float = 0.1
-    shape: Shape = "cosine"
-    decay: int = 0
+    shape: str = "cosine"
+    decay: float = 0
 
     @classmethod
     def of(cls, optimizer: OptimizerSection, steps: int) -> "Schedule":
         """Read the schedule of [optimizer]. Raises ConfigError for a decay that does not fit in the steps."""
+        shape, decay = optimizer.schedule
         schedule = cls(
             steps=steps,
             lr=optimizer.lr,
             warmup=optimizer.warmup_steps,
             min_ratio=optimizer.min_lr_ratio,
-            shape=optimizer.lr_schedule,
-            decay=optimizer.decay_steps,
+            shape=shape,
+            decay=decay,
         )
         if schedule.shape == "wsd" and schedule.warmup + schedule.decay_steps > steps:
             raise ConfigError(
-                f"optimizer.warmup_steps {schedule.warmup} and {schedule.decay_steps} steps of decay "
-                f"(optimizer.decay_steps) are more than the {steps} steps of the run; shorten them, or train longer"
+                f"optimizer.warmup_steps {schedule.warmup} and {schedule.decay_steps:g} steps of decay "
+                f"(optimizer.lr_schedule) are more than the {steps} steps of the run; shorten them, or train longer"
             )
         return schedule
 
     @property
-    def decay_steps(self) -> int:
+    def decay_steps(self) -> float:
         return self.decay or -(-self.steps // WSD_DECAY)
 
     def lr_at(self, step: int) -> float:

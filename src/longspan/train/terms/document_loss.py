@@ -1,6 +1,5 @@
 """A loss of whole documents: a function of the log-probabilities of each document of a set; and a step's own loss."""
 
-import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks, raise_first_error
+from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import LongspanError, LossError, ModelError, plural
 from longspan.layout import Floats
 from longspan.model.kinds import adapter_of_prepared_model, is_adapted
@@ -21,9 +21,9 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plain_text import short_text
 from longspan.plan import Plan
-from longspan.train.loss import CrossEntropy, Head, chunked_values, row_numbers
+from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
-from longspan.train.read_rows import WEIGHTS, LocalBatch
+from longspan.train.read_rows import WEIGHTS, LocalBatch, read_and_compare_digest, text_digest
 from longspan.train.step_inputs import StepInputs
 from longspan.train.terms.micro_batch_loss import (
     MicroBatchLoss,
@@ -38,7 +38,6 @@ from longspan.train.terms.token_loss import (
     LossFunction,
     TokenLoss,
     check_value_names,
-    tabulate_values,
 )
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -81,7 +80,13 @@ class DocumentLoss:
             )
         if self.sets is None:
             return (plan.whole_documents,) if count else ()  # prefixes predict nothing
-        sets = tuple(_read_set(index, documents) for index, documents in enumerate(_list_sets(self.sets)))
+        try:
+            listed = list(self.sets)
+        except TypeError as error:
+            raise LossError(
+                f"the sets of a DocumentLoss are {short_text(self.sets)}; give a list of sets: [(0, 1), (2, 3)]"
+            ) from error
+        sets = tuple(_read_set(index, documents) for index, documents in enumerate(listed))
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):
                 raise LossError(
@@ -93,15 +98,6 @@ class DocumentLoss:
                     f"{count - 1}; give their numbers in the plan"
                 )
         return sets
-
-
-def _list_sets(sets: Any) -> list[Any]:
-    try:
-        return list(sets)
-    except TypeError as error:
-        raise LossError(
-            f"the sets of a DocumentLoss are {short_text(sets)}; give a list of sets: [(0, 1), (2, 3)]"
-        ) from error
 
 
 def _read_set(index: int, documents: Any) -> tuple[int, ...]:
@@ -141,6 +137,9 @@ class DocumentPasses:
     An error of the caller's function is kept in `error`, and the passes go on.
     """
 
+    kind = "DocumentLoss"
+    given = "sums"
+
     def __init__(
         self,
         loss: DocumentLoss,
@@ -148,7 +147,7 @@ class DocumentPasses:
         plan: Plan,
         world: World,
         chunk_rows: int,
-        scores: int = 0,
+        scores: int,
     ) -> None:
         """Sort the sets of documents by where their loss can be computed."""
         self.error: Exception | None = None
@@ -164,7 +163,6 @@ class DocumentPasses:
         self._coefficients: Floats = np.zeros((len(plan.lengths), self._width))  # of sets not in one micro-batch
         # this rank's part of the sums of documents
         self.sums: Floats = np.zeros((len(plan.lengths), self._width + len(self._also)))
-        self._loss_ahead = 0.0
         self._index = {
             document: index
             for index, micro_batch in enumerate(plan.micro_batches)
@@ -189,14 +187,17 @@ class DocumentPasses:
         if self._sets_inside:
             refuse_head_dropout(model, self._world, "DocumentLoss")
 
-    def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
-        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
+    def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
+        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks.
+
+        Returns this rank's part of the loss of these sets, which one rank counts.
+        """
         # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted(
             {self._index.get(document, -1) for documents in self._sets_across for document in documents}
         )
         if not indices:
-            return
+            return 0.0
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         collected = CollectedLogProbs(
@@ -204,20 +205,14 @@ class DocumentPasses:
         )
         run_passes(replace(passes, backward=False, routing=None, loss_fn=collected, depths=0, terms=()), ahead)
         sums = collected.gather_tables(passes.world)[1].T
-        self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
+        loss, self._coefficients = self._compute_set_losses(self._sets_across, sums)
         self.forward_twice: int = len(indices)
-        if self._counts_ahead:
-            inside = {d for sets in self._sets_inside.values() for documents in sets for d in documents}
-            ahead_alone = sorted({d for documents in self._sets_across for d in documents} - inside)
-            self.sums[ahead_alone] += sums[ahead_alone]
-
-    def loss_ahead(self) -> float:
-        """Return this rank's part of the loss of the sets of `compute_coefficients_ahead`, which one rank counts."""
-        return self._loss_ahead if self._counts_ahead else 0.0
-
-    @property
-    def _counts_ahead(self) -> bool:
-        return self._world.rank == self._world.home.ranks[0]
+        if not is_first_rank(self._world):
+            return 0.0
+        inside = {d for sets in self._sets_inside.values() for documents in sets for d in documents}
+        ahead_alone = sorted({d for documents in self._sets_across for d in documents} - inside)
+        self.sums[ahead_alone] += sums[ahead_alone]
+        return loss
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
@@ -226,8 +221,7 @@ class DocumentPasses:
         loss = 0.0
         groups = batch.shard.micro_batch.groups
         if groups and (sets := self._sets_inside.get(self._index[groups[0].documents[0]])):
-            values = partial(tabulate_values, row_numbers(head), self._also)
-            numbers = chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
+            numbers = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
             local = np.zeros_like(self.sums)
             sums = np.zeros_like(self.sums)
             rows = targets.weighted_rows(numbers, self.loss.columns, self._scores)
@@ -289,27 +283,18 @@ class LossTerm(Term):
     CommError where ranks have different ones, or some have neither.
     """
 
-    def __init__(
-        self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int = 0
-    ) -> None:
+    def __init__(self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int) -> None:
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
-        loss_text = ""
-        failure = None
-        try:
-            self.loss_fn: LossFn
-            self.divisor: float
-            self.loss_fn, self.divisor, loss_text = _read_loss(
-                loss, divisor, inputs.plan, world, chunk_rows, scores
-            )
-        except Exception as error:  # sets may be anything: the other ranks must learn of it
-            failure = _to_loss_error(error, world)
-        if world.control.compare_digests(
-            _text_digest("a loss or a divisor"), flag=failure is not None, what=_COMPARISON, hint=_HINT
-        ):
-            raise_first_error(world, failure)
-        world.control.compare_digests(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
+        read = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
+        names = {"what": "losses, sets or divisors", "hint": _HINT}
+        self.loss_fn: LossFn
+        self.divisor: float
+        self.loss_fn, self.divisor, loss_text = read_and_compare_digest(
+            read, text_digest("a loss or a divisor"), world, _to_loss_error, **names
+        )
+        world.control.compare_digests(text_digest(loss_text), **names)
         if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
             self.loss_fn.refuse_dropout(inputs.language_model)
         if inputs.backward and isinstance(self.loss_fn, MicroBatchPasses):
@@ -321,8 +306,7 @@ class LossTerm(Term):
     def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
         if not isinstance(self.loss_fn, DocumentPasses):
             return 0.0
-        self.loss_fn.compute_coefficients_ahead(passes, batches)
-        return self.loss_fn.loss_ahead()
+        return self.loss_fn.compute_coefficients_ahead(passes, batches)
 
     def raise_error(self) -> None:
         if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
@@ -332,15 +316,10 @@ class LossTerm(Term):
             raise_first_error(self._world, error)
         if isinstance(self.loss_fn, TokenLoss) or not self.loss_fn.check.differ_on_ranks(self._world):
             return
-        kind = "DocumentLoss"
-        given = "sums"
-        if isinstance(self.loss_fn, MicroBatchPasses):
-            kind = "MicroBatchLoss"
-            given = "tokens"
         raise on_all_ranks(
             LossError(
-                f"the function of a {kind} gave other losses or derivatives on some ranks; let it depend on {given}, "
-                "on the numbers of documents, and on values that are the same on every rank"
+                f"the function of a {self.loss_fn.kind} gave other losses or derivatives on some ranks; let it depend "
+                f"on {self.loss_fn.given}, on the numbers of documents, and on values that are the same on every rank"
             )
         )
 
@@ -357,12 +336,7 @@ class LossTerm(Term):
         return {"forward_twice": self.loss_fn.forward_twice, "figures": made}
 
 
-_COMPARISON = "losses, sets or divisors"
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_loss(

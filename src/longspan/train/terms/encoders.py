@@ -6,7 +6,6 @@ gradients go back and the encoder runs one backward pass for the wave. All ranks
 without items of a wave encodes its smallest one, whose rows go nowhere, for the collectives inside an encoder.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -321,9 +320,18 @@ class EncodersTerm(Term):
     def read(self, batches: Sequence[LocalBatch]) -> None:
         inputs = self._inputs
         table = self._items
-        passes = {"backward": inputs.backward, "depths": self._depths}
-        self._micro_batches = inputs.plan.micro_batches
-        self._encoding = encoding = take_encoding(self._model, inputs.plan, table, **passes)
+        plan = inputs.plan
+        self._micro_batches = plan.micro_batches
+        # the waves that were planned ahead, for which it waits, or planned now
+        ahead = _planned_encodings.get(self._model, {}).pop(
+            _encoding_key(self._model, plan, table, (inputs.backward, self._depths)), None
+        )
+        if ahead is None:
+            passes = {"backward": inputs.backward, "depths": self._depths}
+            encoding = Encoding(self._model, plan, plan.micro_batches, table, **passes)
+        else:
+            encoding = ahead.result()
+        self._encoding = encoding
         read = partial(encoding.read_items, inputs.documents.documents)
         read_and_compare_digest(read, table.digest(), inputs.world, what="lists of items")
 
@@ -438,7 +446,7 @@ class Encoding:
 
 MOST_AHEAD = 4  # steps of a model whose waves are planned and not yet taken; older ones are dropped
 _pool = ThreadPoolExecutor(1, "longspan-waves")
-_planned_encodings = WeakKeyDictionary[nn.Module, "OrderedDict[Any, Future[Encoding]]"]()
+_planned_encodings = WeakKeyDictionary[nn.Module, "dict[Any, Future[Encoding]]"]()
 
 
 def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, depths: int = 0) -> None:
@@ -455,7 +463,7 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, dept
     """
     table = StepDocuments(model, documents, plan.lengths).items
     assert table is not None  # a MultimodalModel's documents have items
-    planned = _planned_encodings.setdefault(model, OrderedDict())
+    planned = _planned_encodings.setdefault(model, {})
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     make = partial(Encoding, model, plan, plan.micro_batches, table, backward=True, depths=depths)
@@ -463,19 +471,7 @@ def plan_waves_ahead(model: MultimodalModel, plan: Plan, documents: Any, *, dept
         _plan_in_thread, stream, make, documents
     )
     while len(planned) > MOST_AHEAD:
-        planned.popitem(last=False)
-
-
-def take_encoding(
-    model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0
-) -> Encoding:
-    """Take the waves of a step: those planned ahead, which it waits for, or planned now."""
-    ahead = _planned_encodings.get(model, OrderedDict()).pop(
-        _encoding_key(model, plan, table, (backward, depths)), None
-    )
-    if ahead is not None:
-        return ahead.result()
-    return Encoding(model, plan, plan.micro_batches, table, backward=backward, depths=depths)
+        planned.pop(next(iter(planned)))
 
 
 def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,12 @@ from torch import Tensor
 from longspan.comm import World, to_device
 from longspan.errors import LossError
 from longspan.layout import Floats
-from longspan.layout.segments import expand_runs
 from longspan.plain_text import short_text
 from longspan.plan import Plan
-from longspan.train.loss import Head, chunked_loss, chunked_values, row_numbers
-from longspan.train.read_rows import LocalBatch, bases_of_documents
+from longspan.train.loss import Head, chunked_loss
+from longspan.train.read_rows import LocalBatch
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import BatchTargets, check_value_names, tabulate_values
+from longspan.train.terms.token_loss import BatchTargets, check_value_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +71,9 @@ class MicroBatchLoss:
 class MicroBatchPasses:
     """The loss of a step's passes under a MicroBatchLoss; an error of its function is kept in `error`."""
 
+    kind = "MicroBatchLoss"
+    given = "tokens"
+
     def __init__(self, loss: MicroBatchLoss, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
         self.error: Exception | None = None
         self.check = SameOnRanks()
@@ -80,7 +81,7 @@ class MicroBatchPasses:
         self._names = ("scores" if scores else "log_probs", *self._also)
         self._ahead = 0 if scores else 1  # a log-probability is of the token after a row
         self._function = loss.function
-        self._lengths = plan.lengths
+        self._path_lengths = plan.path_lengths
         self._prefixes = set(plan.parents or ())  # of several documents: they predict nothing
         self._world = world
         self._chunk_rows = chunk_rows
@@ -90,28 +91,14 @@ class MicroBatchPasses:
         targets = BatchTargets(batch, hidden.device)
         groups = batch.shard.micro_batch.groups
         documents = tuple(d for group in groups for d in group.documents if d not in self._prefixes)
-        lengths = tuple(self._lengths[d] for d in documents)
+        lengths = tuple(self._path_lengths[d] for d in documents)
         starts = dict(zip(documents, np.cumsum((0, *lengths)), strict=False))
-        at = (
-            np.array([starts[d] for d in targets.documents.tolist()], dtype=np.int64)
-            + targets.positions
-            + self._ahead
-        )
-        values = partial(tabulate_values, row_numbers(head), self._also)
+        starts_of_rows = np.array([starts[d] for d in targets.documents.tolist()], dtype=np.int64)
+        at = starts_of_rows + targets.path_positions + self._ahead
         table = np.zeros((len(self._names), sum(lengths)))
-        table[:, at] = (
-            chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
-        )
+        table[:, at] = targets.compute_values(hidden, head, self._also, self._chunk_rows).double().cpu().numpy()
         over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
         table = np.reshape(over_slots, table.shape)
-        if bases := bases_of_documents(batch.shard.micro_batch):
-            ends = np.cumsum([bases[d] + length for d, length in zip(documents, lengths, strict=True)])
-            own_places = expand_runs(ends - np.array(lengths), ends)  # of documents' own tokens among all of theirs
-            whole_table = np.zeros((len(table), int(ends[-1])))
-            whole_table[:, own_places] = table
-            table = whole_table
-            at = own_places[at]
-            lengths = tuple(np.diff(ends, prepend=0).tolist())
         loss, slopes = self._differentiate(documents, lengths, table)
         local = [slope[at] for slope in slopes.values()]
         return loss_with_slopes(loss, local, self._world, hidden, targets, head, self._chunk_rows)

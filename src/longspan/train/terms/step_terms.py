@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def step_terms(
     inputs: StepInputs,
     *,
-    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
-    divisor: float | None = None,
-    router: "RouterCoefficients | None" = None,
-    mtp: "MtpLoss | None" = None,
-    chunk_rows: int = 0,
-    time_slots: bool = False,
+    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None",
+    divisor: float | None,
+    router: "RouterCoefficients | None",
+    mtp: "MtpLoss | None",
+    chunk_rows: int,
+    time_slots: bool,
 ) -> tuple[Term, ...]:
     """Make all terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
 
@@ -55,9 +55,12 @@ def step_terms(
 
         depths = DepthsTerm(mtp, inputs, chunk_rows)
     if has_routers:
-        from longspan.train.terms.routers import router_terms
+        from longspan.model.experts.moe import make_router_statistics
+        from longspan.train.terms.routers import RoutersTerm
 
-        terms += router_terms(inputs, router)
+        tokens = inputs.plan.separate_tokens  # a shared row counts in each document that has it
+        if (statistics := make_router_statistics(model, inputs.world, tokens, router)) is not None:
+            terms.append(RoutersTerm(statistics))
     if depths is not None:
         terms.append(depths)  # after the loss, to whose measure it adds its own
     if time_slots:

@@ -4,7 +4,6 @@ The function of a loss runs once for each chunk of logits, outside of what recom
 depend only on their own rows: which rows are in a chunk, and on which rank, is the plan's affair.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,15 +22,22 @@ from longspan.plain_text import short_text
 from longspan.train.loss import (
     Head,
     Targets,
-    ValuesOfRows,
     chunked_loss,
     chunked_values,
     cut_into_chunks,
     find_softmax_kernels,
-    row_numbers,
+    row_scores,
+    target_log_probs,
     uses_softmax_kernels,
 )
-from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, rows_before, target_rows
+from longspan.train.read_rows import (
+    WEIGHTS,
+    LocalBatch,
+    documents_and_positions,
+    rows_before,
+    target_rows,
+    text_digest,
+)
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 _COLUMNS = 2048  # that a program has at a time, with several sums in each lane
@@ -51,7 +57,7 @@ def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def compare_names_on_ranks(names: tuple[str, ...], world: World) -> None:
-    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
+    digest = text_digest(" ".join(names))
     world.control.compare_digests(
         digest, what="lists also=", hint="Give every rank the same names in the same order"
     )
@@ -195,7 +201,7 @@ class BatchTargets:
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
         self.positions = positions  # among the document's own rows
-        self._path_positions: Integers = positions + rows_before(batch.shard.micro_batch, self.documents)
+        self.path_positions: Integers = positions + rows_before(batch.shard.micro_batch, self.documents)
         self.targets: Targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
@@ -214,12 +220,26 @@ class BatchTargets:
         own = scores or 1
         return np.concatenate([numbers[:own] * weights, numbers[own:] * weights[:1]])
 
+    def compute_values(self, hidden: Tensor, head: Head, also: Sequence[str], chunk_rows: int) -> Tensor:
+        """Compute log-probabilities or scores of these targets, and by name numbers of their distributions: (1 + k, n)
+        or (L + k, n), without a gradient.
+        """
+
+        def tabulate(logits: Tensor, ids: Tensor) -> Tensor:
+            of_rows = (
+                row_scores(logits, ids)[0].movedim(0, -1) if head.makes_scores else target_log_probs(logits, ids)
+            )
+            values = of_rows.reshape(-1, len(ids))
+            return torch.cat([values, distribution_values(logits, ids, also)]) if also else values
+
+        return chunked_values(hidden, self.targets, tabulate, head, chunk_rows)
+
     def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossTokens:
         """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossTokens(
             to_device(self.documents[part], self._device),
-            to_device(self._path_positions[part], self._device),
+            to_device(self.path_positions[part], self._device),
             self.targets.ids[part],
             MappingProxyType(numbers),
             distributions,
@@ -328,12 +348,6 @@ class TokenLogProbs:
         return np.cumsum((0, *self.lengths))
 
 
-def tabulate_values(numbers: ValuesOfRows, also: Sequence[str], logits: Tensor, ids: Tensor) -> Tensor:
-    """Compute log-probabilities or scores of rows, and by name numbers of their distributions: (1 or L + k, t)."""
-    values = numbers(logits, ids).reshape(-1, len(ids))  # (1, t), or (L, t)
-    return torch.cat([values, distribution_values(logits, ids, also)]) if also else values
-
-
 class CollectedLogProbs:
     """A loss that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
 
@@ -358,8 +372,7 @@ class CollectedLogProbs:
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         targets = BatchTargets(batch, hidden.device)
-        values = partial(tabulate_values, row_numbers(head), self._also)
-        self._parts.append((targets, chunked_values(hidden, targets.targets, values, head, self._chunk_rows)))
+        self._parts.append((targets, targets.compute_values(hidden, head, self._also, self._chunk_rows)))
         return hidden.new_zeros((), dtype=torch.float64)
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
