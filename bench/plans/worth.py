@@ -22,7 +22,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from html import escape
@@ -33,6 +33,7 @@ import numpy as np
 from sensitivity import plan_sensitivity, rows_by_way, slower_link
 
 from longspan import Layout, plan_dynamic, plan_fixed
+from longspan.model.presets import PRESETS
 from longspan.plain_text import markdown_table
 from longspan.plan import AttentionCall, Cost, CostSettings, Group, Machine, Plan, PlanOptions
 from longspan.plan.cost.links import LEVELS
@@ -58,16 +59,7 @@ TOKENS_PER_SLOT = 32768
 NETWORKS = (50.0, 25.0, 12.5, 2.65)  # GB/s a GPU between hosts
 SLOTS = (16, 64, 256, 1024)
 NAMES = ("lognorm", "bimodal", "files")
-QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
+QWEN3_30B_A3B = {"model_type": PRESETS["qwen3-30b-a3b"].model_type, **PRESETS["qwen3-30b-a3b"].values}
 MODELS = {"32/8": ("Qwen3-8B", QWEN3_8B), "32/4": ("Qwen3-30B-A3B", QWEN3_30B_A3B)}
 # Published figures of long fine-tuning sets. Of no set a whole histogram was found, so the shape between the published
 # figures is assumed: exponential around each mean, and log-uniform between two ends or quantiles.
@@ -85,17 +77,7 @@ PUBLISHED = {
 # How weights are held: FSDP2 over all slots, the default; with reshard_after_forward = false, and with
 # sync_each_batch = false too; sharded inside hosts and copied between them; in free mode; experts shared by 8 slots.
 WEIGHTS = ("FSDP2", "gathered once", "summed once", "HSDP", "free", "not counted")
-WEIGHTS_OF_EXPERTS = (
-    "FSDP2",
-    "gathered once",
-    "summed once",
-    "ep 8",
-    "ep 8, gathered once",
-    "ep 8, summed once",
-    "HSDP",
-    "free",
-    "not counted",
-)
+WEIGHTS_OF_EXPERTS = (*WEIGHTS[:3], "ep 8", "ep 8, gathered once", "ep 8, summed once", *WEIGHTS[3:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +152,7 @@ def cases() -> Iterator[Case]:
         yield from (Case(lengths=name, gbps=gbps) for name in PUBLISHED)
         yield from (Case(gbps=gbps, weights=weights) for weights in WEIGHTS[1:])
     yield from (Case(lengths=name, slots=8, cap=cap) for name in NAMES for cap in (8192, 16384, 32768))
-    emulated = (Case(lengths=name, slots=8, cap=cap, gbps=2.65, node_size=4) for name in NAMES for cap in (8192, 16384))
-    yield from emulated
+    yield from (Case(lengths=name, slots=8, cap=cap, gbps=2.65, node_size=4) for name in NAMES for cap in (8192, 16384))
 
 
 # ---- plans
@@ -358,10 +339,6 @@ def parts_of(quick: bool) -> dict[str, list[tuple[str, Callable[[], Any]]]]:
 # ---- the tables and the picture of docs/planning.md
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return markdown_table(head, list(rows))
-
-
 def select(record: Row, **values: Any) -> list[Row]:
     """The rows of gains that have these values, in hosts of 8 and 8K tokens a slot unless told."""
     values = {"node_size": 8, "weights": "FSDP2", "cap": 8192, "heads": "32/8"} | values
@@ -375,31 +352,25 @@ def tables_of_pages(record: Row) -> Iterator[str]:
         for gbps in NETWORKS:
             of_slots = {row["slots"]: f"{row['gain']:.2f}" for row in select(record, lengths=name, gbps=gbps)}
             gains.append((SHORT[name], f"{gbps:g} GB/s", *(of_slots[slots] for slots in SLOTS)))
-    yield table(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), gains)
+    yield markdown_table(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), gains)
     weights_rows: list[Sequence[str]] = []
     for weights in WEIGHTS:
         of_gbps = {row["gbps"]: row for row in select(record, lengths="lognorm", slots=64, weights=weights)}
         cells = (f"{of_gbps[gbps]['gain']:.2f}, {of_gbps[gbps]['dynamic']:.3g} s" for gbps in NETWORKS)
         weights_rows.append((weights, *cells))
-    yield table(("weights", *(f"{gbps:g} GB/s" for gbps in NETWORKS)), weights_rows)
+    yield markdown_table(("weights", *(f"{gbps:g} GB/s" for gbps in NETWORKS)), weights_rows)
     published: list[Sequence[str]] = []
     for weights in WEIGHTS_OF_EXPERTS:
         for gbps in sorted({row["gbps"] for row in record["published"].values()}, reverse=True):
             rows = [r for r in record["published"].values() if (r["gbps"], r["weights"]) == (gbps, weights)]
             names = ("dynamic", "over_ring_16", "over_fixed_16")
             published.append((weights, f"{gbps:g} GB/s", *(_span([row[name] for row in rows]) for name in names)))
-    head = (
-        "weights",
-        "between hosts",
-        "dynamic s",
-        "ring of 16 over dynamic",
-        "degree 16 at its best types over dynamic",
-    )
-    yield table(head, published)
+    over = ("ring of 16 over dynamic", "degree 16 at its best types over dynamic")
+    yield markdown_table(("weights", "between hosts", "dynamic s", *over), published)
     rows = [row for rows in record["emulated"].values() for row in rows]
     head = ("rows at 2.65 GB/s", *(f"rows at {n} GB/s" for n in rows[0]["stands_for"]))
-    cells = ([f"{row['rows'] // 1024}K", *(f"{n / 1024:.3g}K" for n in row["stands_for"].values())] for row in rows)
-    yield table(head, cells)
+    cells = [[f"{row['rows'] // 1024}K", *(f"{n / 1024:.3g}K" for n in row["stands_for"].values())] for row in rows]
+    yield markdown_table(head, cells)
     regrets: list[Sequence[str]] = []
     for slots, rows in record["sensitivity"].items():
         worst = max(rows, key=lambda row: row["regret"])
@@ -408,8 +379,8 @@ def tables_of_pages(record: Row) -> Iterator[str]:
         most = f"{worst['regret']:.1%} ({worst['constant']}, {sign})"
         moved = f"{max(row['moved'] for row in rows):.0%}"
         regrets.append((f"{int(slots):,}", moved, most, f"{changed} of {len(rows)}"))
-    yield table(("documents", "gain"), gains_by_documents(record))
-    yield table(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
+    yield markdown_table(("documents", "gain"), list(gains_by_documents(record)))
+    yield markdown_table(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
 
 
 GROUPS = {  # of rows in hosts of 8: their names on the page, and which they are

@@ -456,21 +456,20 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
     the step's line and the one with its cost are parsed. Raises PlanError for a line that holds no plan.
     """
     start = b'{"step":%d,' % step
-    step_line = b""
+    found = None
     cost_line = b""
-    cost_line_of_step = b""
     for line in read_lines(Path(path), MOST_BYTES):
         if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
             continue
         if b'"cost":{' in line:
             cost_line = line
         if line.startswith(start):
-            step_line = line
-            cost_line_of_step = cost_line
-    if not step_line:
+            found = line, cost_line
+    if found is None:
         return None
+    step_line, cost_line = found
     where = f"{path}, step {step}"
-    cost = read_plan_row(cost_line_of_step, where=where)[1].cost if cost_line_of_step else DEFAULT_COST
+    cost = read_plan_row(cost_line, where=where)[1].cost if cost_line else DEFAULT_COST
     return read_plan_row(step_line, cost, where)[1]
 
 
