@@ -79,7 +79,6 @@ MORE: dict[str, Any] = {
     "dpo, two steps": partial(dpo, reference=True, **TWICE, **EVALUATED),
     "dpo and the cross entropy of answers": partial(dpo, reference=True, loss_type=["sigmoid", "sft"]),
     "qwen3-moe": partial(sft, data=few_prompts, family="qwen3-moe"),
-    "kto": partial(kto, **TWICE),
 }
 
 
