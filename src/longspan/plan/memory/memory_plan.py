@@ -89,18 +89,6 @@ class MemoryPlan:
         """
         return MemoryNeeds.of(config, home, plan, settings, machine=machine).under(measures)
 
-    def keep_states(self, budget: MemoryBudget) -> "MemoryPlan":
-        """Return this plan with the states on the device, of those on the host, that it has room for."""
-        states = min(self.host.states, max(0, budget.device - self.device.total))
-        if not states or self.offload_weights:  # with which theirs come
-            return self
-        return replace(
-            self,
-            device=replace(self.device, states=self.device.states + states),
-            host=replace(self.host, states=self.host.states - states),
-            states_on_device=states,
-        )
-
     def fits(self, budget: MemoryBudget) -> bool:
         return self.device.total <= budget.device and self.host.total <= budget.host
 
@@ -311,10 +299,29 @@ class MemoryPrices:
         """
         seconds = memory.paged_bytes / self.machine.paging_bytes_per_second
         place = self.place
-        layers = len(place.stage.layers)
-        room = layers * max(0.0, self._layer_work[0] * FORWARD_SHARE - self._layer_copy_seconds(memory))
         root = place.numbers.root_numbers(place.stage).trained / max(1.0, place.all_numbers.trained)
-        return max(root * seconds, seconds - room)
+        return max(root * seconds, seconds - self._idle_bus_seconds(memory))
+
+    def _idle_bus_seconds(self, memory: MemoryPlan) -> float:
+        """Of a forward pass."""
+        idle = max(0.0, self._layer_work[0] * FORWARD_SHARE - self._layer_copy_seconds(memory))
+        return len(self.place.stage.layers) * idle
+
+    def keep_states(self, memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan:
+        """Return a plan with the states on the device, of those on the host, that it has room for, and whose copies
+        would not hide behind a forward pass.
+        """
+        hidden = self._idle_bus_seconds(memory) * self.machine.paging_bytes_per_second
+        room = budget.device * 31 // 32 - memory.device.total  # the rest is for fragments of the allocator's memory
+        states = min(memory.host.states - int(hidden), room)
+        if states <= 0 or memory.offload_weights:  # with which theirs come
+            return memory
+        return replace(
+            memory,
+            device=replace(memory.device, states=memory.device.states + states),
+            host=replace(memory.host, states=memory.host.states - states),
+            states_on_device=states,
+        )
 
     def _layer_copy_seconds(self, memory: MemoryPlan) -> float:
         place = self.place
@@ -495,7 +502,7 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
             choice = choices[bound[1]]
             memory = fit_with_fewest_slow_layers(*choice, budget)
             if memory is not None and fixed.offload_optimizer_states is None:
-                memory = memory.keep_states(budget)
+                memory = prices.keep_states(memory, budget)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
                 fastest = memory
                 best = candidate
