@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan.attention import AttendCall, Mask, attend, choose_kernel
-from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished_record
+from longspan.bench.benches import BenchFlags, origin_text, show_record, write_record
 from longspan.cli.flags import parse_flags
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
@@ -274,7 +274,7 @@ def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
 def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:
     if rank:
         return
-    write_unfinished_record(record, settings.out)
+    write_record(record, settings.out)
     if sys.stderr.isatty():
         row = record["rows"][-1]
         print(f"{row['name']}, {row['length']} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)

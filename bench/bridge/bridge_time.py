@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longspan import Bridge, Exchange, Layout, Partition, World
-from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished_record
+from longspan.bench.benches import BenchFlags, origin_text, show_record, write_record
 from longspan.bench.calibrate import time_run
 from longspan.cli.flags import check_flags_at_least, parse_flags
 from longspan.cli.machine import machine_facts
@@ -191,7 +191,7 @@ def measure_ranks(rank: int, flags: BridgeFlags, about: dict[str, Any]) -> dict[
                 case = replace(layout, positions=round(rows / layout.share), hidden=hidden)
                 record["rows"].append(_measure_case(case, world, flags))
                 if not rank:
-                    write_unfinished_record(record, flags.out)
+                    write_record(record, flags.out)
     return record
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
-from longspan.bench.benches import BenchFlags, change_layer_count, origin_text, show_record, write_unfinished_record
+from longspan.bench.benches import BenchFlags, change_layer_count, origin_text, show_record, write_record
 from longspan.bench.calibrate import time_run
 from longspan.cli.flags import check_flags_at_least, parse_flags
 from longspan.cli.machine import machine_facts
@@ -200,7 +200,7 @@ def eval_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
         if settings.gpu:
             torch.cuda.empty_cache()
         if not rank:
-            write_unfinished_record(record, settings.out)
+            write_record(record, settings.out)
             row = record["rows"][-1]
             times = ", ".join(f"{run['name']} {1e3 * run['mean']:.1f} ms" for run in row["runs"])
             print(f"{case.name}: {times}; losses differ by {row['difference']:.1e}", file=sys.stderr, flush=True)

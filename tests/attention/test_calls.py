@@ -101,20 +101,6 @@ def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(packed: 
         attend(*tensors(listed), listed)
 
 
-@pytest.mark.parametrize("kind", [AttributeError, TypeError])
-def test_an_error_of_our_own_comes_out_once_and_unchanged(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    error, calls = kind("a mistake of ours"), list[object]()
-
-    def fail(*args: object) -> None:
-        calls.append(args)
-        raise error
-
-    monkeypatch.setattr(module, "pack_call", fail)
-    with pytest.raises(kind) as raised:
-        called(split())
-    assert raised.value is error and error.__context__ is None and len(calls) == 1
-
-
 def test_a_tensor_of_another_kind_is_not_taken_for_one_that_was_checked() -> None:
     with World(Layout(ranks=1), backend=backend()) as world:
         mesh = init_device_mesh(world.device.type, (1,))

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from longspan.checkpoint import export
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
@@ -89,7 +88,7 @@ def test_a_run_is_exported_as_its_model_was_saved(
 
 
 def test_exports_have_a_runs_loss(runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "FILE_BYTES", 40_000)
+    monkeypatch.setattr("longspan.model.weights.write.FILE_BYTES", 40_000)
     run, out = Path(runs["tp"].run.dir), tmp_path / "out"
     assert main(["export", str(run / "checkpoints" / "step-000002"), str(out), "--dtype", "float32"]) == 0
     index = json.loads((out / "model.safetensors.index.json").read_text())

@@ -205,7 +205,7 @@ def test_the_list_of_benches(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_record_goes_on_with_figures_of_its_own_kind_alone(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     begun = open_record("some", out, "gloo", tmp_path, ranks=4)
-    write_record(begun, out, "")
+    write_record(begun, out)
     assert open_record("some", out, "gloo", tmp_path, ranks=4) == begun
     with pytest.raises(ConfigError, match="figures of ranks 4, asked for 2: give another --out"):
         open_record("some", out, "gloo", tmp_path, ranks=2)

@@ -266,7 +266,7 @@ def test_an_arrow_file_that_ends_between_two_batches_is_refused(tmp_path: Path) 
     whole, rows = path.read_bytes(), list[int]()
     for size in range(8, len(whole), 8):
         path.write_bytes(whole[:size])
-        with pytest.raises(DataError, match=r"cannot read rows.arrow of the corpus"):
+        with pytest.raises(DataError, match=r"rows.arrow of the corpus .* cannot be read"):
             row_file("rows.arrow", path).read_chunks().__next__()
         with suppress(pyarrow.ArrowInvalid, OSError):
             rows.append(len(pyarrow.ipc.open_stream(whole[:size]).read_all()))

@@ -21,7 +21,6 @@ from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documen
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossTokens
-from longspan.train.step_end import StepEnd
 from longspan.train.terms.token_loss import Distributions
 from tests.hf.stock import Run
 from tests.hf.tiny import completions, model_of, tokenizer
@@ -116,7 +115,7 @@ def test_values_are_summed_alike_on_the_host_and_on_the_device() -> None:
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 HOST = {
-    "compare_digests",
+    "compare_digests_and_flags",
     "any_ranks",
     "_is_first_copy",
     "get_batch_samples",
@@ -131,7 +130,8 @@ class Reads(TrainerCallback):
         for name in READS:
             patch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
         patch.setattr(torch, "equal", self._counting(torch.equal))
-        patch.setattr(StepEnd, "_run_host_work", self._in_meanwhile(StepEnd._run_host_work))
+        name = "_prepare_next_step_and_wait"
+        patch.setattr(steps.StepsPart, name, self._in_meanwhile(getattr(steps.StepsPart, name)))
 
     def _counting(self, read: Any) -> Any:
         def counted(*args: Any, **keywords: Any) -> Any:
@@ -154,9 +154,9 @@ class Reads(TrainerCallback):
             self.ours[phase, around.name] += 1
 
     def _in_meanwhile(self, work: Any) -> Any:
-        def work_meanwhile(end: StepEnd) -> None:
+        def work_meanwhile(trainer: Any) -> None:
             counted, self.phase = self.phase, ""
-            work(end)
+            work(trainer)
             self.phase = "after" if counted else ""
 
         return work_meanwhile

@@ -124,7 +124,7 @@ class RankPool:
         self.size, self.threads = size, threads
         self._ranks: LocalRanks | None = None
         self._started: list[LocalRank] = []
-        self._calls: dict[int, Connection] = {}  # by rank
+        self._calls: dict[int, Connection[Any, Any]] = {}  # by rank
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
 
@@ -156,8 +156,8 @@ class RankPool:
                 listening.listen(self.size)
                 listening.settimeout(START_SECONDS)
                 payload = pickle_call(serve_calls, (address,))
-                self._ranks = LocalRanks(self.size, Path(self._folder.name), self.threads, payload)
-                self._ranks.start()
+                self._ranks = LocalRanks(Path(self._folder.name), self.threads)
+                self._ranks.start(self.size, payload)
                 self._started = self._ranks.ranks
                 for _ in range(self.size):
                     calls = Connection(listening.accept()[0].detach())

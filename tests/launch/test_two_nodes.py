@@ -1,6 +1,5 @@
 """Two torchruns of this machine as two nodes, and what ranks and the command say of a node that dies."""
 
-import argparse
 import json
 import os
 import re
@@ -13,9 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from bench.processes import two_nodes
 from bench.processes.node_network import missing_permission
-from bench.processes.two_nodes import bytes_per_second, torchrun_words
 from torch.distributed import HashStore
 
 from longspan.comm import World, failure_reports, run_local
@@ -120,31 +117,6 @@ def test_calibration_finds_the_nodes_and_the_speed_between_them(tmp_path: Path) 
     each = 1e6 / float(machine.across.point.seconds(1e6))
     assert 4e6 < each < 20e6, "two slots of a node send at once"
     assert float(machine.inside.point.seconds(1e6)) < 1e6 / each / 2
-
-
-def test_without_namespaces_it_goes_on_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(two_nodes, "missing_permission", lambda: "unshare: Operation not permitted")
-    assert two_nodes._network(5e6, []) is None and two_nodes._network(None, []) is None
-    said = capsys.readouterr().err
-    assert said.startswith("two_nodes: no limit between the nodes") and "(unshare: Operation not permitted)\n" in said
-    assert len(said.splitlines()) == 1
-
-
-def test_words_of_torchrun_and_speeds() -> None:
-    assert torchrun_words(["longspan", "bench", "step"]) == ["-m", "longspan", "bench", "step"]
-    assert torchrun_words([".venv/bin/python", "a.py", "-m"]) == ["a.py", "-m"]
-    assert torchrun_words(["python3.12", "-m", "tests"]) == ["-m", "tests"]
-    assert torchrun_words(["python", "-c", "pass"]) == ["--no-python", "python", "-c", "pass"]
-    assert torchrun_words(["script.py"]) == ["script.py"]
-    with pytest.raises(ValueError, match="each node is a torchrun already"):
-        torchrun_words(["torchrun", "script.py"])
-    for text, speed in {"2.65G": 2.65e9, "50M": 5e7, "10kB": 1e4, "800": 800, "1.5GB/s": 1.5e9}.items():
-        assert bytes_per_second(text) == speed
-    for text in ("3e", "0"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is no speed; give bytes a second"):
-            bytes_per_second(text)
 
 
 def test_ranks_with_their_nodes() -> None:

@@ -30,12 +30,13 @@ from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import clip_grad_norm, grad_norm, run_step
+from longspan.train import build_optimizer, clip_grad_norm, grad_norm, run_step
 from longspan.train.optim.offload_states import offload_optimizer_states
 from longspan.train.training import make_optimizer
 from tests.model.frozen.packed_models import adapted
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
+from tests.train.optim.test_offload_states import late as late_method
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 MUTATIONS: dict[str, Change] = {
@@ -86,6 +87,7 @@ HOMES: Mapping[int, Mapping[str, Home]] = {
         "by chance, recomputed": Home(Layout(ranks=1), dtype="bfloat16", compute=None, keys=BY_CHANCE, options=FULL),
         "an adapter": Home(Layout(ranks=1), dtype="bfloat16", compute=None, lora=4),
         "segments, tiles": Home(Layout(ranks=1), options={**FULL, "segment_layers": 2, "mlp_tile_tokens": 8}),
+        "compiled": Home(Layout(ranks=1), options={"compiled": "layers"}),
     },
     2: {
         "cp 2": Home(Layout(ranks=2), rows=20),
@@ -102,11 +104,7 @@ HOMES: Mapping[int, Mapping[str, Home]] = {
         "experts, ep 2": Home(Layout(ranks=4, ep=2), "qwen3-moe-tiny", "bfloat16", None, BY_CHANCE, rows=20),
     },
 }
-DAILY = {
-    1: ("by chance, recomputed", "an adapter"),
-    2: ("dynamic, by chance", "experts, ep 2"),
-}
-COMPILED = {"compiled": Home(Layout(ranks=1), options={"compiled": "layers"})}
+DAILY = {2: ("dynamic, by chance", "experts, ep 2")}
 
 
 def open_run(home: Home, world: World, *, on_host: bool) -> tuple[Any, Any]:
@@ -181,24 +179,12 @@ def _compare(rank: int, root: Path, homes: Mapping[str, Home]) -> dict[str, list
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.whole), 2])
-def test_weights_and_files_are_those_with_moments_alone_on_the_host(tmp_path: Path, ranks: int) -> None:
-    homes = {name: HOMES[ranks][name] for name in DAILY[ranks]}
+@pytest.mark.parametrize(
+    ("ranks", "daily"), [(2, True), *(pytest.param(ranks, False, marks=pytest.mark.whole) for ranks in HOMES)]
+)
+def test_weights_and_files_are_those_with_moments_alone_on_the_host(tmp_path: Path, ranks: int, daily: bool) -> None:
+    homes = {name: home for name, home in HOMES[ranks].items() if (name in DAILY.get(ranks, ())) == daily}
     assert run_ranks(_compare, ranks, tmp_path, homes, timeout=500) == [{name: [] for name in homes}] * ranks
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", HOMES)
-def test_more_homes_hold_what_moments_alone_on_the_host_do(tmp_path: Path, ranks: int) -> None:
-    homes = {name: home for name, home in HOMES[ranks].items() if name not in DAILY.get(ranks, ())}
-    assert run_ranks(_compare, ranks, tmp_path, homes, timeout=500) == [{name: [] for name in homes}] * ranks
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(600)
-def test_compiled_layers_take_copies_as_they_take_weights(tmp_path: Path) -> None:
-    assert run_ranks(_compare, 1, tmp_path, COMPILED, timeout=500) == [{"compiled": []}]
 
 
 def _mutated(rank: int, root: Path, name: str) -> list[str]:
@@ -441,23 +427,33 @@ def test_what_cannot_wait_is_refused_on_every_rank() -> None:
 # ---- on GPUs
 
 
-def _late(method: Any, stream_of: Any) -> Any:
-    """A method whose copies begin some milliseconds after what they must wait for."""
-
-    def late_method(self: Any, *arguments: Any) -> Any:
-        with torch.cuda.stream(stream_of(self)):
-            torch.cuda._sleep(4_000_000)
-        return method(self, *arguments)
-
-    return late_method
-
-
 LATE: Mapping[str, Any] = {
     "none": None,
-    "weights": (HostStore, "fetch", lambda store: store._stream),
-    "gradients": (HostParam, "to_sharded_dtensor", lambda _: torch.cuda.current_stream()),
-    "products": (HostStore, "take", lambda _: torch.cuda.current_stream()),
+    "weights": (HostStore, "fetch", lambda store: [store._stream]),
+    "gradients": (HostParam, "to_sharded_dtensor", None),
+    "products": (HostStore, "take", None),
 }
+
+
+def _bare_steps(rank: int) -> None:
+    with World(ONE.layout, backend="nccl") as world:
+        weights = list[Any]()
+        for bare in (False, True):
+            model, _ = open_run(ONE, world, on_host=True)
+            optimizer = build_optimizer(model, lr=1e-2)
+            optimizer = optimizer if bare else offload_optimizer_states(optimizer, world)
+            for step in range(3):
+                run_step(model, ONE.plan(), texts(LENGTHS, step), world)
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append({name: digest_of(local_tensor(p.detach())) for name, p in model.named_parameters()})
+        assert weights[0] == weights[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_of_ones_own_on_the_host_finds_all_gradients_there() -> None:
+    run_ranks(_bare_steps, 1)
 
 
 def _late_copies(rank: int, ranks: int, late: str, dtype: str) -> None:
@@ -476,8 +472,8 @@ def _late_copies(rank: int, ranks: int, late: str, dtype: str) -> None:
         computing = torch.cuda.current_stream()
         for on_host in (False, True):
             if on_host and (found := LATE[late]):
-                owner, name, stream_of = found
-                patched.setattr(owner, name, _late(getattr(owner, name), stream_of))
+                owner, name, streams = found
+                patched.setattr(owner, name, late_method(getattr(owner, name), streams))
             before = torch.cuda.memory_allocated()
             model, optimizer = open_run(home, world, on_host=on_host)
             taken = torch.cuda.memory_allocated() - before

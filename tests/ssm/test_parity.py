@@ -22,6 +22,7 @@ from longspan.ssm.kernels import TORCH, describe_kernels, scan_kernel
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, choose_convolution
 from longspan.ssm.kernels.scan import scan
 from longspan.testing import backend, run_ranks
+from tests.interpreter import run_interpreted
 from tests.mutation import mutated
 from tests.reference import relative_error
 from tests.ssm.parity import KINDS, LENGTHS, SIZE, WIDTH, batches, by_rows, inputs, measure, scan_error
@@ -152,6 +153,10 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved() -> None:
     noted.clear()
     out.sum().backward()  # pyright: ignore
     assert noted == ["arrived_gradients", "sent", "backward", "arrived"]
+
+
+def test_first_rows_of_runs_in_the_interpreter() -> None:
+    run_interpreted("tests.ssm.interpreted")
 
 
 # ---- what is dropped is noticed

@@ -78,24 +78,21 @@ def main(argv: Sequence[str]) -> int:
 
 def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:
     """Print a finished record, as JSON with --json, and write it to the file of --out; on the reporting rank only."""
-    if not prints_results():
+    if prints_results():
+        write_record(record, flags.out, markdown)
+        print(json.dumps(record, indent=1) if flags.json else text)
+
+
+def write_record(record: dict[str, Any], out: str | Path, markdown: str = "") -> None:
+    """Write what has been measured so far, for a bench that may be interrupted, and at its end the page next to the
+    record; with out "" nothing is written."""
+    if not out:
         return
-    if flags.out:
-        write_record(record, Path(flags.out), markdown)
-    print(json.dumps(record, indent=1) if flags.json else text)
-
-
-def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
+    path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_file(path, json.dumps(record, indent=1) + "\n")
-    write_text_file(path.with_suffix(".md"), markdown)
-
-
-def write_unfinished_record(record: dict[str, Any], out: str) -> None:
-    """Write what has been measured so far, for a bench that may be interrupted; with out "" nothing is written."""
-    if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        write_text_file(out, json.dumps(record, indent=1))
+    if markdown:
+        write_text_file(path.with_suffix(".md"), markdown)
 
 
 def origin_text(record: dict[str, Any]) -> str:

@@ -62,7 +62,6 @@ from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles
 from longspan.model.weights.write import (
-    FILE_BYTES,
     OF_MODEL,
     WeightTotals,
     WeightWriter,
@@ -286,7 +285,7 @@ def export_checkpoint(
             groups = _weight_groups(checkpoint, empty)
             if saved is not None:
                 groups = merge_weights_by_layer(saved, run, config, log)
-            writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=rename)
+            writer = WeightWriter(partial, empty, rename=rename)
             for group in groups:
                 writer.write_unit(group)
             written = writer.finish()

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longspan.comm.channel import Channel
+from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.errors import CommError
 
 
@@ -30,7 +30,14 @@ def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], ch
             f"all_to_all_rows got {x.shape[0]} rows to send as {tuple(sends)} and to receive as {tuple(receives)} "
             f"among {channel.degree} members; give one count for each member, and that many rows"
         )
-    return _AllToAllRows.apply(x, tuple(sends), tuple(receives), channel)  # pyright: ignore[reportReturnType]
+
+    def forward(x: Tensor) -> Tensor:
+        return channel.all_to_all_rows(x.detach(), sends, receives, "rows to their experts").wait()
+
+    def backward(gradient: Tensor) -> Tensor:
+        return channel.all_to_all_rows(gradient, receives, sends, "gradients of experts' rows").wait()
+
+    return apply_with_gradient(x, forward, backward)
 
 
 def exchange_tensors(
@@ -48,17 +55,3 @@ def exchange_tensors(
     yield
     work.wait()
     return [part.view(*shape) for part, shape in zip(arriving.split(receives), shapes, strict=True)]
-
-
-class _AllToAllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], channel: Channel) -> Tensor:
-        ctx.sends = sends
-        ctx.receives = receives
-        ctx.channel = channel
-        return channel.all_to_all_rows(x.detach(), sends, receives, "rows to their experts").wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient = ctx.channel.all_to_all_rows(gradients[0], ctx.receives, ctx.sends, "gradients of experts' rows")
-        return gradient.wait(), None, None, None

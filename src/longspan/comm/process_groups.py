@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.rendezvous import defer_connections
+from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
 from longspan.layout import Integers, Layout
@@ -209,8 +210,14 @@ class Meshes:
             return
         _forget_shardings()
         if self._device_type == "cuda":
+
+            def forget_in_its_thread(gradient: Tensor) -> Tensor:
+                _forget_shardings()
+                return gradient
+
             with torch.enable_grad():
-                _InBackwardThread.apply(torch.zeros((), device="cuda", requires_grad=True)).backward()
+                x = torch.zeros((), device="cuda", requires_grad=True)
+                apply_with_gradient(x, Tensor.clone, forget_in_its_thread).backward()
         self._axis_groups.clear()
 
     @cached_property
@@ -288,16 +295,3 @@ def _forget_shardings() -> None:
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
-
-
-class _InBackwardThread(torch.autograd.Function):
-    """An identity whose backward clears what the thread that runs it keeps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        _forget_shardings()
-        return gradients[0]

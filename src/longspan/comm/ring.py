@@ -86,7 +86,7 @@ class GradientRing:
         what: str,
         *,
         add: Callable[..., None],
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype,
     ) -> None:
         self._channel = channel
         self._counts = tuple(counts)
@@ -94,7 +94,7 @@ class GradientRing:
         self._add = add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
-        self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
+        self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(2)]
         self._step = 0  # sums that were sent on
         self._handle: Handle | None = None  # of the sum on its way here; None before the first
 
@@ -121,7 +121,7 @@ class GradientRing:
         return total
 
     def _buffer(self, owner: int) -> Tensor:
-        return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
+        return self._buffers[self._step % 2][: self._counts[owner]]
 
 
 def split_columns(matrix: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:

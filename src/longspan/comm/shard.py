@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.comm.world import World, world_of
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments
@@ -420,7 +421,7 @@ class SequenceShard(Immutable):
         """
         if x_local.shape[0] != self.local_rows:
             raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
-        return _GatherPackedRows.apply(x_local, self)  # pyright: ignore[reportReturnType]
+        return apply_with_gradient(x_local, lambda x: _gather_packed_rows(x, self), self.scatter)
 
     def __repr__(self) -> str:
         return f"SequenceShard(slot {self.slot}, {self.local_rows} of {self.tokens} rows, {len(self.parts)} parts)"
@@ -442,27 +443,18 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
     return SequenceShard(micro_batch, world.slot, world.key, world.device, seed=(world.seed, world.step))
 
 
-class _GatherPackedRows(torch.autograd.Function):
-    """All slots' rows in packed order; backward takes the own rows of an identical gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
-        ctx.shard = shard
-        world = world_of(shard.world_key)
-        channel = world.channels.find_channel(range(world.home.slots))
-        counts = [0] * world.home.slots
-        for group in shard.micro_batch.groups:
-            for slot, group_rows in zip(group.slots, group.shares.counts, strict=True):
-                counts[slot] += group_rows
-        local = x_local.detach()[: counts[shard.slot]].contiguous()
-        rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
-        starts = channel.starts(counts)
-        known = shard.derived.packed_order
-        if known is None or known[0] != starts:
-            known = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
-            shard.derived._set(packed_order=known)
-        return rows.index_select(0, known[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.shard.scatter(gradients[0]), None
+def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
+    world = world_of(shard.world_key)
+    channel = world.channels.find_channel(range(world.home.slots))
+    counts = [0] * world.home.slots
+    for group in shard.micro_batch.groups:
+        for slot, group_rows in zip(group.slots, group.shares.counts, strict=True):
+            counts[slot] += group_rows
+    local = x_local.detach()[: counts[shard.slot]].contiguous()
+    rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
+    starts = channel.starts(counts)
+    known = shard.derived.packed_order
+    if known is None or known[0] != starts:
+        known = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
+        shard.derived._set(packed_order=known)
+    return rows.index_select(0, known[1])

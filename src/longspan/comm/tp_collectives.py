@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from longspan.comm.channel import EVENT_BYTES, Channel, _all_gather_single, widen_half_precision
 from longspan.comm.shard import break_graphs_around
+from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]
@@ -34,7 +35,7 @@ def tp_copy(x: Tensor, world_key: int) -> Tensor:
     """Return x, which all ranks hold and each uses for its part of a computation; backward sums their gradients."""
     if not torch.is_grad_enabled():
         return x
-    return _apply_collective(
+    return apply_with_gradient(
         x, lambda x: x.view_as(x), lambda gradient: _all_reduce(gradient, world_key, "sum of gradients over tp")
     )
 
@@ -50,13 +51,13 @@ def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
             gradient.dtype
         )
 
-    return _apply_collective(x, lambda x: x.view_as(x), backward)
+    return apply_with_gradient(x, lambda x: x.view_as(x), backward)
 
 
 @break_graphs_around
 def tp_sum(x: Tensor, world_key: int) -> Tensor:
     """Return the sum of every rank's tensor; the gradient is identical and passes as it is."""
-    return _apply_collective(x, lambda x: _all_reduce(x, world_key, "sum over tp"), lambda gradient: gradient)
+    return apply_with_gradient(x, lambda x: _all_reduce(x, world_key, "sum over tp"), lambda gradient: gradient)
 
 
 @break_graphs_around
@@ -72,7 +73,7 @@ def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Ten
             return _slice_of_this_rank(gathered, world_key, dim)
         return _reduce_scatter(gathered, world_key, dim, "sum of row gradients over tp")
 
-    return _apply_collective(x, lambda x: _all_gather(x, world_key, dim, "gather over tp"), backward)
+    return apply_with_gradient(x, lambda x: _all_gather(x, world_key, dim, "gather over tp"), backward)
 
 
 @break_graphs_around
@@ -85,14 +86,14 @@ def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
         )
         return rows_gradient.to(gradient.dtype)
 
-    return _apply_collective(x, lambda x: _all_gather(x, world_key, 0, "gather of parameters over tp"), backward)
+    return apply_with_gradient(x, lambda x: _all_gather(x, world_key, 0, "gather of parameters over tp"), backward)
 
 
 @break_graphs_around
 def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
     dim = dim % x.ndim
-    return _apply_collective(
+    return apply_with_gradient(
         x,
         lambda x: _slice_of_this_rank(x, world_key, dim),
         lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS),
@@ -103,7 +104,7 @@ def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
 def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
     dim = dim % x.ndim
-    return _apply_collective(
+    return apply_with_gradient(
         x,
         lambda x: _reduce_scatter(x, world_key, dim, "sum of rows over tp"),
         lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS),
@@ -163,24 +164,3 @@ def _slice_of_this_rank(x: Tensor, world_key: int, dim: int) -> Tensor:
     index, degree = tp_index_and_degree(world_key)
     assert x.shape[dim] % degree == 0, (x.shape, dim, degree)
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)
-
-
-def _apply_collective(
-    x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-) -> Tensor:
-    if not torch.is_grad_enabled():  # in evaluation a node of autograd, nine a layer, would only cost the host
-        return forward(x)
-    return _Collective.apply(x, forward, backward)  # pyright: ignore[reportReturnType]
-
-
-class _Collective(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.run_backward = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.run_backward(gradients[0]), None, None

@@ -213,7 +213,13 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     >>> evaluation.cp_comm_type, evaluation.hierarchical_context_parallel_sizes
     ('a2a', (2, 4))
     """
-    result = fill_from_parent(section, parent)
+    if section.planner == AUTO:
+        section = replace(section, planner=section.planner_of_degrees or AUTO)
+    values = parent.plan_keys | {"planner": _default_planner(section, parent)}
+    if section.context_parallel_size == AUTO:
+        values["cp_comm_type"] = AUTO
+    open_keys = {key: value for key, value in values.items() if getattr(section, key) in (NOT_GIVEN, "")}
+    result = replace(section, **open_keys)
     if result.context_parallel_size == 0:
         result = replace(result, context_parallel_size=training.context_parallel_size)
     if result.max_tokens_per_slot == AUTO:
@@ -221,16 +227,6 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     if section.hierarchical_context_parallel_sizes != NOT_GIVEN or result.planner not in ONE_DEGREE:
         return result
     return replace(result, hierarchical_context_parallel_sizes=_inherited_levels(result, parent))
-
-
-def fill_from_parent(section: AnyPlan, parent: PlanSection) -> AnyPlan:
-    """Fill the keys of a section that are not given from its parent's; a2a+p2p is not fitted to the degree."""
-    if section.planner == AUTO:
-        section = replace(section, planner=section.planner_of_degrees or AUTO)
-    values = parent.plan_keys | {"planner": _default_planner(section, parent)}
-    if section.context_parallel_size == AUTO:
-        values["cp_comm_type"] = AUTO
-    return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
 
 
 def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:

@@ -369,6 +369,8 @@ class OptimizerSection(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.schedule
+        for text in self.groups:
+            NamedGroup.from_text(text)
 
     @property
     def schedule(self) -> tuple[str, float]:

@@ -123,7 +123,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     ends = frozenset(encoding.template.ends)
     text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
     tokens = pattern_of_any(ends | encoding.tokenizer.special_names)
-    if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
+    if tokens.search(text.partition(_WORDS[1])[2]):
         return None
     fault = "writes no token behind"
     advice = "; data.end_of_chat_token names a token to be put there"

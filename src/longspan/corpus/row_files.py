@@ -449,17 +449,6 @@ class TableFile(RowFile):
     def _open_row(self, number: int) -> Any:
         """A table of this row."""
 
-    def _open_table(self, read: Callable[[Path], Any]) -> Any:
-        pyarrow: Any = import_reader("pyarrow", self.name)
-        try:
-            return read(self.path)
-        except (
-            OSError,
-            ValueError,
-            pyarrow.ArrowException,
-        ) as error:  # also of names of columns that are not UTF-8
-            raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error}") from error
-
 
 class ParquetFile(TableFile):
     """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
@@ -487,7 +476,7 @@ class ParquetFile(TableFile):
     @cached_property
     def _file(self) -> Any:
         parquet: Any = import_reader("pyarrow.parquet", self.name)
-        return self._open_table(parquet.ParquetFile)
+        return parquet.ParquetFile(self.path)
 
     @cached_property
     def _group_starts(self) -> list[int]:
@@ -514,18 +503,14 @@ class ArrowFile(TableFile):
     @cached_property
     def _table(self) -> Any:
         pyarrow: Any = import_reader("pyarrow", self.name)
-
-        def read_table(path: Path) -> Any:
-            mapped = pyarrow.memory_map(str(path))
-            try:
-                table = pyarrow.ipc.open_stream(mapped).read_all()
-            except pyarrow.ArrowInvalid:
-                return pyarrow.ipc.open_file(mapped).read_all()
-            if mapped.size() < len(_END) or mapped.read_at(len(_END), mapped.size() - len(_END)) != _END:
-                raise pyarrow.ArrowInvalid("it was cut off: there is no mark of its end")
-            return table
-
-        return self._open_table(read_table)
+        mapped = pyarrow.memory_map(str(self.path))
+        try:
+            table = pyarrow.ipc.open_stream(mapped).read_all()
+        except pyarrow.ArrowInvalid:
+            return pyarrow.ipc.open_file(mapped).read_all()
+        if mapped.size() < len(_END) or mapped.read_at(len(_END), mapped.size() - len(_END)) != _END:
+            raise pyarrow.ArrowInvalid("it was cut off: there is no mark of its end")
+        return table
 
 
 _READERS: dict[str, type[RowFile]] = {

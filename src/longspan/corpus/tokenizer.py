@@ -7,7 +7,7 @@ in a text are plain text unless they are to be parsed. Long texts are encoded in
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -40,9 +40,9 @@ _OWN_CODE_ADVICE = (
 )
 
 
-def pattern_of_any(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
-    """Return a pattern for any of these names, the longest first; None if there are none."""
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+def pattern_of_any(names: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern for any of these names, the longest first; without names it matches nothing."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
 @dataclass(frozen=True)

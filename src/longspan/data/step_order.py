@@ -29,32 +29,6 @@ from longspan.layout import Integers
 from longspan.plan.shape.positions import LengthLimit
 
 
-class StepBegins:
-    """Where steps begin, each of them where the one before ends.
-
-    `end_of_step(begin)` gives the end of a step that begins there.
-    """
-
-    def __init__(self, end_of_step: Callable[[int], int]) -> None:
-        self._end_of_step = end_of_step
-        self._begins = array("q", [0])
-
-    def begin_and_end(self, step: int) -> tuple[int, int]:
-        """Return where a step begins and ends."""
-        while len(self._begins) <= step + 1:
-            self._append_begin()
-        return self._begins[step], self._begins[step + 1]
-
-    def count_steps_before(self, place: int) -> int:
-        """Count the steps that begin before a place."""
-        while self._begins[-1] < place:
-            self._append_begin()
-        return bisect_left(self._begins, place)
-
-    def _append_begin(self) -> None:
-        self._begins.append(self._end_of_step(self._begins[-1]))
-
-
 class StepOrder:
     """Shuffled epochs of whole training documents, up to `tokens_per_step` a step and at least one document.
 
@@ -129,13 +103,13 @@ class StepOrder:
         self._last = self.stream.place_after(epochs, counted) if epochs else 0
         if epochs and len(self.stream.sources) == 1:
             self.ends = EpochEnds(self.stream.documents, self._last)
-        self._steps = StepBegins(self._end_of_step)
+        self._begins = array("q", [0])  # of steps, as far as they are known
         self.sharing: Corpus | None = None  # the corpus whose documents share prefixes, if they do
         self.length_limits: tuple[LengthLimit, ...] = ()  # of rotary frequencies, which they have the same
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is computed again; equal arrays, as the stream has, are files, or pickled once."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_steps"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_begins"}
         own = self.unit > 1 or self.groups is not None
         state["lengths"] = pickle_form(self.lengths) if own else None  # else the stream has them
         return state | {"targets": None if self.targets is None else pickle_form(self.targets)}
@@ -143,10 +117,10 @@ class StepOrder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else restored_array(state["targets"])}
         self.lengths = self.stream.lengths if state["lengths"] is None else restored_array(state["lengths"])
-        self._steps = StepBegins(self._end_of_step)
+        self._begins = array("q", [0])
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
-        units = self._ids_between(*self._steps.begin_and_end(step))
+        units = self._units_of_step(step)
         if self.groups is not None:
             return tuple(np.concatenate([self.groups[unit] for unit in units]).tolist())
         return documents_of_units(units.tolist(), self.unit)
@@ -168,8 +142,12 @@ class StepOrder:
         return None if self.sharing is None else self.select(self.sharing, step)
 
     def source_tokens(self, step: int) -> list[int]:
-        ids = self._ids_between(*self._steps.begin_and_end(step))
-        return self.stream.tokens_of_sources(ids, self.stream.lengths[ids])
+        """Sum the tokens of a step by the source of each document."""
+        ids = self._units_of_step(step)
+        sources = self.stream.sources
+        of_source = np.searchsorted([source.first for source in sources], ids, side="right") - 1
+        tokens = np.bincount(of_source, weights=self.stream.lengths[ids], minlength=len(sources))
+        return tokens.astype(np.int64).tolist()
 
     def count_steps(self) -> int:
         """Count the steps of the run's epochs, of several sources up to the step that ends those of the counted one.
@@ -177,11 +155,21 @@ class StepOrder:
         >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0, epochs=2).count_steps()
         6
         """
-        return self._steps.count_steps_before(self._last)
+        while self._begins[-1] < self._last:
+            self._append_begin()
+        return bisect_left(self._begins, self._last)
 
     def begin_of_step(self, step: int) -> int:
         """Return how many documents, or units, the steps before a step take."""
-        return self._steps.begin_and_end(step)[0]
+        while len(self._begins) <= step:
+            self._append_begin()
+        return self._begins[step]
+
+    def _append_begin(self) -> None:
+        self._begins.append(self._end_of_step(self._begins[-1]))
+
+    def _units_of_step(self, step: int) -> Integers:
+        return self._ids_between(self.begin_of_step(step), self.begin_of_step(step + 1))
 
     def _ids_between(self, start: int, end: int) -> Integers:
         ids = list[Integers]()

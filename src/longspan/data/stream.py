@@ -256,11 +256,6 @@ class DocumentStream:
     def next_part(self, part: StreamPart) -> StreamPart:
         return self.part_at(part.first + len(part.ids))
 
-    def tokens_of_sources(self, ids: Integers, tokens: Integers) -> list[int]:
-        """Sum the tokens of documents (n,) by the source of each."""
-        of_source = np.searchsorted([source.first for source in self.sources], ids, side="right") - 1
-        return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
-
     def place_after(self, epochs: float, source: int) -> int:
         """Return the place before which each document of a source stands `epochs` times, without rounding errors."""
         documents = math.ceil(round(epochs * self.sources[source].documents, 6))

@@ -75,14 +75,13 @@ Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches d
 
 
 def evaluate_saved(
-    request: EvalRequest, world: World, log: LogLine, progress: Progress, starts: Starts | None = None
+    request: EvalRequest, world: World, log: LogLine, progress: Progress, starts: Starts
 ) -> tuple[SubjectResult, ...]:
     """Evaluate each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
 
     Raises on all ranks what is missing or does not fit, and EvaluationStopped after a signal. `starts` has the parts of
     the start before this call.
     """
-    starts = starts or Starts()
     first = request.subjects[0]
     key = "--metrics"
     names = request.metrics

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ from longspan.evaluation.metrics import (
     Mean,
     RowSums,
     Totals,
-    check_metric_names,
     with_sums_of_sets,
 )
 from longspan.evaluation.result import Evaluation
@@ -53,8 +51,6 @@ if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.token_loss import LossFunction
 
-_GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-
 
 @contextmanager
 def gather_once(model: nn.Module) -> Iterator[None]:
@@ -79,19 +75,17 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 def gathered_bytes(model: nn.Module) -> int:
     """Count the bytes on this rank of all parameters that `gather_once` holds; 0 where others sharded the model, or
     where weights wait on the host."""
-    if model not in _GATHERED_BYTES:
-        modules = fsdp_modules(model)
-        known = all(reshards_after_forward(module) is not None for module in modules) and not has_weights_on_host(
-            model
-        )
-        sizes = (
-            data.numel() * group.mesh_info.shard_mesh_size * _bytes_per_element(group, parameter)
-            for group in (reduction_groups(modules) if known else ())
-            for parameter in group.fsdp_params
-            for data in (parameter._sharded_param_data,)
-        )
-        _GATHERED_BYTES[model] = int(sum(sizes))
-    return _GATHERED_BYTES[model]
+    modules = fsdp_modules(model)
+    if has_weights_on_host(model) or any(reshards_after_forward(module) is None for module in modules):
+        return 0
+    sizes = (
+        parameter._sharded_param_data.numel()
+        * group.mesh_info.shard_mesh_size
+        * _bytes_per_element(group, parameter)
+        for group in reduction_groups(modules)
+        for parameter in group.fsdp_params
+    )
+    return int(sum(sizes))
 
 
 def _bytes_per_element(group: Any, parameter: Any) -> float:
@@ -397,13 +391,8 @@ class Portions:
 
     def _end_reason(self, done: int) -> LongspanError | None:
         options = self.options
-        seconds = time.perf_counter() - self.started
-        if not done:
-            try:
-                check_metric_names((*options.metrics, *options.document_metrics))
-            except EvaluationError as error:
-                return error
         if options.stopped is not None and (reason := options.stopped()):
+            seconds = time.perf_counter() - self.started
             count = plural(len(self.plan.micro_batches), "micro-batch", "es")
             name = f" of {options.name}" if options.name else ""
             return EvaluationStopped(

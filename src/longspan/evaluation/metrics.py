@@ -115,7 +115,10 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """Options of `evaluate`; the same on every rank except `stopped` and `progress`."""
+    """Options of `evaluate`; the same on every rank except `stopped` and `progress`.
+
+    Raises EvaluationError for a metric of a name that every evaluation has.
+    """
 
     step: int = 0
     """Optimizer steps that the weights have taken: for results and errors."""
@@ -141,6 +144,9 @@ class EvaluationOptions:
     """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
     progress: Callable[[int, int], None] | None = None
     """Called after each portion with the number of micro-batches that are done, and of all."""
+
+    def __post_init__(self) -> None:
+        check_metric_names((*self.metrics, *self.document_metrics))
 
 
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:

@@ -300,23 +300,21 @@ def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Diffe
 
 def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
     """The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count."""
-    losses = first.evaluation.document_losses, other.evaluation.document_losses, first.evaluation.plan.lengths
+    evaluation = first.evaluation
+    losses = evaluation.document_losses, other.evaluation.document_losses, evaluation.document_lengths
     rows = [(a.sum, b.sum, a.count, length) for a, b, length in zip(*losses, strict=True) if a.count]
     sums, counts, lengths = np.split(np.array(rows).reshape(-1, 4), [2, 3], axis=1)  # (D, 2), (D, 1), (D, 1)
     means = sums.sum(0) / counts.sum()
-    lengths = lengths[:, 0]
     n = len(counts)
-    residuals = (sums - means * counts)[:, 1] - (sums - means * counts)[:, 0]
+    residuals = np.diff(sums - means * counts)
     by_length = list[tuple[int, int, float, float, int]]()
-    for bucket in first.evaluation.by_length:
-        inside = (bucket.first <= lengths) & (lengths <= bucket.last)
+    for bucket in evaluation.by_length:
+        inside = ((bucket.first <= lengths) & (lengths <= bucket.last))[:, 0]
         if inside.any():
-            in_bucket = sums[inside].sum(0) / counts[inside].sum()
-            by_length.append(
-                (bucket.first, bucket.last, float(in_bucket[0]), float(in_bucket[1]), int(inside.sum()))
-            )
+            in_bucket = (sums[inside].sum(0) / counts[inside].sum()).tolist()
+            by_length.append((bucket.first, bucket.last, *in_bucket, int(inside.sum())))
     return Difference(
-        name=first.evaluation.name,
+        name=evaluation.name,
         first=float(means[0]),
         other=float(means[1]),
         difference=float(means[1] - means[0]),

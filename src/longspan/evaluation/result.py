@@ -44,6 +44,11 @@ class Evaluation:
     activation_bytes: int | None = None
 
     @property
+    def document_lengths(self) -> list[int]:
+        """The tokens of each document, those of a prefix that it shares among them."""
+        return [self.plan.path_lengths[document] for document in self.plan.whole_documents]
+
+    @property
     def perplexity(self) -> float:
         try:
             return math.exp(self.loss)
@@ -65,12 +70,11 @@ class Evaluation:
 
     def document_rows(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Return one JSON object a document: its number, name where there is one, tokens, targets and mean loss."""
-        lengths = [self.plan.path_lengths[document] for document in self.plan.whole_documents]
         return [
             {"document": document}
             | ({} if names is None else {"name": names[document]})
             | {"tokens": tokens, "targets": int(loss.count), "loss": loss.value}
-            for document, (tokens, loss) in enumerate(zip(lengths, self.document_losses, strict=True))
+            for document, (tokens, loss) in enumerate(zip(self.document_lengths, self.document_losses, strict=True))
         ]
 
 

@@ -58,7 +58,7 @@ from longspan.train.families import share_where_faster
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch
-from longspan.train.step_end import check_finite, clip_gradients
+from longspan.train.step_end import check_finite, clip_gradients, gather_and_add, sums_on_device
 from longspan.train.step_inputs import check_step_arguments
 from longspan.train.terms.step_terms import encoder_terms
 
@@ -189,7 +189,7 @@ class CollectedTokens:
         return at["coefficient"] * log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Return the values of all tokens, on every rank; entered by all.
+        """Return the values of all tokens, on every rank; entered by all. On GPUs the device sums them.
 
         A token's values are on one slot, and 0 on the others, so that sums over ranks are the values themselves.
         """
@@ -199,8 +199,11 @@ class CollectedTokens:
             documents, positions, values = (torch.cat(parts, -1) for parts in zip(*self._parts, strict=True))
             at = to_device(starts, world.device)[documents] + positions + 1  # of the token that a row predicts
             table[:, at] = values.double()
-        flat = table.flatten().cpu().numpy()
-        sums = world.control.sum_array_over_ranks(flat, "values of tokens").reshape(table.shape)
+        if sums_on_device(world):
+            sums = gather_and_add(table.flatten(), world).view_as(table).cpu().numpy()
+        else:
+            flat = table.flatten().cpu().numpy()
+            sums = world.control.sum_array_over_ranks(flat, "values of tokens").reshape(table.shape)
         also = dict(zip(self._names, sums[1:], strict=True))
         no_sums = np.zeros(len(self._lengths))  # sums by document, which nothing here reads
         return TokenLogProbs(self._lengths, sums[0], no_sums, also)
@@ -316,8 +319,9 @@ class StepsPart(StockTrainer):
         loader = super().get_train_dataloader()
         self._batches_ahead = None
         base = getattr(loader, "base_dataloader", None)
-        is_known = type(loader) is DataLoaderShard and base is not None
-        if not is_known or loader.use_stateful_dataloader or not self.is_in_train or self._has_step_below:
+        if type(loader) is not DataLoaderShard or base is None or loader.use_stateful_dataloader:
+            return loader
+        if not self.is_in_train or self._has_step_below:
             return loader
         loader.device = None
         iterate_stock = type(base).__iter__

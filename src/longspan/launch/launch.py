@@ -98,47 +98,43 @@ class LocalRank:
 
 
 class LocalRanks:
-    """Local ranks of one call, from start to end: `n` of them start at once, and `payload` is the pickled call of all.
-    Ranks write their stacks into `folder` and run with `threads` threads of torch. `ignored` signals do nothing in a
-    rank until its function handles them.
+    """Local ranks of one call, from start to end. They write their stacks into `folder` and run with `threads` threads
+    of torch.
     """
 
-    def __init__(self, n: int, folder: Path, threads: int, payload: bytes, *, ignored: Sequence[int] = ()) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         self._context = start_fork_server()
         self.store: Any = start_store_server()
         self.folder = folder
         self.failure: BaseException | None = None
         self.ranks: list[LocalRank] = []
         self.failed: list[LocalRank] = []  # in the order in which their failures arrived
-        self._payload = payload
         self._threads = threads
-        self._n = n
-        self._ignored = tuple(ignored)
 
-    def start(self) -> None:
-        for index in range(self._n):
+    def start(self, n: int, payload: bytes, ignored: Sequence[int] = ()) -> None:
+        """Start n ranks for a pickled call. `ignored` signals do nothing in a rank until its function handles them."""
+        for index in range(n):
             # The first start waits for the fork server's imports, so signals may interrupt it; no other is interrupted.
             with block_signals() if index else nullcontext():
-                self._start_rank(index)
+                self._start_rank(self.rank_spec(index, n, payload, ignored))
 
-    def _start_rank(self, index: int) -> None:
+    def _start_rank(self, spec: Spec) -> None:
         own_end, rank_end = self._context.Pipe()
-        spec = self.rank_spec(index, self._n, self._payload)
         args = spec, rank_end, Descriptor(1), Descriptor(2)
-        process = self._context.Process(target=rank_main, args=args, name=f"rank {index}")
+        process = self._context.Process(target=rank_main, args=args, name=f"rank {spec.rank}")
         try:
             process.start()
-            self.ranks.append(LocalRank(index, process, own_end))
+            self.ranks.append(LocalRank(spec.rank, process, own_end))
         except BaseException:
             own_end.close()  # a process that started in spite of the error reads the end of its pipe, and ends
             raise
         finally:
             rank_end.close()
 
-    def rank_spec(self, index: int, n: int, payload: bytes) -> Spec:
+    def rank_spec(self, index: int, n: int, payload: bytes, ignored: Sequence[int] = ()) -> Spec:
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
-        return Spec(index, environment, payload, self._threads, self.folder, self._ignored)
+        return Spec(index, environment, payload, self._threads, self.folder, tuple(ignored))
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer for `timeout` seconds (None: no limit), but after a failure only for `grace` more; then
@@ -258,9 +254,9 @@ def run_local(
     payload = pickle_call(fn, args)
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
         try:
-            ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload, ignored=ignored)
+            ranks = LocalRanks(Path(folder), threads or max(1, usable_cores() // n))
             try:
-                ranks.start()
+                ranks.start(n, payload, ignored)
                 with Forwarding(ranks.signal) as forwarding:
                     ranks.collect_answers(timeout, grace)
             finally:

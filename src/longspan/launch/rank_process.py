@@ -51,7 +51,7 @@ class Spec:
     payload: bytes
     threads: int
     folder: Path
-    ignored: tuple[int, ...] = ()
+    ignored: tuple[int, ...]
 
 
 @dataclass(frozen=True)

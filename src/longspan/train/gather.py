@@ -29,6 +29,7 @@ from longspan.train.read_rows import (
     count_prefix_rows,
     read_and_compare_digest,
     reading_error,
+    text_digest,
 )
 
 IDS = "ids"
@@ -43,6 +44,7 @@ class Facts(NamedTuple):
     targets: Integers
     prefix_rows: Integers  # rows before the first target
     scored: Integers  # 0 or 1: whether they are ScoredDocuments
+    weighted: Integers  # 0 or 1
     starts: Integers  # the number of the first row, among the rows of all documents in the order of ranks
 
 
@@ -101,7 +103,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         which its last one predicts; `depths` of multi-token prediction need as many more. Raises CommError where ranks
         hold different plans, and DataError on every rank for a plan of other documents.
         """
-        digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
+        digest = text_digest(f"{plan.digest()} {depths}")
         need = read_and_compare_digest(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
         have = [
@@ -183,12 +185,13 @@ class GatheredDocument:
         )
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
+        left_out = {IDS, LABELS} if self._facts["weighted"] else {IDS, LABELS, column_name_of_number(WEIGHTS)}
         read_column = self._documents.read_column
         # Names without the dot of `column_name_of_number`; numbers travel as the bits of float64.
         return {
             name[1:]: read_column(name, self._number, positions).view(np.float64)
             for name in self._documents.names
-            if name not in (IDS, LABELS)
+            if name not in left_out
         }
 
 
@@ -247,7 +250,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
 
 class _Share(NamedTuple):
-    facts: Integers  # (D, 4) the first fields of Facts
+    facts: Integers  # (D, 5) the first fields of Facts
     names: tuple[str, ...]  # of numbers
     labelled: bool  # whether a label is another than its token
     digest: bytes  # of all that the documents hold; empty for fewer than two different ones
@@ -290,7 +293,7 @@ class _Local:
         scored = int(getattr(document, "makes_scores", False))
         targets = int((labels[0 if scored else 1 :] != NO_TARGET).sum())
         prefix_rows = count_prefix_rows(document, number, len(ids))
-        self._facts.append((len(ids), targets, prefix_rows, scored))  # as in `_Share.facts`
+        self._facts.append((len(ids), targets, prefix_rows, scored, int(WEIGHTS in values)))  # as in `_Share.facts`
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {
@@ -309,7 +312,7 @@ class _Local:
             digests.append(of_document.digest())
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
         names = {name for document in self._documents for name in document} - {IDS, LABELS}
-        facts = np.array(self._facts, dtype=np.int64).reshape(-1, 4)
+        facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         return _Share(facts, tuple(sorted(names)), self._labelled, digest)
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -349,7 +352,7 @@ def _gather_shares(local: _Local, world: World) -> GatheredDocuments:
     shares = world.control.gather_objects(local.make_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)
     _refuse_same_documents(shares, world.home.ranks)
-    facts = np.concatenate([share.facts for share in shares])  # columns: length, 3 more
+    facts = np.concatenate([share.facts for share in shares])  # columns: length, 4 more
     lengths = facts[:, 0]
     facts = np.column_stack([facts, np.cumsum(lengths) - lengths])
     ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])

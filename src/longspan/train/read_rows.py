@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longspan.comm import SequenceShard, World, bind, raise_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
-from longspan.errors import DataError
+from longspan.errors import DataError, LongspanError
 from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
@@ -243,7 +243,7 @@ def read_local_batches(inputs: StepInputs, depths: int, temperature: float) -> l
     where ranks hold different plans, or a different `temperature`.
     """
     inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
-    digest = sha256(f"{plan.digest()} {float(temperature)}".encode()).hexdigest()
+    digest = text_digest(f"{plan.digest()} {float(temperature)}")
     # One message tells that plans are the same and that every rank could read its rows.
     return read_and_compare_digest(
         lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
@@ -264,14 +264,31 @@ def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
     return replace(inputs, documents=documents)
 
 
-def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
-    """Read, and compare a digest over all ranks; where any rank cannot read, every rank raises DataError."""
+def text_digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def reading_error(error: Exception, world: World) -> LongspanError:
+    message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    rank_error = DataError(f"rank {world.rank} could not read its rows: {message}")
+    rank_error.__cause__ = error
+    return rank_error
+
+
+def read_and_compare_digest(
+    read: Callable[[], T],
+    digest: str,
+    world: World,
+    make_error: Callable[[Exception, World], LongspanError] = reading_error,
+    **names: str,
+) -> T:
+    """Read, and compare a digest over all ranks; where any rank cannot read, every rank raises that rank's error."""
     result = None
     failure = None
     try:
         result = read()
-    except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
-        failure = reading_error(error, world)
+    except Exception as error:  # a corpus, or sets, may raise anything: the other ranks must learn of it
+        failure = make_error(error, world)
     (failed,) = world.control.compare_digests(digest, failure is not None, **names)
     if failed:
         raise_first_error(world, failure)
@@ -310,13 +327,6 @@ def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
     """Make a micro-batch without documents, for all slots to enter together."""
     batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
     return batch._replace(deeper=(batch,) * depths)
-
-
-def reading_error(error: Exception, world: World) -> DataError:
-    message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    rank_error = DataError(f"rank {world.rank} could not read its rows: {message}")
-    rank_error.__cause__ = error
-    return rank_error
 
 
 def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:

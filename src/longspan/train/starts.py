@@ -22,12 +22,11 @@ TURN = 0.0005
 
 
 class Starts:
-    """Seconds by part of one process's start, which began at a time of `time.time()`."""
+    """Seconds by part of one process's start, which begins here."""
 
-    def __init__(self, begun: float | None = None) -> None:
-        self.begun: float = time.time() if begun is None else begun
+    def __init__(self) -> None:
         self.parts: dict[str, float] = {}
-        self._last = self.begun
+        self._last = time.time()
 
     def end_part(self, name: str) -> None:
         """Note that a part has ended now; the next one begins. Parts of one name are added."""
@@ -37,12 +36,12 @@ class Starts:
 
     def to_json(self) -> dict[str, float]:
         return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
-            "total": round(self._last - self.begun, 2)
+            "total": round(sum(self.parts.values()), 2)
         }
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
-        return f"ready after {self._last - self.begun:.1f} s: {parts}"
+        return f"ready after {sum(self.parts.values()):.1f} s: {parts}"
 
 
 def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread:

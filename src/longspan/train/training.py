@@ -105,10 +105,7 @@ def scale_positions(
             f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
         )
         scaled = configuration
-    limit = position_limit(scaled)
-    if limit is not None and longest > limit:
-        cut_hint = f"cut documents with {cut_by} {limit}"
-        raise ConfigError(f"{_document_too_long_text(configuration, model, longest, origin, limit)}, or {cut_hint}")
+    _check_positions(configuration, scaled, model, longest, origin, cut_by)
     return scaled
 
 
@@ -120,27 +117,28 @@ def check_set_length(
     `longest` is the tokens of the longest document of the run's corpus, by which positions are scaled.
     """
     # The corpus has been checked and its lines logged: "" and the empty log are not read.
-    limit = position_limit(scale_positions(configuration, model, longest, "", lambda _: None))
+    scaled = scale_positions(configuration, model, longest, "", lambda _: None)
+    cut_by = f"evaluation.sets.{name}.max_document_tokens ="
+    _check_positions(configuration, scaled, model, tokens, f"of set {name!r}", cut_by)
+
+
+def _check_positions(
+    configuration: PreTrainedConfig,
+    scaled: PreTrainedConfig,
+    model: ModelConfig,
+    tokens: int,
+    origin: str,
+    cut_by: str,
+) -> None:
+    limit = position_limit(scaled)
     if limit is not None and tokens > limit:
         scaling = f"{model.rope[0] or 'yarn'}:{smallest_scaling_factor(configuration, tokens):g}"
-        cut = f"cut documents with evaluation.sets.{name}.max_document_tokens = {limit}"
+        scaling_now = f' under model.rope_scaling = "{model.rope_scaling}"' if model.rope_scaling else ""
         raise ConfigError(
-            f"the longest document has {tokens} tokens (of set {name!r}), and the model knows {limit} positions "
-            f"(max_position_embeddings of its configuration, and model.rope_scaling); set model.rope_scaling = "
-            f'"{scaling}", or {cut}'
+            f"the longest document has {tokens} tokens ({origin}), and the model knows {limit} positions{scaling_now} "
+            f'(max_position_embeddings of its configuration); set model.rope_scaling = "{scaling}", or cut documents '
+            f"with {cut_by} {limit}"
         )
-
-
-def _document_too_long_text(
-    configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int
-) -> str:
-    need = smallest_scaling_factor(configuration, longest)
-    scaling = f'set model.rope_scaling = "{model.rope[0] or "yarn"}" (a factor of {need:g})'
-    scaling_text = f' under model.rope_scaling = "{model.rope_scaling}"' if model.rope_scaling else ""
-    return (
-        f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{scaling_text} "
-        f"(max_position_embeddings of its configuration); {scaling}"
-    )
 
 
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel

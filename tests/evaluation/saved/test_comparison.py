@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspan import Layout, plan_fixed
+from longspan import Layout, Plan, plan_fixed
 from longspan.config.file import load_config
 from longspan.evaluation.metrics import Bucket, Mean
 from longspan.evaluation.request import SavedWeights, SetResult, SubjectResult, differences_by_set
@@ -18,7 +18,13 @@ FIRST, OTHER = (DRAW.uniform(1, 5, len(LENGTHS)) for _ in range(2))  # mean loss
 COUNTS = np.array(LENGTHS) - 1
 
 
-def result(means: np.ndarray) -> SubjectResult:
+PLANS = (
+    plan_fixed(LENGTHS, Layout(ranks=1), cp=1),
+    plan_fixed((70, 40, 300, 7, 99, 30), Layout(ranks=1), cp=1, parents=(5, -1, -1, -1, 5, -1)),  # 30 tokens are shared
+)
+
+
+def result(means: np.ndarray, plan: Plan) -> SubjectResult:
     losses = tuple(Mean(float(mean * count), int(count)) for mean, count in zip(means, COUNTS, strict=True))
     buckets = tuple(Bucket(first, last, Mean(0.0, 0), 0) for first, last in ((0, 127), (128, 255), (256, 511)))
     evaluation = Evaluation(
@@ -29,7 +35,7 @@ def result(means: np.ndarray) -> SubjectResult:
         tokens=sum(LENGTHS),
         targets=int(COUNTS.sum()),
         seconds=1.0,
-        plan=plan_fixed(LENGTHS, Layout(ranks=1), cp=1),
+        plan=plan,
         by_length=buckets,
         document_losses=losses,
     )
@@ -37,8 +43,9 @@ def result(means: np.ndarray) -> SubjectResult:
     return SubjectResult(SavedWeights(Path("x")), load_config(), (SetResult(evaluation, sources),), ())
 
 
-def test_the_difference_is_that_of_the_losses_and_its_error_that_of_documents() -> None:
-    (made,) = differences_by_set(result(FIRST), result(OTHER))
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_difference_is_that_of_the_losses_and_its_error_that_of_documents(plan: Plan) -> None:
+    (made,) = differences_by_set(result(FIRST, plan), result(OTHER, plan))
     paired = OTHER - FIRST
     assert made.difference == pytest.approx((paired * COUNTS).sum() / COUNTS.sum(), rel=1e-12)
     residuals = COUNTS * (paired - made.difference) / COUNTS.sum()

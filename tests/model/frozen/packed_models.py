@@ -1,15 +1,23 @@
-"""Tiny models with an adapter, whose widths 64 divides, and the same ones over what packed weights stand for."""
+"""Tiny models with an adapter, whose widths 64 divides, the same ones over what packed weights stand for, and steps."""
 
 from typing import Any
 
 import peft
 import torch
 import transformers
+from torch import Tensor
 
+from longspan.comm import World
+from longspan.model.execution import model_execution
 from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.frozen_weights import weights_to_pack
+from longspan.model.kinds import packed_weights
+from longspan.plan import plan_fixed
+from longspan.train import run_step
 from tests.model.lora.adapted import drawn
-from tests.model.stock import SIZES, random_model
+from tests.model.stock import SIZES, gradients_of, prepare_untried, random_model, texts
+
+LENGTHS = (13, 1, 30, 7)
 
 WIDE = SIZES | {
     "hidden_size": 128,
@@ -37,8 +45,30 @@ def adapted(family: str = "llama", *, dequantised: torch.dtype | None = None, **
     if dequantised is not None:
         for module, name in weights_to_pack(model).values():
             weight = getattr(module, name).data
-            rows = weight.flatten(0, -2)
-            values = torch.empty_like(rows, dtype=dequantised)
-            NF4.unpack(NF4.pack(rows), values)
-            weight.copy_(values.view(weight.shape))
+            weight.copy_(through_nf4(weight, dequantised))
     return peft_model
+
+
+def through_nf4(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """What NF4 makes of a weight."""
+    rows = weight.flatten(0, -2)
+    values = torch.empty_like(rows, dtype=dtype)
+    NF4.unpack(NF4.pack(rows), values)
+    return values.view(weight.shape)
+
+
+Steps = tuple[list[float], dict[str, Tensor], str]
+
+
+def two_steps(peft_model: Any, world: World, frozen: str) -> Steps:
+    """Losses, gradients, and what is said to be frozen, in bfloat16."""
+    model = prepare_untried(peft_model, world, frozen=frozen, compute_dtype=torch.bfloat16)
+    assert bool(packed_weights(model)) == (frozen != "whole")
+    plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, max_tokens_per_slot=32)
+    losses = [run_step(model, plan, texts(LENGTHS), world).loss for _ in range(2)]
+    return losses, gradients_of(model), model_execution(model).frozen
+
+
+def are_equal(steps: Steps, expected: Steps) -> bool:
+    assert expected[1].keys() == steps[1].keys()
+    return steps[0] == expected[0] and all(torch.equal(x, steps[1][name]) for name, x in expected[1].items())

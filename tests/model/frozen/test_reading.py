@@ -15,11 +15,10 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, weights_by_name
 from longspan.model.frozen import packed_param
-from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.frozen_weights import weights_to_pack
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
-from tests.model.frozen.packed_models import MOE, WIDE
+from tests.model.frozen.packed_models import MOE, WIDE, through_nf4
 from tests.model.stock import prepare_untried, random_model
 from tests.mutation import Change, mutated
 
@@ -54,10 +53,7 @@ def dequantised(folder: Path, compute: torch.dtype) -> dict[str, Tensor]:
     model = load_model(folder)
     weights = dict(model.state_dict())
     for name in weights_to_pack(model):
-        rows = weights[name].flatten(0, -2)
-        values = torch.empty_like(rows, dtype=compute)
-        NF4.unpack(NF4.pack(rows), values)
-        weights[name] = values.view(weights[name].shape)
+        weights[name] = through_nf4(weights[name], compute)
     return weights
 
 

@@ -5,22 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.execution import model_execution
-from longspan.model.kinds import packed_weights
 from longspan.model.lora import NewAdapter, add_lora
-from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import run_step
-from tests.model.stock import gradients_of, prepare_untried, texts
+from tests.model.frozen.packed_models import are_equal, two_steps
+from tests.model.stock import prepare_untried
 
 CASES: Any = pytest.importorskip("tests.model.frozen.formats.folders").CASES
-LENGTHS = (13, 1, 30, 7)
 FEW = ("float8 in blocks", "mxfp4")  # which are written without bitsandbytes
 EVERY = (
     "float8 of experts",
@@ -33,25 +28,16 @@ EVERY = (
 )
 
 
-def _run(folder: str, layout: Layout, frozen: str) -> tuple[list[float], dict[str, torch.Tensor], str]:
-    with World(layout, backend=backend(), timeout=60) as world:
-        peft_model = add_lora(load_model(folder, sharded=True, quantized=True), NewAdapter(rank=4))
-        model = prepare_untried(peft_model, world, frozen=frozen, compute_dtype=torch.bfloat16)
-        assert bool(packed_weights(model)) == (frozen == "stored")
-        plan = plan_fixed(LENGTHS, layout, cp=layout.slots, max_tokens_per_slot=32)
-        losses = [run_step(model, plan, texts(LENGTHS), world).loss for _ in range(2)]
-        return losses, gradients_of(model), model_execution(model).frozen
+def _lora_over(folder: str) -> Any:
+    return add_lora(load_model(folder, sharded=True, quantized=True), NewAdapter(rank=4))
 
 
 def _compare(rank: int, folders: Mapping[str, str], layout: Layout) -> dict[str, Any]:
     found = dict[str, Any]()
     for case, folder in folders.items():
-        (losses, gradients, text), (wanted_losses, wanted, _) = (
-            _run(folder, layout, frozen) for frozen in ("stored", "whole")
-        )
-        assert gradients.keys() == wanted.keys()
-        others = [key for key, x in gradients.items() if not torch.equal(x, wanted[key])]
-        found[case] = (losses == wanted_losses and not others, text.partition(":")[0])
+        with World(layout, backend=backend(), timeout=60) as world:
+            stored, whole = (two_steps(_lora_over(folder), world, frozen) for frozen in ("stored", "whole"))
+        found[case] = are_equal(stored, whole), stored[2].partition(":")[0]
     return found
 
 
@@ -80,8 +66,7 @@ def test_losses_and_gradients_are_those_over_dequantised_weights(
 
 def _refused_cut(rank: int, folder: str) -> str:
     with World(Layout(ranks=2, tp=2), backend=backend(), timeout=60) as world, pytest.raises(ModelError) as error:
-        peft_model = add_lora(load_model(folder, sharded=True, quantized=True), NewAdapter(rank=4))
-        prepare_untried(peft_model, world, frozen="stored")
+        prepare_untried(_lora_over(folder), world, frozen="stored")
     return str(error.value)
 
 

@@ -26,6 +26,7 @@ from longspan.report.gantt import plan_facts, plan_part
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
+from longspan.train.starts import Starts
 from tests.model.stock import without_trials
 from tests.mutation import Change, mutated
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint, lines_of
@@ -179,7 +180,7 @@ def test_longspan_eval_of_questions_reads_their_text_once(alone: tuple[RunConfig
     with World(Layout(1), backend="gloo", device="cpu") as world, casts_in_float64(), without_trials():
         for config in alone[:2]:
             request = EvalRequest(subjects=(Subject(weights, config),), paths=(("questions", str(path)),))
-            (result,) = evaluate_saved(request, world, print, lambda *_: None)
+            (result,) = evaluate_saved(request, world, print, lambda *_: None, Starts())
             found.append(result.sets[0].evaluation)
     shared, separate = found
     assert shared.plan.parents is not None and separate.plan.parents is None

@@ -104,7 +104,7 @@ WITHOUT_DATA: list[tuple[dict[str, Any], type[LongspanError], str]] = [
         "'layers.0.self_attn.q_prj', which is no linear of Qwen2_5_VL.*; did you mean 'q_proj'",
     ),
     (
-        {"encoder__activation_checkpointing": True},
+        {"encoder__max_tokens": 64},
         ModelError,
         "Qwen3Config stands for no model from images and text to text",
     ),

@@ -18,7 +18,7 @@ from longspan.model.weights.local_tensors import local_block, local_tensor
 from longspan.resolve.memory import fixed_memory_keys, memory_settings_of_run
 from longspan.run.checks import check_keys_needed_by_keys, check_optimizer
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, offload_optimizer_states
+from longspan.train import build_optimizer
 from longspan.train.optim.eight_bit_adamw import EightBitAdamW
 from longspan.train.optim.moment_codes import (
     NEAREST,
@@ -166,13 +166,6 @@ def test_what_it_takes_and_refuses() -> None:
     assert (
         optimizer.state[model.weight]["exp_avg"].nbytes == 1200 + 4 * 5 and optimizer.state[model.weight]["step"] == 0
     )
-    with pytest.raises(ConfigError, match=r"EightBitAdamW is not known to update each number by itself"):
-        run_ranks(_offload, 1)
-
-
-def _offload(rank: int) -> None:
-    with World(Layout(1), backend=backend(), timeout=60) as world:
-        offload_optimizer_states(build_optimizer(nn.Linear(4, 4), moments="8bit"), world)
 
 
 # ---- over ranks

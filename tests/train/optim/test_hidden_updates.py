@@ -29,6 +29,7 @@ from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.training import make_optimizer
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
+from tests.train.optim.test_offload_states import late
 
 LENGTHS = (13, 1, 30, 7)
 BUCKET = 128 << 10  # bytes: a layer's matrices come apart
@@ -132,16 +133,11 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
 
 
 def _late_updates(rank: int, root: Path) -> None:
-    update = offload_states._Update._update_bucket
-
-    def late_update(*arguments: Any) -> Any:
-        torch.cuda._sleep(10_000_000)  # cycles of the stream of updates, which a gather must wait for
-        return update(*arguments)
-
     with World(Layout(1), timeout=60) as world, pytest.MonkeyPatch.context() as patched:
         case = CASES["one rank, by chance"]
         *expected, contents = _take_five_steps(case, world, root / "at once", hidden=False)
-        patched.setattr(offload_states._Update, "_update_bucket", late_update)
+        update = offload_states._Update._update_bucket  # which a gather must wait for
+        patched.setattr(offload_states._Update, "_update_bucket", late(update))
         *others, other_contents = _take_five_steps(case, world, root / "hidden", hidden=True)
         assert expected == others
         assert all(map(torch.equal, contents.values(), other_contents.values()))

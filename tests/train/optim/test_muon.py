@@ -21,7 +21,7 @@ from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.weights.local_tensors import local_block, local_tensor
 from longspan.run.checks import check_optimizer
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, offload_optimizer_states
+from longspan.train import build_optimizer
 from longspan.train.optim import muon
 from longspan.train.optim.muon import is_layer_matrix, orthogonalize
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
@@ -103,13 +103,6 @@ def test_what_it_refuses() -> None:
             check_optimizer(load_config(None, KEYS | {"train.steps": 9} | keys))
     with pytest.raises(ConfigError, match=r"found none of the 3 trained parameters to be a matrix inside a layer"):
         build_optimizer(nn.ModuleDict({"embed": nn.Embedding(4, 4), "head": nn.Linear(4, 4)}), "muon")
-    with pytest.raises(ConfigError, match=r"Muon is not known to update each number by itself, as states on the host"):
-        run_ranks(_offload, 1)
-
-
-def _offload(rank: int) -> None:
-    with World(Layout(1), backend=backend(), timeout=60) as world:
-        offload_optimizer_states(build_optimizer(nn.Sequential(nn.Linear(4, 4)), "muon"), world)
 
 
 # ---- over ranks

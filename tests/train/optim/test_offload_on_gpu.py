@@ -10,7 +10,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.model.kinds import HOST_STORE
 from longspan.train.optim import offload_states as module
 from longspan.train.optim.offload_states import OffloadedStates
-from tests.train.optim.test_offload_states import ADAMW, KINDS, Model, _differences, _everything, _make, _take_steps
+from tests.train.optim.test_offload_states import (
+    ADAMW,
+    KINDS,
+    Model,
+    _differences,
+    _everything,
+    _make,
+    _take_steps,
+    late,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BUCKET = 1 << 20
@@ -18,41 +27,38 @@ SHAPES = {"wide": (3, 410_000), "small": (7,), "matrix": (600, 700), "last": (5,
 GPU = torch.device("cuda", 0)
 COPIES = ((module._Copies, "fetch"), (module._Copies, "store"))
 LATE: dict[str, Any] = {
-    "none": (),
-    "copies": COPIES,
-    "stores": COPIES[1:],
-    "updates": ((module._Update, "_update_bucket"),),
+    "none": ((), None),
+    "copies": (COPIES, lambda copies: (copies._to_device, copies._to_host)),
+    "stores": (COPIES[1:], lambda copies: (copies._to_device, copies._to_host)),
+    "updates": (((module._Update, "_update_bucket"),), None),
 }
 
 
-@pytest.mark.parametrize("late", LATE)
+def _make_late(place: str, patched: pytest.MonkeyPatch) -> None:
+    methods, streams = LATE[place]
+    for owner, name in methods:
+        patched.setattr(owner, name, late(getattr(owner, name), streams))
+
+
+@pytest.mark.parametrize("place", LATE)
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "nadam", "adagrad", "adamw by chance"])
-def test_parameters_and_states_are_the_same_bits(kind: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in LATE[late]:
-        monkeypatch.setattr(owner, name, _late(getattr(owner, name)))
+def test_parameters_and_states_are_the_same_bits(kind: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_late(place, monkeypatch)
     models = [Model(torch.bfloat16 if KINDS[kind][0] is ADAMW else torch.float32, SHAPES).to(GPU) for _ in range(2)]
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
-    offloaded = OffloadedStates(inner, GPU, bucket_bytes=BUCKET)
+    stay = 4 * BUCKET if place in ("copies", "updates") else 0
+    offloaded = OffloadedStates(inner, GPU, bucket_bytes=BUCKET, bytes_on_device=stay)
+    staying = {name for name, parameter in models[1].named_parameters() if parameter in offloaded.staying}
+    assert bool(staying) == bool(stay) and len(staying) < len(SHAPES)
     for steps in (range(1), range(1, 4)):
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
         on_device, on_host = _everything(models[0], plain), _everything(models[1], offloaded)
         assert not _differences(*(_moved(state, "cpu") for state in (on_device, on_host)))
-        large = [x for x in tree_leaves(on_host["state"]) if isinstance(x, Tensor) and x.ndim]
-        assert large and all(x.device.type == "cpu" and x.is_pinned() for x in large)
-
-
-def _late(method: Any) -> Any:
-    """A method whose work on the GPU begins some milliseconds after what it must wait for."""
-
-    def late_method(self: Any, *arguments: Any) -> Any:
-        on_copies = isinstance(self, module._Copies)
-        for stream in (self._to_device, self._to_host) if on_copies else (torch.cuda.current_stream(),):
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(4_000_000)
-        return method(self, *arguments)
-
-    return late_method
+        for name, parameter in models[1].named_parameters():
+            for x in tree_leaves(offloaded.state[parameter]):
+                if isinstance(x, Tensor) and x.ndim:
+                    assert x.is_cuda if name in staying else x.is_pinned()
 
 
 def _moved(state: Any, device: str) -> Any:
@@ -76,11 +82,10 @@ def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
     assert optimizer.host_bytes == sum(2 * -(-4 * count // 256) * 256 for count in counts)
 
 
-@pytest.mark.parametrize("late", ["none", "copies", "updates"])
+@pytest.mark.parametrize("place", ["none", "copies", "updates"])
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "adamw by chance"])
-def test_parameters_and_gradients_come_from_the_host(kind: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in LATE[late]:
-        monkeypatch.setattr(owner, name, _late(getattr(owner, name)))
+def test_parameters_and_gradients_come_from_the_host(kind: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_late(place, monkeypatch)
     dtype = torch.bfloat16 if KINDS[kind][0] is ADAMW else torch.float32
     on_device, on_host = Model(dtype, SHAPES).to(GPU), Model(dtype, SHAPES)
     for parameter in on_host.parameters():

@@ -1,6 +1,6 @@
 """Moments on the host: the same bits of parameters and states as on the device, whatever the optimizer and the cut."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +58,20 @@ def _take_steps(model: Model, optimizer: Optimizer, steps: range) -> None:
         optimizer.step()
 
 
+def late(method: Any, streams: Callable[[Any], Sequence[Any]] | None = None) -> Any:
+    """A method whose work on a GPU, on these streams or the current one, begins some milliseconds after what it waits
+    for.
+    """
+
+    def late_method(self: Any, *arguments: Any) -> Any:
+        for stream in [torch.cuda.current_stream()] if streams is None else streams(self):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(4_000_000)
+        return method(self, *arguments)
+
+    return late_method
+
+
 def _differences(a: Any, b: Any, path: str = "") -> list[str]:
     if isinstance(a, Mapping):
         keys = [] if [*a] == [*b] else [f"{path}: {[*a]} {[*b]}"]
@@ -100,7 +114,7 @@ def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype, 
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
     stay *= total_state_bytes(inner) - 1
     offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET, bytes_on_device=stay)
-    assert len(offloaded.staying) == (5 if stay else 0), "all but the last"
+    assert len(offloaded.staying) == (5 if stay else 0), "all but the first"
     for steps in (range(1), range(1, 4)):
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
@@ -120,7 +134,7 @@ def test_states_are_loaded_from_either_place(kind: str) -> None:
     again = [Model(torch.bfloat16) for _ in range(2)]
     resumed = [_make(model, *KINDS[kind]) for model in again]
     resumed[0] = OffloadedStates(resumed[0], CPU, bucket_bytes=BUCKET, bytes_on_device=BUCKET)
-    assert len(resumed[0].staying) == 4, "all but two"
+    assert 0 < len(resumed[0].staying) < len(SHAPES)
     for model, optimizer, saved in zip(again, resumed, optimizers, strict=True):
         model.load_state_dict(models[0].state_dict())
         copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved.state_dict())

@@ -313,8 +313,8 @@ MUTATIONS = {
     ),
     "tokens of a micro-batch count from the branch": (
         "train.terms.micro_batch_loss",
-        "own_places = expand_runs(ends - np.array(lengths), ends)",
-        "own_places = expand_runs(ends - np.array(lengths), ends) * 0 + np.arange(sum(lengths))",
+        "at = starts_of_rows + targets.path_positions",
+        "at = starts_of_rows + targets.positions",
     ),
 }
 

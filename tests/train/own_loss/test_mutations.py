@@ -32,8 +32,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "a rank's sum dropped in the pass ahead": (
         (LOG_PROBS, 'world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")', "flat"), "all"),
     "a loss counted by every slot": ((OWN + "micro_batch_loss", "loss if world.slot == 0 else 0.0", "loss"), "sets"),
-    "a loss counted by every rank": (
-        (DOCUMENTS, "self._loss_ahead if self._counts_ahead else 0.0", "self._loss_ahead"), "all"),
+    "a loss counted by every rank": ((DOCUMENTS, "if not is_first_rank(self._world):", "if False:"), "all"),
     "divided by ranks": (("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / self.world.home.slots"),
                          ALL),
     "divided by micro-batches": (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from longspan.bench.benches import origin_text, show_record, write_unfinished_record
+from longspan.bench.benches import origin_text, show_record, write_record
 from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, parse_step_flags
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
@@ -193,7 +193,7 @@ def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> No
     """The first rank writes the record with its newest row, so that rows survive an interruption."""
     if rank:
         return
-    write_unfinished_record(record, settings.out)
+    write_record(record, settings.out)
     row = record["rows"][-1]
     seconds = row.get("seconds", 0.0)
     speed = row.get("tokens_per_second_per_device", 0.0)

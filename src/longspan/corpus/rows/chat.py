@@ -149,7 +149,10 @@ class ChatEncoding:
     def _tokenize_rendering(self, text: str, spans: TurnSpans, tools: Sequence[Any] | None) -> Sample:
         """Make a sample in which tokens in spans are targets; a prompt is tokenized by itself, as at inference."""
         starts = [start for start, _ in spans.spans]
-        prompt_ends = [_find_prompt_end(text, start, self._prompts(tools)) for start in starts]
+        prompts: tuple[str, ...] = ()
+        with suppress(RowError):  # a template with marks need not write a plain conversation
+            prompts = self._turn_tokens(tools).prompts
+        prompt_ends = [_find_prompt_end(text, start, prompts) for start in starts]
         borders = sorted({end for end in prompt_ends if end is not None})
         ids, offsets = self.tokenizer.set_parsing(True).encode_with_spans(text, borders)
         begins, ends = offsets.T
@@ -166,7 +169,7 @@ class ChatEncoding:
         This is not seen in single texts, as several texts that follow one another can form a token together.
         """
         tokens = self._turn_tokens(tools)
-        if tokens.any_token is None or tokens.is_harmless([messages, tools]):
+        if tokens.is_harmless([messages, tools]):
             return
         harmless = self.template.render(*tokens.make_harmless([messages, tools])).text
         names, harmless_names = tokens.any_token.findall(text), tokens.any_token.findall(harmless)
@@ -180,11 +183,6 @@ class ChatEncoding:
                 f"{changes or 'them in another order'}; leave out the characters in its texts that make them together, "
                 "or let these be special tokens with data.parse_special_tokens = true"
             )
-
-    def _prompts(self, tools: Sequence[Any] | None) -> tuple[str, ...]:
-        with suppress(RowError):  # a template with marks need not write a plain conversation
-            return self._turn_tokens(tools).prompts
-        return ()
 
     def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
         return self._tokens_with_tools if tools else self._tokens_without_tools

@@ -47,7 +47,7 @@ class TurnTokens:
     plain: frozenset[str]
 
     @cached_property
-    def any_token(self) -> re.Pattern[str] | None:
+    def any_token(self) -> re.Pattern[str]:
         return pattern_of_any(self.ends | self.headers | self.special)
 
     @cached_property
@@ -62,18 +62,15 @@ class TurnTokens:
         }
         return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else "(?!)")
 
-    @cached_property
-    def _risky_or_plain(self) -> re.Pattern[str]:
-        """Names of `plain` tokens come first, to be matched as a whole: templates look for these names."""
-        plain = pattern_of_any(self.plain - self.ends - self.headers)
-        return re.compile(f"{plain.pattern}|{self._risky_characters.pattern}") if plain else self._risky_characters
-
     def is_harmless(self, value: Any) -> bool:
         return not any(self._risky_characters.search(text) for _, text in strings_with_places(value, ""))
 
     def make_harmless(self, value: Any) -> Any:
+        """Names of `plain` tokens come first, to be matched as a whole: templates look for these names."""
+        plain = pattern_of_any(self.plain - self.ends - self.headers)
+        pattern = re.compile(f"{plain.pattern}|{self._risky_characters.pattern}")
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
-        return map_strings(value, lambda text: self._risky_or_plain.sub(replaced, text))
+        return map_strings(value, lambda text: pattern.sub(replaced, text))
 
     def find_end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
         """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.
@@ -83,7 +80,7 @@ class TurnTokens:
         stands between that token and the next turn or the end of the text. The last turn of the text needs no token at
         its end.
         """
-        tokens = list(self.any_token.finditer(text, start, limit)) if self.any_token else []
+        tokens = list(self.any_token.finditer(text, start, limit))
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
         for i, token in enumerate(inside):
             if token.group() in self.ends | self.closing:
@@ -130,12 +127,12 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
     text = template.render(turns, tools).text
     between = text.split(_WORDS[1])[-1].split(_WORDS[2])[0]
     tail = text.split(_WORDS[3])[-1]
-    separators = tokens.findall(between) if tokens else []
+    separators = tokens.findall(between)
     ends = frozenset(template.ends)
-    tail_tokens = tokens.findall(tail) if tokens else []
+    tail_tokens = tokens.findall(tail)
     first_is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
     prompt = _find_answer_prompt(template, tools, tokens)
-    prompt_token = tokens.match(prompt) if tokens else None
+    prompt_token = tokens.match(prompt)
     headers = {*separators[1 if first_is_end else 0 :], *([prompt_token.group()] if prompt_token else [])}
     # What stands between each question and its answer.
     answer_heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
@@ -144,7 +141,7 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
         for tokens_after in (separators if first_is_end else [], tail_tokens)
         if tokens_after and not ends.intersection(tokens_after)
     )
-    stops = {match.end() for match in tokens.finditer(prompt)} if tokens else set[int]()
+    stops = {match.end() for match in tokens.finditer(prompt)}
     stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
     beginnings = tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
     # The longest beginning in each head: a template may write less there than in a prompt. One without any has no say.
@@ -159,12 +156,12 @@ def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine
     )
 
 
-def _find_answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
+def _find_answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str]) -> str:
     """It begins where the question rendered with the prompt begins to differ from the question rendered without it."""
     question = [{"role": "user", "content": _WORDS[0]}]
     plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
     common = next((i for i, (a, b) in enumerate(zip(plain, with_prompt, strict=False)) if a != b), len(plain))
-    for token in tokens.finditer(with_prompt) if tokens else ():  # a token is not cut in two
+    for token in tokens.finditer(with_prompt):  # a token is not cut in two
         if token.start() < common < token.end():
             common = token.start()
     return with_prompt[common:]
@@ -360,7 +357,7 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
             f"its chat template writes messages[{min(intruders)}] into {name}, so that it would be learnt as what the "
             "assistant says; give its texts and its calls as messages of their own"
         )
-    for token in tokens.any_token.finditer(conversation.text, start, end) if tokens.any_token else ():
+    for token in tokens.any_token.finditer(conversation.text, start, end):
         if token.group() in tokens.ends and token.end() < end:
             yield start, token.end()
             if (start := _skip_prompt(conversation.text, token.end(), tokens)) is None:

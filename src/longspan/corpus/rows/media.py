@@ -187,20 +187,15 @@ _TEXTS = ("text", "prompt", "completion")
 _CONVERSATIONS = ("messages", "prompt", "completion")
 
 
-def kinds_by_name(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds (image, video, audio) that texts of a row name: those with a key in the row and no part.
+def media_name_pattern(values: Mapping[str, Any]) -> re.Pattern[str]:
+    """Return a pattern for the kinds (image, video, audio) that texts of a row name: those with a key and no part.
 
     A key without a value counts: a text that names something missing is then an error, not plain text.
     """
     with_key = [kind for kind, keys in MEDIA_KEYS.items() if any(key in values for key in keys)]
-    if not with_key:
-        return ()
     part_types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))]
-    return tuple(kind for kind in with_key if not any(part_type in _TYPES[kind] for part_type in part_types))
-
-
-def media_name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
-    return re.compile("|".join(NAMED[kind] for kind in kinds) or r"(?!)")
+    by_name = (kind for kind in with_key if not any(part_type in _TYPES[kind] for part_type in part_types))
+    return pattern_of_any([NAMED[kind] for kind in by_name])
 
 
 def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
@@ -244,7 +239,7 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     by_key = read_media(row.values, row.folder)
     part_media = _PartMedia(row.folder)
     values = dict(row.values)
-    pattern = media_name_pattern(kinds_by_name(row.values))
+    pattern = media_name_pattern(row.values)
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
             values[key] = part_media.extract_media(row.values[key], key, pattern)
@@ -483,7 +478,7 @@ class RowImages:
     def text_sample(self, values: Mapping[str, Any], media: RowMedia) -> Sample:
         """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
         text = require_string(values.get("text"), "text")
-        pattern = media_name_pattern(kinds_by_name(values))
+        pattern = media_name_pattern(values)
         special = pattern_of_any(self.tokenizer.special_names)
         check_media_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:

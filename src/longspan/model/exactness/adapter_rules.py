@@ -206,21 +206,21 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
 class AdapterFeature(Feature):
     """An adapter, which alone is trained and saved."""
 
+    _adapter: Adapter
+
     def __init__(self, call: Call) -> None:
         super().__init__(call)
         self._peft_model = call.given
-        self._adapter: Adapter | None = None
 
     def refuse(self, model: PreTrainedModel) -> None:
-        self._adapter = find_adapter(model)
-        if self._adapter is not None:
-            check_adapter(model, self._adapter, self.world)
+        adapter = find_adapter(model)
+        assert adapter is not None  # the model has modules of peft
+        check_adapter(model, adapter, self.world)
+        self._adapter = adapter
 
     def compare_ranks(self, model: PreTrainedModel) -> None:
-        if self._adapter is not None:
-            check_equal_adapters(model, self.world)
+        check_equal_adapters(model, self.world)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
-        if self._adapter is not None:
-            prepared.adapter = self._adapter
-            redirect_peft_model(self._peft_model, prepared)
+        prepared.adapter = self._adapter
+        redirect_peft_model(self._peft_model, prepared)

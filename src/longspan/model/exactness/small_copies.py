@@ -47,23 +47,38 @@ _HEADS = (
     "num_heads",
     "decoder_attention_heads",
     "encoder_attention_heads",
-)
-_HEADS += (
     "attention_heads",
     "num_decoder_attention_heads",
     "num_encoder_attention_heads",
     "swa_num_attention_heads",
+    "num_query_groups",
+    "linear_num_heads",
+    "num_attention_heads_per_layer",
 )
-_HEADS += ("num_query_groups", "linear_num_heads", "num_attention_heads_per_layer")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
-_HEAD_SIZES = ("head_dim", "swa_head_dim", "kv_channels", "d_head", "dim_head", "attention_head_size", "d_kv")
-_HEAD_SIZES += ("global_head_dim",)
+_HEAD_SIZES = (
+    "head_dim",
+    "swa_head_dim",
+    "kv_channels",
+    "d_head",
+    "dim_head",
+    "attention_head_size",
+    "d_kv",
+    "global_head_dim",
+)
 _OF_LATENTS = ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 PICKED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 EXPERT_GROUPS = ("n_group", "num_expert_group")
-_WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention", "window_size")
-_WINDOWS += ("keep_window_size", "local_attention_window_len")
+_WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "local_attention",
+    "window_size",
+    "keep_window_size",
+    "local_attention_window_len",
+)
 _LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -71,10 +86,10 @@ _LENGTHS = (
     "max_seq_len",
     "max_target_positions",
     "context_length",
+    "max_source_positions",
+    "model_max_length",
 )
-_LENGTHS += ("max_source_positions", "model_max_length")
 _VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
-_SCORE_SCALES = ("attention_multiplier",)
 _DROPOUT = re.compile(r"drop|_pdrop$|^dropout")
 _NETWORK = re.compile(
     r"(intermediate|ffn|ff|feed_forward|inner).*(size|dim|mlp)$|^(n_inner|d_inner|dff|dim_ff)$|ffn_dim$"
@@ -151,7 +166,7 @@ class _Rules:
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
         # by Granite's default, 1, a softmax sees one key alone
-        if isinstance(value, float) and name in _SCORE_SCALES:
+        if isinstance(value, float) and name == "attention_multiplier":
             return min(value, 1.5 / math.sqrt(self.small_head_size))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
             return value
@@ -254,14 +269,36 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: in
 # rope), by lists of layer indices, by counts of first or last layers, and by periods. One layer of every kind is
 # chosen, in order.
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
-LAYER_COUNTS += ("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack", "depth")
-_INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices")
-_INDICES += ("hybrid_layer_ids", "local_layer_ids", "ple_layer_ids")
+LAYER_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_blocks",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "num_layers_per_stack",
+    "depth",
+)
+_INDICES = (
+    "mlp_only_layers",
+    "moe_layers",
+    "full_attn_idxs",
+    "cross_attention_layers",
+    "attn_layer_indices",
+    "hybrid_layer_ids",
+    "local_layer_ids",
+    "ple_layer_ids",
+)
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
-_LAST = ("num_kv_shared_layers",)
-_PERIODS = {"decoder_sparse_step": None, "attn_layer_period": "attn_layer_offset"}
-_PERIODS |= {"expert_layer_period": "expert_layer_offset", "moe_layer_interval": None}
+_PERIODS = {
+    "decoder_sparse_step": None,
+    "attn_layer_period": "attn_layer_offset",
+    "expert_layer_period": "expert_layer_offset",
+    "moe_layer_interval": None,
+}
 _MOST = 6  # kinds of layers that each get a layer; of more kinds, layers that show each property
 
 
@@ -279,7 +316,7 @@ class LayerChoice(NamedTuple):
             return [index for index, layer in enumerate(self.layers) if layer in value]
         if name in _FIRST and isinstance(value, int):
             return sum(layer < value for layer in self.layers)
-        if name in _LAST and isinstance(value, int):
+        if name == "num_kv_shared_layers" and isinstance(value, int):
             return sum(layer >= self.of - value for layer in self.layers)
         if name == "moe_layer_end_index" and isinstance(value, int):
             return len(self.layers) - 1
@@ -406,8 +443,19 @@ def _add_mrope_sections(text: dict[str, Any]) -> dict[str, Any]:
 
 _T = TypeVar("_T")
 MOST_PARAMETERS = 4_000_000  # of a copy with small heads
-_LEFT_OUT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "id2label", "label2id", "_name_or_path")
-_LEFT_OUT += ("transformers_version", "architectures", "attn_implementation", "_attn_implementation")
+_LEFT_OUT = (
+    "quantization_config",
+    "auto_map",
+    "torch_dtype",
+    "dtype",
+    "id2label",
+    "label2id",
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "attn_implementation",
+    "_attn_implementation",
+)
 
 
 def shrink_configuration(

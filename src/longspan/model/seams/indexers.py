@@ -7,7 +7,7 @@ are, the lowest positions are chosen: `topk` has no order among them. As in tran
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +118,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     Where no document is longer than k, every row sees every key, and there are no columns. Else index keys are gathered
     over each group, (rows, head size), and scored by a few rows at a time. Nothing of rows × keys is whole.
     """
-    signature = _forward_signature(type(indexer))
+    signature = inspect.signature(inspect.unwrap(type(indexer).forward))
     arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
     del arguments["self"]
     (cache,) = signature.parameters.keys() & {*_CACHE_ARGUMENTS}
@@ -164,11 +164,6 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
                 found = run_class(rows, lambda *_, keys=keys: keys[None], attention_mask=visible[None])
             chosen[:, rows, : found.shape[2]] = found
     return chosen
-
-
-@cache
-def _forward_signature(kind: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(inspect.unwrap(kind.forward))
 
 
 def _gather_keys(keys: Tensor, members: Members) -> Tensor:

@@ -211,10 +211,7 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
         return type(norm).forward(norm, x)
-    eps = _find_eps(norm)
-    if x.numel() <= MOST:  # nearly always: without a function for pieces, which costs the host time
-        return rms_norm(x, weight.shape, weight, eps)
-    return run_norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, eps), x)
+    return run_norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _find_eps(norm)), x)
 
 
 def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:

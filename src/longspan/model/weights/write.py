@@ -92,13 +92,11 @@ class WeightWriter:
         empty: PreTrainedModel,
         *,
         cast: bool = True,
-        file_bytes: int = FILE_BYTES,
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
         self.folder = folder
         self.empty = empty
         self._cast = cast
-        self._limit = file_bytes
         self._rename = rename
         self._expected = dict(empty.state_dict())
         # names that `write_unit` skips: second ones of tied parameters and others that files do not hold, and from then
@@ -125,7 +123,7 @@ class WeightWriter:
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
         for name, tensor in revert_weight_conversion(self.empty, tensors).items():
-            if self._file and sum(x.nbytes for x in self._file.values()) + tensor.nbytes > self._limit:
+            if self._file and sum(x.nbytes for x in self._file.values()) + tensor.nbytes > FILE_BYTES:
                 self._write_file()
             self._file[self._rename(name)] = tensor.contiguous()
 

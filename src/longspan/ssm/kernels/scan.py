@@ -143,42 +143,6 @@ def _products_under_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
     return torch.einsum("nhic,nhjc,nhijc->nhij", a, b, fades).tril()
 
 
-def summaries(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Integers, leaving: Integers, carrying: Integers
-) -> tuple[Tensor, Tensor]:
-    """Return B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
-
-    Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, M (m, H, K, K), at twice the
-    cost or more, so the second half is left out where no run needs M. Without a delta term M (m, H, 1, 1) is the
-    product of a run's decays. Only rows of runs in either list are scanned.
-    """
-    heads = k.shape[1]
-    size = k.shape[2]
-    width = v.shape[2]
-    summed_runs = np.union1d(leaving, carrying)
-    starts = (np.cumsum(lengths) - lengths)[summed_runs]
-    lengths = lengths[summed_runs]
-    rows = to_device(expand_runs(starts, starts + lengths), k.device)
-    k, v, g = (x.index_select(0, rows) for x in (k, v, g))
-    beta = None if beta is None else beta.index_select(0, rows)
-    leaving_at, carrying_at = (
-        to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying)
-    )
-    initial = k.new_zeros((len(summed_runs), heads, size, width))
-    transitions = k.new_zeros((0, heads, size, size))
-    if beta is None:
-        runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths), k.device)
-        transitions = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, runs, g).exp().unsqueeze(-1)
-    elif len(carrying):
-        unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(summed_runs), heads, size, size)
-        initial = torch.cat([initial, unit], -1)
-        v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
-    state = scan(None, k, v, g, beta, initial, lengths)[1]
-    if beta is not None and len(carrying):
-        transitions = state[..., width:]
-    return state[..., :width].index_select(0, leaving_at), transitions.index_select(0, carrying_at)
-
-
 class TorchForward:
     """A forward pass; see `Forward`. Nothing is saved for backward, which scans again."""
 
@@ -188,8 +152,36 @@ class TorchForward:
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
+        """Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, at twice the cost or
+        more, so the second half is left out where no run needs M. Without a delta term M is the product of a run's
+        decays. Only rows of runs in either list are scanned.
+        """
         _, k, v, g, beta = self._inputs
-        return summaries(k, v, g, beta, self._runs.lengths, leaving, carrying)
+        heads = k.shape[1]
+        size = k.shape[2]
+        width = v.shape[2]
+        summed_runs = np.union1d(leaving, carrying)
+        starts = self._runs.starts[summed_runs]
+        lengths = self._runs.lengths[summed_runs]
+        rows = to_device(expand_runs(starts, starts + lengths), k.device)
+        k, v, g = (x.index_select(0, rows) for x in (k, v, g))
+        beta = None if beta is None else beta.index_select(0, rows)
+        leaving_at, carrying_at = (
+            to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying)
+        )
+        initial = k.new_zeros((len(summed_runs), heads, size, width))
+        transitions = k.new_zeros((0, heads, size, size))
+        if beta is None:
+            runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths), k.device)
+            transitions = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, runs, g).exp().unsqueeze(-1)
+        elif len(carrying):
+            unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(summed_runs), heads, size, size)
+            initial = torch.cat([initial, unit], -1)
+            v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
+        state = scan(None, k, v, g, beta, initial, lengths)[1]
+        if beta is not None and len(carrying):
+            transitions = state[..., width:]
+        return state[..., :width].index_select(0, leaving_at), transitions.index_select(0, carrying_at)
 
     def outputs(self, states: Tensor) -> Tensor:
         return scan(*self._inputs, states, self._runs.lengths)[0]

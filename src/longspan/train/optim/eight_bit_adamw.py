@@ -1,6 +1,5 @@
 """AdamW whose moments are in eight bits on the device, and in bfloat16 in checkpoints, of any number of ranks."""
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,8 +70,7 @@ class EightBitAdamW(OnePassAdamW):
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
         count = self.state[parameter]["step"].item()
-        digest = hashlib.blake2b(repr(("moments", count)).encode(), digest_size=8).digest()
-        key = RandomKey(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
+        key = RandomKey.from_source("moments", count)
         if parameter not in self._first_places:
             block = LocalPart.from_parameter(parameter).block
             self._first_places[parameter] = Places.from_block(parameter.shape, block).offset

@@ -121,12 +121,19 @@ def total_state_bytes(optimizer: Optimizer) -> int:
 
 
 def _find_staying_parameters(optimizer: Optimizer, bytes_on_device: int) -> dict[nn.Parameter, int]:
-    """Return the first parameters whose moments together take no more, and the bytes of each one's."""
+    """Return parameters whose moments together take no more, and the bytes of each one's: those of an equal share of
+    every layer, so that the bus has as much to bring for each.
+    """
+    sizes = _state_bytes(optimizer)
+    total = sum(sizes.values())
     staying = dict[nn.Parameter, int]()
-    for parameter, size in _state_bytes(optimizer).items():
-        if size <= bytes_on_device and not waits_on_host(parameter):
+    kept = 0
+    seen = 0
+    for parameter, size in sizes.items():
+        seen += size
+        if (kept + size) * total <= bytes_on_device * seen and not waits_on_host(parameter):
             staying[parameter] = size
-            bytes_on_device -= size
+            kept += size
     return staying
 
 
@@ -352,12 +359,8 @@ class OffloadedStates(Optimizer):
         self.state = defaultdict(dict)  # pyright: ignore[reportIncompatibleVariableOverride]
         for key, state in states.items():
             parameter = parameters[key]
-            casts = parameter.is_floating_point()
             values = {
-                name: (value.to(parameter.dtype) if casts and name != "step" else value)
-                if _is_moment(value)
-                else loaded[parameter][name]
-                for name, value in state.items()
+                name: value if _is_moment(value) else loaded[parameter][name] for name, value in state.items()
             }
             self.state[parameter] = self._copy_state(parameter, values)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -369,21 +372,20 @@ class OffloadedStates(Optimizer):
         values = dict(state)
         for name, value in state.items():
             if _is_moment(value):
-                values[name] = moment = self.find_moment(parameter, name, value.dtype)
+                values[name] = moment = self.find_moment(parameter, name)
                 local_tensor(moment).copy_(local_tensor(value))
         return values
 
-    def find_moment(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
+    def find_moment(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return the memory of a moment, in the parameter's type, as torch has it; the first call takes it."""
         local = local_tensor(parameter.detach())
-        _, tensor = self._places.get((parameter, name), (None, None))
-        if tensor is None or tensor.dtype != dtype:
+        if (parameter, name) not in self._places:
             if parameter in self.staying:
-                place = None
-                tensor = torch.empty_like(local, dtype=dtype)
+                self._places[parameter, name] = None, torch.empty_like(local)
             else:
-                place = self._arena.take_range(local.numel() * dtype.itemsize)
-                tensor = place.view_like(torch.empty_like(local, dtype=dtype, device="meta"))
-            self._places[parameter, name] = place, tensor
+                place = self._arena.take_range(local.nbytes)
+                self._places[parameter, name] = place, place.view_like(local)
+        _, tensor = self._places[parameter, name]
         return make_sharded_tensor(parameter.detach(), tensor)
 
 
@@ -468,10 +470,13 @@ class _Update:
         return group.unshard(*args, **keywords)
 
     def _make_current(self, parameters: Iterable[Any]) -> None:
+        """Let the current stream wait for the updates of these; gradients of those that it waited for are free."""
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
         count = last + 1
         self._launch_buckets(count + self._ahead)
-        self._wait_for_buckets(count)
+        while self._updated and self._launched - len(self._updated) < count:
+            _, self._event = self._updated.popleft()
+        self._copies.wait_for_event(self._event)
 
     def _launch_buckets(self, count: int) -> None:
         """Launch updates until `count` buckets are, in whatever mode the caller runs."""
@@ -491,12 +496,6 @@ class _Update:
                 self._leave_replaced()
                 self._copies.wait_for_all()
             raise
-
-    def _wait_for_buckets(self, count: int) -> None:
-        """Let the current stream wait for the first `count` buckets, whose gradients are free then."""
-        while self._updated and self._launched - len(self._updated) < count:
-            _, self._event = self._updated.popleft()
-        self._copies.wait_for_event(self._event)
 
     def _run_buckets(self) -> Generator[None]:
         """Update the buckets one by one, while the next comes and the one before goes."""
@@ -581,7 +580,7 @@ class _Update:
             for name, value in new_state.items():
                 state = self._optimizer.host_states[part.parameter]
                 if _is_moment(value):
-                    state[name] = moment = self._optimizer.find_moment(part.parameter, name, value.dtype)
+                    state[name] = moment = self._optimizer.find_moment(part.parameter, name)
                     target = part.local_view(local_tensor(moment))
                     if part.parameter not in self._optimizer.staying:
                         pairs.append((target, value))

@@ -48,6 +48,10 @@ class RandomKey(NamedTuple):
     first: int
     second: int
 
+    @classmethod
+    def from_source(cls, *source: object) -> "RandomKey":
+        return cls(*_KEY.unpack(hashlib.blake2b(repr(source).encode(), digest_size=_KEY.size).digest()))
+
 
 class Places(NamedTuple):
     """Where the numbers of a block, such as a rank's shard, are among the numbers of the whole parameter.
@@ -116,24 +120,21 @@ class RoundingBits:
         self._world = world
         # Copies on several pipeline stages have one name.
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._step, self._draws = -1, Counter[nn.Parameter]()
+        self._step = -1
+        self.draws = Counter[nn.Parameter]()  # updates of each in this step, whose next one has another key
         self._places = dict[nn.Parameter, Places]()
 
     def key(self, parameter: nn.Parameter) -> RandomKey:
         """Return the key of the parameter's next update; in a new step of the world, updates are counted from 0."""
         if self._world.step != self._step:
             self.restart_counts()
-        source = self._world.seed, self._step, self._draws[parameter], self._names.get(parameter, "")
-        return RandomKey(*_KEY.unpack(hashlib.blake2b(repr(source).encode(), digest_size=_KEY.size).digest()))
-
-    def count_update(self, parameter: nn.Parameter, by: int = 1) -> None:
-        """Count an update of the parameter, so that its next one in this step has another key; −1 takes one back."""
-        self._draws[parameter] += by
+        name = self._names.get(parameter, "")
+        return RandomKey.from_source(self._world.seed, self._step, self.draws[parameter], name)
 
     def restart_counts(self) -> None:
         """Let the next update draw the bits of the first update of its step."""
         self._step = self._world.step
-        self._draws = Counter()
+        self.draws = Counter()
 
     def places(self, parameter: nn.Parameter) -> Places:
         places = self._places.get(parameter)
@@ -393,7 +394,7 @@ class OnePassAdamW(AdamW):
         if self._rounding is None or parameter.dtype != torch.bfloat16:
             return None
         key = self._rounding.key(parameter)
-        self._rounding.count_update(parameter)
+        self._rounding.draws[parameter] += 1
         return key
 
     def take_back_counts(self, state: Mapping[Any, dict[str, Any]] | None = None) -> None:
@@ -407,7 +408,7 @@ class OnePassAdamW(AdamW):
                 if parameter.grad is not None and "step" in state[parameter]:
                     state[parameter]["step"] -= 1
                     if self._rounding is not None:
-                        self._rounding.count_update(parameter, -1)
+                        self._rounding.draws[parameter] -= 1
 
     def _count_step(self, parameter: nn.Parameter) -> float:
         """The count is kept on the CPU, also of states that torch's fused AdamW saved: no step waits for a GPU."""

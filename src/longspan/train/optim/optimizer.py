@@ -295,37 +295,30 @@ def _accepts_argument(kind: type[Optimizer], argument: str) -> bool:
     return argument in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}  # of Adam and AdamW, all 0 before the first step
-
-
 def allocate_adam_states(optimizer: Optimizer) -> bool:
     """Allocate the zero states of a first step of Adam or AdamW; returns whether it did.
 
-    A step along zero gradients with rate and decay 0 changes no weight, and its count is reset. There must be no
-    gradients.
+    A step along zero gradients with rate 0 changes no weight, and its count is reset. There must be no gradients.
     """
     if optimizer.state or type(optimizer) not in (Adam, AdamW, OnePassAdamW, EightBitAdamW):
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    settings = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups]
     assert all(parameter.grad is None for parameter in parameters)
     try:
         for group in optimizer.param_groups:
-            group |= {"lr": 0.0, "weight_decay": 0.0}
+            group["lr"] = 0.0
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         if isinstance(optimizer, OnePassAdamW):
             optimizer.take_back_counts()  # for its random bits: counts of steps become 0 below
     finally:
-        for group, old_settings in zip(optimizer.param_groups, settings, strict=True):
-            group |= old_settings
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         optimizer.zero_grad(set_to_none=True)
-    for states in optimizer.state.values():
-        assert set(states) <= _STATES
-        for state in states.values():
-            assert isinstance(state, Tensor)
-            state.zero_()
+    for state in tree_leaves(dict(optimizer.state)):
+        state.zero_()
     return True
 
 

@@ -1,10 +1,10 @@
 """A loss of whole documents: a function of the log-probabilities of each document of a set; and a step's own loss."""
 
-import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks, raise_first_error
+from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import LongspanError, LossError, ModelError, plural
 from longspan.layout import Floats
 from longspan.model.kinds import adapter_of_prepared_model, is_adapted
@@ -22,7 +23,7 @@ from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
-from longspan.train.read_rows import WEIGHTS, LocalBatch
+from longspan.train.read_rows import WEIGHTS, LocalBatch, read_and_compare_digest, text_digest
 from longspan.train.step_inputs import StepInputs
 from longspan.train.terms.micro_batch_loss import (
     MicroBatchLoss,
@@ -136,6 +137,9 @@ class DocumentPasses:
     An error of the caller's function is kept in `error`, and the passes go on.
     """
 
+    kind = "DocumentLoss"
+    given = "sums"
+
     def __init__(
         self,
         loss: DocumentLoss,
@@ -159,7 +163,6 @@ class DocumentPasses:
         self._coefficients: Floats = np.zeros((len(plan.lengths), self._width))  # of sets not in one micro-batch
         # this rank's part of the sums of documents
         self.sums: Floats = np.zeros((len(plan.lengths), self._width + len(self._also)))
-        self._loss_ahead = 0.0
         self._index = {
             document: index
             for index, micro_batch in enumerate(plan.micro_batches)
@@ -184,14 +187,17 @@ class DocumentPasses:
         if self._sets_inside:
             refuse_head_dropout(model, self._world, "DocumentLoss")
 
-    def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
-        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
+    def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
+        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks.
+
+        Returns this rank's part of the loss of these sets, which one rank counts.
+        """
         # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted(
             {self._index.get(document, -1) for documents in self._sets_across for document in documents}
         )
         if not indices:
-            return
+            return 0.0
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         collected = CollectedLogProbs(
@@ -199,20 +205,14 @@ class DocumentPasses:
         )
         run_passes(replace(passes, backward=False, routing=None, loss_fn=collected, depths=0, terms=()), ahead)
         sums = collected.gather_tables(passes.world)[1].T
-        self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
+        loss, self._coefficients = self._compute_set_losses(self._sets_across, sums)
         self.forward_twice: int = len(indices)
-        if self._counts_ahead:
-            inside = {d for sets in self._sets_inside.values() for documents in sets for d in documents}
-            ahead_alone = sorted({d for documents in self._sets_across for d in documents} - inside)
-            self.sums[ahead_alone] += sums[ahead_alone]
-
-    def loss_ahead(self) -> float:
-        """Return this rank's part of the loss of the sets of `compute_coefficients_ahead`, which one rank counts."""
-        return self._loss_ahead if self._counts_ahead else 0.0
-
-    @property
-    def _counts_ahead(self) -> bool:
-        return self._world.rank == self._world.home.ranks[0]
+        if not is_first_rank(self._world):
+            return 0.0
+        inside = {d for sets in self._sets_inside.values() for documents in sets for d in documents}
+        ahead_alone = sorted({d for documents in self._sets_across for d in documents} - inside)
+        self.sums[ahead_alone] += sums[ahead_alone]
+        return loss
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
@@ -287,22 +287,14 @@ class LossTerm(Term):
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
-        loss_text = ""
-        failure = None
-        try:
-            self.loss_fn: LossFn
-            self.divisor: float
-            self.loss_fn, self.divisor, loss_text = _read_loss(
-                loss, divisor, inputs.plan, world, chunk_rows, scores
-            )
-        except Exception as error:  # sets may be anything: the other ranks must learn of it
-            failure = _to_loss_error(error, world)
-        (failed,) = world.control.compare_digests(
-            _text_digest("a loss or a divisor"), failure is not None, what=_COMPARISON, hint=_HINT
+        read = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
+        names = {"what": "losses, sets or divisors", "hint": _HINT}
+        self.loss_fn: LossFn
+        self.divisor: float
+        self.loss_fn, self.divisor, loss_text = read_and_compare_digest(
+            read, text_digest("a loss or a divisor"), world, _to_loss_error, **names
         )
-        if failed:
-            raise_first_error(world, failure)
-        world.control.compare_digests(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
+        world.control.compare_digests(text_digest(loss_text), **names)
         if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
             self.loss_fn.refuse_dropout(inputs.language_model)
         if inputs.backward and isinstance(self.loss_fn, MicroBatchPasses):
@@ -314,8 +306,7 @@ class LossTerm(Term):
     def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
         if not isinstance(self.loss_fn, DocumentPasses):
             return 0.0
-        self.loss_fn.compute_coefficients_ahead(passes, batches)
-        return self.loss_fn.loss_ahead()
+        return self.loss_fn.compute_coefficients_ahead(passes, batches)
 
     def raise_error(self) -> None:
         if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
@@ -325,15 +316,10 @@ class LossTerm(Term):
             raise_first_error(self._world, error)
         if isinstance(self.loss_fn, TokenLoss) or not self.loss_fn.check.differ_on_ranks(self._world):
             return
-        kind = "DocumentLoss"
-        given = "sums"
-        if isinstance(self.loss_fn, MicroBatchPasses):
-            kind = "MicroBatchLoss"
-            given = "tokens"
         raise on_all_ranks(
             LossError(
-                f"the function of a {kind} gave other losses or derivatives on some ranks; let it depend on {given}, "
-                "on the numbers of documents, and on values that are the same on every rank"
+                f"the function of a {self.loss_fn.kind} gave other losses or derivatives on some ranks; let it depend "
+                f"on {self.loss_fn.given}, on the numbers of documents, and on values that are the same on every rank"
             )
         )
 
@@ -350,12 +336,7 @@ class LossTerm(Term):
         return {"forward_twice": self.loss_fn.forward_twice, "figures": made}
 
 
-_COMPARISON = "losses, sets or divisors"
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_loss(

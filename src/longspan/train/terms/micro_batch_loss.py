@@ -71,6 +71,9 @@ class MicroBatchLoss:
 class MicroBatchPasses:
     """The loss of a step's passes under a MicroBatchLoss; an error of its function is kept in `error`."""
 
+    kind = "MicroBatchLoss"
+    given = "tokens"
+
     def __init__(self, loss: MicroBatchLoss, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
         self.error: Exception | None = None
         self.check = SameOnRanks()

@@ -7,7 +7,6 @@ one with labels has those with a label. Targets are counted over all slots befor
 plain sum over slots, as the main loss's. A document's weights multiply its tokens' losses at every depth.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.plain_text import short_text
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import LossFn, Passes, Term
-from longspan.train.read_rows import LocalBatch
+from longspan.train.read_rows import LocalBatch, text_digest
 from longspan.train.step_inputs import StepInputs
 
 
@@ -120,7 +119,7 @@ def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
             f"mtp= was given, and rows of {' and '.join(spans)} see each other in {name}: at a depth a row would see "
             "later ones that hold the tokens it is to predict; leave mtp= out"
         )
-    digest = hashlib.sha256(f"{mtp} {depths}".encode()).hexdigest()
+    digest = text_digest(f"{mtp} {depths}")
     hint = "Give every rank the same mtp=, or none, and a model with as many depths"
     world.control.compare_digests(digest, what="losses of multi-token prediction", hint=hint)
     return depths

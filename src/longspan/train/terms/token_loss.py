@@ -4,7 +4,6 @@ The function of a loss runs once for each chunk of logits, outside of what recom
 depend only on their own rows: which rows are in a chunk, and on which rank, is the plan's affair.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -31,7 +30,14 @@ from longspan.train.loss import (
     target_log_probs,
     uses_softmax_kernels,
 )
-from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, rows_before, target_rows
+from longspan.train.read_rows import (
+    WEIGHTS,
+    LocalBatch,
+    documents_and_positions,
+    rows_before,
+    target_rows,
+    text_digest,
+)
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 _COLUMNS = 2048  # that a program has at a time, with several sums in each lane
@@ -51,7 +57,7 @@ def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def compare_names_on_ranks(names: tuple[str, ...], world: World) -> None:
-    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
+    digest = text_digest(" ".join(names))
     world.control.compare_digests(
         digest, what="lists also=", hint="Give every rank the same names in the same order"
     )
