@@ -166,10 +166,10 @@ def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
     """Apply the model's gate to rows (S, 2 I) of gates and values: (S, I)."""
     module: Any = experts
     gate = getattr(type(module), "_apply_gate", None)
-    is_default = gate is not None and gate is getattr(moe, "_default_apply_gate", None)
+    if gate is None or gate is not getattr(moe, "_default_apply_gate", None) or find_row_kernels(x) is None:
+        return module._apply_gate(x)
     is_silu = isinstance(module.act_fn, _SILU_CLASSES) or module.act_fn is silu  # torch's own in LFM2-MoE
-    is_fused = is_default and is_silu and find_row_kernels(x) is not None
-    return apply_silu_gate_kernel(x) if is_fused else module._apply_gate(x)
+    return apply_silu_gate_kernel(x) if is_silu else module._apply_gate(x)
 
 
 def apply_silu_gate_kernel(x: Tensor) -> Tensor:
