@@ -389,12 +389,6 @@ def _moments(**settings: Any) -> Iterator[Bytes]:
     return moments
 
 
-def test_an_update_has_two_buckets_with_weights_and_gradients() -> None:
-    needs = needs_of(32, "p2p", offload_weights=True)
-    update = next(needs.places[0].bytes_at_moments(needs.loads, ["none"] * 36))
-    assert update.weights == update.gradients == 0 < update.states == 512 << 20
-
-
 def test_weights_leave_the_device_after_all_that_costs_less() -> None:
     """Segments run layers forward once more, which costs more than copies that hide behind long documents."""
     one = Layout(1)

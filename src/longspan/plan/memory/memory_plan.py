@@ -382,12 +382,6 @@ class MemoryPrices:
         again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
         return plain, again
 
-    def _kept_on_host(self, word: CheckpointPolicy) -> float:
-        place = self.place
-        if not word.endswith("+host"):
-            return 0.0
-        return mean(place.layer_bytes(layer, self.load, word).host for layer in place.stage.layers)
-
     @cached_property
     def _layer_seconds(self) -> dict[bool, dict[str, float]]:
         """Seconds that a measure adds to a layer, without tiles (False) and with them (True). A copy to the host may
@@ -395,11 +389,13 @@ class MemoryPrices:
         SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer that keeps all counts as one that
         recomputes.
         """
+        place = self.place
         plain, again = self._layer_work
         whole = dict[str, float]()
         tiled = dict[str, float]()
         for word in CHECKPOINT_POLICIES:
-            copy = self._kept_on_host(word) / self.machine.host_copy_bytes_per_second
+            sizes = (place.layer_bytes(layer, self.load, word).host for layer in place.stage.layers)
+            copy = mean(sizes) / self.machine.host_copy_bytes_per_second
             hidden = min(copy, plain / 3) + min(copy, plain - plain / 3)
             whole[word] = again[word.partition("+")[0]] + 2 * copy - (1 - SHOWN_SHARE) * hidden
             tiled[word] = (again["exchanged"] if word == "none" else whole[word]) + TILED_SHARE * plain
