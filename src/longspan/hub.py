@@ -1,6 +1,6 @@
 """Names of the Hugging Face hub, ORG/NAME: their folders in the local cache, and folders that are uploaded to them.
 
-Nothing is downloaded unasked.
+Nothing is downloaded unasked. A folder with an adapter alone names the model that it needs.
 """
 
 import re

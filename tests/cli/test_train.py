@@ -24,7 +24,7 @@ from longspan.run.checks import check_config
 from longspan.run.facts import TrainResult
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from tests.evaluation.saved.test_comparison import result
+from tests.evaluation.saved.test_comparison import PLANS, result
 from tests.report.pages import value_of, words_of
 from tests.train.small import small_config, train_rank, write_model, write_texts
 
@@ -190,7 +190,7 @@ def test_damaged_checkpoints_are_named(run: RunConfig, tmp_path: Path, capfd: py
 
 
 def test_tables_leave_out_what_nobody_can_read() -> None:
-    names, row = next(result_tables([result(np.full(5, 50.0))], 1)).splitlines()[1:3]
+    names, row = next(result_tables([result(np.full(5, 50.0), PLANS[0])], 1)).splitlines()[1:3]
     assert names.split()[:4] == ["cp", "loss", "difference", "perplexity"]
     assert row.split()[:6] == ["1", "50.000000000", "0.0e+00", "over", "1e21", "5"]
 

@@ -15,11 +15,10 @@ from longspan.config.plan_section import (
     ContextConfig,
     EvalConfig,
     EvaluationPlan,
-    EvaluationSection,
     PlanSection,
     inherit_keys,
 )
-from longspan.config.sections import ModelConfig, ParallelConfig, RunConfig, held_out_set
+from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
 from longspan.plan.micro_batch import fit_level_sizes
@@ -298,22 +297,3 @@ def test_a_degree_that_is_given_makes_plans_of_one_degree(
         if isinstance(degree, int) and degree != parent.context_parallel_size:
             sizes = parent.hierarchical_context_parallel_sizes
             assert section.hierarchical_context_parallel_sizes == (fit_level_sizes(sizes, degree) if sizes else 0)
-
-
-@bounded
-@given(TRAINING, SOME, SOME)
-def test_a_configuration_is_resolved_by_the_rule(
-    training: ContextConfig, of_all: dict[str, Any], of_set: dict[str, Any]
-) -> None:
-    context, evaluation = training, EvaluationSection(**of_all)
-    sets = (EvalConfig(name="books", path="x", **of_set),)
-    config = RunConfig(
-        model=ModelConfig(path="folder-of-no-model"), context=context, evaluation=replace(evaluation, sets=sets)
-    )
-    complete = resolve_defaults(config)
-    assert resolve_defaults(complete) == complete
-    assert complete.evaluation.plan_keys == inherit_keys(PlanSection(**of_all), context, context).plan_keys
-    (entry,) = complete.evaluation.sets
-    planned = inherit_keys(PlanSection(**of_set), complete.evaluation, complete.context)
-    assert entry.plan_keys == planned.plan_keys
-    assert held_out_set(complete).plan_keys == complete.evaluation.plan_keys

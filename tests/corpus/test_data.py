@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,13 +203,6 @@ def test_what_gives_no_text_is_named(tmp_path: Path, name: str, text: str, path:
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=message):
         build(tmp_path / "run", tmp_path / path)
-
-
-@pytest.mark.parametrize(("size", "text"), [(39, "39 B of 39 B: 9 tok"), (1_260_000, "1.202 MiB of 1.202 MiB: 9 tok")])
-def test_the_size_of_what_is_tokenized_is_never_nothing(size: int, text: str) -> None:
-    recipe: Any = SimpleNamespace(sources=[SimpleNamespace(bytes=size)])
-    writer: Any = SimpleNamespace(tokens=9)
-    assert builder._Progress(recipe, print).line(writer, size).startswith(f"tokenized {text}")
 
 
 def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:

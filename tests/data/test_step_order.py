@@ -306,10 +306,6 @@ def test_all_orders_are_alike(count: int) -> None:
     assert abs(chi - free) < 4 * math.sqrt(2 * free)
 
 
-def test_an_epoch_never_changes() -> None:
-    assert Epochs(1000, 3, 1, 0)[np.arange(2000, 2006)].tolist() == [732, 408, 832, 302, 400, 157]
-
-
 @settings(deadline=None)
 @given(count=st.integers(0, 200), most=st.integers(0, 200), block=st.integers(1, 64))
 def test_the_first_of_a_shuffled_range_need_not_be_sorted_with_the_rest(count: int, most: int, block: int) -> None:

@@ -77,9 +77,8 @@ CASES: dict[str, Any] = {
 MORE: dict[str, Any] = {
     "grpo, uneven prompts": partial(grpo, even=False, **TWICE),
     "dpo, two steps": partial(dpo, reference=True, **TWICE, **EVALUATED),
-    "dpo of pairs without a reference": partial(dpo, loss_type=["sigmoid", "sft"]),
+    "dpo and the cross entropy of answers": partial(dpo, reference=True, loss_type=["sigmoid", "sft"]),
     "qwen3-moe": partial(sft, data=few_prompts, family="qwen3-moe"),
-    "kto": partial(kto, **TWICE),
 }
 
 

@@ -73,14 +73,6 @@ def test_a_plan_has_one_price_and_the_dynamic_one_is_not_slower_than_others(
         assert dynamic.predicted_seconds <= plan.predicted_seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_messages_of_sharded_weights_are_in_every_price(pp: int) -> None:
-    home, cost = Layout(4 * pp, pp=pp), replace(Cost(), sharding_seconds=10.0)
-    options = PlanOptions(max_tokens_per_slot=4096, cost=cost)
-    plan = plan_fixed([4096] * 16, home, 1, options=options)
-    assert plan.predicted_seconds == pytest.approx((4 + pp - 1) / pp * (10 + cost.micro_batch_seconds))
-
-
 @pytest.mark.parametrize(
     "cost", [Cost(across_bytes_per_second=1e9), Machine.known("H200").cost(small)], ids=["ideal", "H200"]
 )

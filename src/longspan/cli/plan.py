@@ -134,7 +134,7 @@ def _plan_step(flags: PlanFlags) -> int:
         title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
         for path in flags.plot:
             if path.lower().endswith(".png"):
-                write_png(plan, path)
+                write_png(plan, path, title=title)
             else:
                 draw = plan_page if path.lower().endswith(".html") else plan_document
                 write_text_file(path, draw(plan, title=title))

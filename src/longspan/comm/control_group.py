@@ -19,6 +19,7 @@ from longspan.errors import CommError
 from longspan.layout import Floats, Layout
 from longspan.plain_text import excerpt
 
+_FLAGS = 2  # of a comparison: all have room for as many, for messages of one size match
 T = TypeVar("T")
 Exchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends
 
@@ -147,8 +148,7 @@ class ControlGroup:
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
 
     def compare_digests(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
-        """Compare a hexadecimal digest over all ranks; returns which of the flags, as many on every rank, are set on
-        any of them.
+        """Compare a hexadecimal digest over all ranks; returns which of the flags, two at most, are set on any of them.
 
         One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
         of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
@@ -158,11 +158,13 @@ class ControlGroup:
         if self._is_alone:
             return flags
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
-        message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
+        padding = (False,) * (_FLAGS - len(flags))
+        # max of ~w is ~(min of w)
+        message = torch.cat([words, ~words, torch.tensor([*flags, *padding], dtype=torch.int64)])
         with self._watch.enter_operation(f"comparison of {what}", self.home.ranks):
             largest = self._rounds.reduce(message, torch.maximum, "comparison")
         if torch.equal(largest[:4], ~largest[4:8]):
-            return tuple(map(bool, largest[8:].tolist()))
+            return tuple(map(bool, largest[8 : 8 + len(flags)].tolist()))
         ranks_of: dict[str, list[int]] = {}
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)

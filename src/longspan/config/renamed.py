@@ -138,7 +138,7 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     for section, values in tables.items():
         if section == OLD_SETS:
             sets = values
-            result.setdefault("evaluation", {})["sets"] = _without_gone_keys(values)
+            result.setdefault("evaluation", {})["sets"] = _drop_gone_keys(values)
         elif not isinstance(values, Mapping):
             result[section] = values
         else:
@@ -149,7 +149,7 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
                     gone[new] = value
                     continue
                 sets = value if new == SETS else sets
-                new_value = _without_gone_keys(value) if new == SETS else renamed_value(new, value)
+                new_value = _drop_gone_keys(value) if new == SETS else renamed_value(new, value)
                 result.setdefault(new_section, {})[new_key] = new_value
     values_of_sets = _values_of_sets(sets, result["evaluation"]) if _are_tables(sets) and sets else ()
     for key, value in (*_values_of_gone_keys(gone, result), *values_of_sets):
@@ -197,7 +197,7 @@ def _values_of_sets(sets: Sequence[Mapping[str, Any]], evaluation: Mapping[str, 
         yield "evaluation.cp_comm_type", "auto"
 
 
-def _without_gone_keys(sets: Any) -> Any:
+def _drop_gone_keys(sets: Any) -> Any:
     if not _are_tables(sets):
         return sets
     return [{key: x for key, x in table.items() if f"{OLD_SETS}.{key}" not in GONE} for table in sets]

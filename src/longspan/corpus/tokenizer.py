@@ -94,16 +94,13 @@ class TextTokenizer:
         """The tokens that every text ends with."""
         return tuple(map(str, map(self.engine.id_to_token, self.surrounding_ids[1])))
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text, with the tokens around it; long ones in pieces if possible, to bound memory."""
-        in_pieces = can_encode_in_pieces(self.engine)
-        are_long = [in_pieces and len(text) > PIECE for text in texts]
-        whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
-        encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=False))
-        return [
-            self.surround(encode_with_spans(self.engine, text)[0] if is_long else next(encodings).ids)
-            for text, is_long in zip(texts, are_long, strict=True)
-        ]
+    def encode(self, texts: Sequence[str]) -> list[Integers]:
+        """Encode short texts together, each with the tokens around it."""
+        return [self.surround(e.ids) for e in self.engine.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_text(self, text: str) -> Integers:
+        """Encode a text with the tokens around it, in pieces if it is long and that is possible, to bound memory."""
+        return self.surround(self.encode_with_spans(text)[0])
 
     def surround(self, ids: Sequence[int] | Integers) -> Integers:
         """Return the ids of a text with those around it: no beginning that it has, and no end behind an end.

@@ -24,11 +24,6 @@ _SECTIONS = {  # of the configuration; other keys are those of [context]
 }
 
 
-def _key_of_runs(name: str) -> str:
-    section = "evaluation" if name.startswith("eval_") else _SECTIONS.get(name, "context")
-    return f"{section}.{name.removeprefix('eval_')}"
-
-
 def _argument(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -104,7 +99,8 @@ class LongspanArguments:
                 continue
             if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings
                 value = int(value)
-            keys[_key_of_runs(name)] = value
+            section = "evaluation" if name.startswith("eval_") else _SECTIONS.get(name, "context")
+            keys[f"{section}.{name.removeprefix('eval_')}"] = value
         with errors_in_words_of_scripts():
             return load_config(None, keys)
 

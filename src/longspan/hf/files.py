@@ -54,12 +54,6 @@ def order_states(loader: Any) -> list[Any]:
     return tree_map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, states)
 
 
-def set_order_states(loader: Any, states: list[Any]) -> None:
-    """Set what `order_states` returned; states of generators that the loader lacks now are left out."""
-    for (_, set_state), state in zip((*GLOBAL, *_generator_accessors(loader)), states, strict=False):
-        set_state(state)
-
-
 def _generator_accessors(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     for value in vars(owner).values():
         if isinstance(value, torch.Generator):
@@ -257,7 +251,10 @@ class FilesPart(StockTrainer):
         first = self.state.global_step
         if self._order is not None:
             batches = keywords["steps_trained_in_current_epoch"]
-            set_order_states(loader, self._order["began" if batches else "now"])
+            states = self._order["began" if batches else "now"]
+            # those of generators that the loader lacks now are left out
+            for (_, set_state), state in zip((*GLOBAL, *_generator_accessors(loader)), states, strict=False):
+                set_state(state)
             first = first - batches // self.args.gradient_accumulation_steps
             self._order = None
         self._epoch = EpochOrder(loader, number, first, order_states(loader))

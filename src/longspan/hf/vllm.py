@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from trl.generation.vllm_generation import VLLMGeneration
@@ -101,11 +102,8 @@ def replace_vllm(trainer: Any) -> Iterator[None]:
     ]
     modules = [module for module in modules_of_bases if vars(module).get("VLLMGeneration") is VLLMGeneration]
 
-    def make_vllm(*args: Any, **keywords: Any) -> LongspanVLLM:
-        return LongspanVLLM(trainer, *args, **keywords)
-
     for module in modules:
-        vars(module)["VLLMGeneration"] = make_vllm
+        vars(module)["VLLMGeneration"] = partial(LongspanVLLM, trainer)
     try:
         yield
     finally:

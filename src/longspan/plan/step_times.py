@@ -71,11 +71,6 @@ class GroupTable:
             ways=tuple(ways),
         )
 
-    @property
-    def rows(self) -> Integers:
-        """The most rows that one member of each group holds (G,)."""
-        return -(-self.tokens // self.degree)
-
     def group_seconds(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
         together = self.fewest_slots_on_one_node(node_size)
@@ -125,7 +120,8 @@ class GroupTable:
         return sums.reshape(count, slots)
 
     def rows_by_slot(self, count: int, slots: int, row_multiple: int) -> Integers:
-        rows = self.sums_by_slot(self.rows, count, slots).astype(np.int64)
+        most_of_groups = -(-self.tokens // self.degree)  # that one member holds
+        rows = self.sums_by_slot(most_of_groups, count, slots).astype(np.int64)
         return -(-rows // row_multiple) * row_multiple
 
 

@@ -30,7 +30,7 @@ _LEFT = 54
 _TOP = 26
 _BOTTOM = 40
 _RIGHT = 12
-_HEAD = 68  # above the drawing of a document: title and facts
+HEAD = 68  # above the drawing of a document: title and facts
 _FOOT = 44  # below it: the legend
 
 
@@ -92,11 +92,11 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
     """Return the picture of one plan in time as the text of an .svg file, with its title and its legend."""
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     picture = gantt_svg(plan)
-    size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
+    size = {"width": WIDTH, "height": round(HEAD + height + _FOOT)}
     entries = list[str]()
     for i, (kind, words) in enumerate(picture_legend(picture)):
         x = 54 + 540 * (i % 2)
-        y = round(_HEAD + height) + 4 + 18 * (i // 2)
+        y = round(HEAD + height) + 4 + 18 * (i // 2)
         entries.append(svg_element("rect", class_=kind, x=x, y=y, width=22, height=12))
         entries.append(svg_text(words, x + 28, y + 10, "start"))
     picture = picture.replace("<svg", f'<svg width="{WIDTH}" height="{height:g}"', 1)
@@ -107,7 +107,7 @@ def plan_document(plan: Plan, *, title: str = "plan") -> str:
         svg_element("rect", fill="var(--card)", **size),
         svg_element("text", escape(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
         *(svg_text(line, 12, 42 + 16 * i, "start") for i, line in enumerate(plan_fact_lines(plan))),
-        svg_element("g", picture, transform=f"translate(0 {_HEAD})"),
+        svg_element("g", picture, transform=f"translate(0 {HEAD})"),
         *entries,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {size['width']} {size['height']}",

@@ -24,6 +24,7 @@ from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
 from longspan.train.passes import Passes, default_divisor, launch_passes, read_batches, run_passes
+from longspan.train.read_rows import text_digest
 from longspan.train.step_end import StepEnd
 from longspan.train.step_inputs import check_step_arguments, check_update_arguments
 from longspan.train.terms.step_terms import encoder_terms, step_terms
@@ -205,7 +206,7 @@ def token_log_probs(
     call it together; it refuses what `run_step` refuses. Raises LossError for another name in `also`, CommError where
     ranks ask for different names.
     """
-    from longspan.train.terms.token_loss import CollectedLogProbs, check_value_names, compare_names_on_ranks
+    from longspan.train.terms.token_loss import CollectedLogProbs, check_value_names
 
     also = check_value_names(also)
     if temperature != 1:
@@ -215,7 +216,8 @@ def token_log_probs(
         raise LossError(
             "the model makes scores, and no log-probabilities of tokens; use longspan.train.token_scores"
         )
-    compare_names_on_ranks(also, world)
+    hint = "Give every rank the same names in the same order"
+    world.control.compare_digests(text_digest(" ".join(also)), what="lists also=", hint=hint)
     terms = encoder_terms(inputs)
     batches = read_batches(inputs, terms, temperature)
     log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also, bases=plan.bases)

@@ -448,10 +448,8 @@ def make_optimizer(
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     chosen = config.train if memory is None else memory
-    if not (chosen.offload_optimizer_states or (chosen.offload_weights and not config.lora.rank)):
-        return optimizer
-    stay = 0 if memory is None else memory.states_on_device
-    return offload_optimizer_states(optimizer, world, hidden_in=model, bytes_on_device=stay)
+    on_host = chosen.offload_optimizer_states or (chosen.offload_weights and not config.lora.rank)
+    return offload_optimizer_states(optimizer, world, hidden_in=model) if on_host else optimizer
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,7 @@ class LongspanEngine(BaseEngine):
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
         """Turn values of tokens into verl's output, where that of token j + 1 is row j's; 0 where none is predicted."""
-        predicts = samples.flat_predicted.roll(-1)
+        predicts = torch.from_numpy(np.concatenate(samples.predicted)).roll(-1)
         rows = {name: x.roll(-1) for name, x in values.items()}  # at first tokens is 0
         if "log_sum_sq_probs" in rows:
             rows["sum_pi_squared"] = rows.pop("log_sum_sq_probs").exp() * predicts

@@ -30,10 +30,6 @@ class Samples:
     offsets: Tensor
     images: list[list[ImageInput]]
 
-    @property
-    def flat_predicted(self) -> Tensor:
-        return torch.from_numpy(np.concatenate(self.predicted))
-
     def select(self, samples: Sequence[int]) -> "Samples":
         ids = [self.ids[i] for i in samples]
         predicted = [self.predicted[i] for i in samples]

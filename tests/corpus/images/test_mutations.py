@@ -37,7 +37,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         tables.test_texts_name_images,
     ),
     "another image's pixels": (
-        (DOCUMENTS, PIXELS, PIXELS.replace("bytes(placed)", "bytes(self._table[0])")),
+        (DOCUMENTS, PIXELS, PIXELS.replace("bytes(placed)", "bytes(self.table[0])")),
         tables.test_bytes_in_tables,
     ),
     "frames of the video's beginning": (
@@ -63,7 +63,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "placeholders of an image alone": (
-        (ROWS, "self.processor.image_text(size, images)", "self.processor.text(size)"),
+        (ROWS, "self.processor.image_text(size, images)", "self.processor.image_text(size)"),
         family("llava_onevision"),
     ),
     "places in the row, not in its part": ((ENCODER, PLACES, "image"), cut),

@@ -15,13 +15,13 @@ from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_c
 from longspan.corpus.lines import missing_end_line, rows_line, unseen_line
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, Unseen, rename_columns, row_kind
+from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, rename_columns, row_kind
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.manifest import LeftOut
 from longspan.errors import ConfigError, DataError
 from longspan.model.weights.tokenizer_files import TEMPLATE_FILES, RunFolderFiles
 from longspan.run.checks import check_data
-from tests.corpus.rows.families import encode_one, encoding_of, marked_template, write_folder
+from tests.corpus.rows.families import encoding_of, marked_template, write_folder
 from tests.corpus.rows.test_bad_rows import TURNS, turns
 from tests.corpus.test_formats import rows_as
 
@@ -205,14 +205,6 @@ def test_chats_name_their_template_and_how_targets_are_found(tmp_path: Path) -> 
     assert rows_line(encoding_of(folder)).endswith("whose {% generation %} marks name the targets")
 
 
-def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
-    encoding = encoding_of(write_folder(tmp_path / "qwen3", "qwen3"))
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", " "), ("user", "d"), ("assistant", "e")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    messages[1]["reasoning_content"] = "so"
-    assert encode_one(encoding, {"messages": messages}).unseen == Unseen(unseen_thoughts=1, blank_turns=1)
-
-
 def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", num_labels: int = 0) -> list[str]:
     lines, path = list[str](), folder / "rows" / f"rows.{form}"
     path = path if path.exists() else rows_as(form, folder / "rows", rows)
@@ -227,12 +219,13 @@ def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", n
 def test_a_corpus_says_both(tmp_path: Path) -> None:
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "so"}
     told = {"role": "developer", "content": "Be brief."}
-    rows = [{"messages": [told, asked, said, asked, {**said, "content": "c"}]}] * 3
+    rows = [{"messages": [told, asked, said, asked, {**asked, "role": "assistant", "content": " "}, asked, said]}] * 3
     lines = lines_of(write_folder(tmp_path, "qwen3"), rows)
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
     assert lines[-2].startswith(
         "not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.split_turns"
     )
+    assert lines[-2].endswith("; no targets, as they are blank: 3 assistant turns")
     assert lines[-1] == ("not in the rendered texts, as the chat template does not write them: 3 developer messages")
 
 

@@ -162,28 +162,27 @@ def test_weights_after_steps_are_saved_whole_and_go_on_in_homes_with_other_ep(tm
 # ---- losses of routers by default, what is refused, and what is sent
 
 
-def test_losses_of_routers_come_from_the_configuration() -> None:
+def test_losses_of_routers_come_from_the_configuration(world: World) -> None:
     documents, plan, losses = texts(LENGTHS), plan_fixed(LENGTHS, Layout(ranks=1), cp=1), []
-    with World(Layout(ranks=1), backend=backend()) as world:
-        shard = bind(plan.micro_batches[0], world)
-        for with_logits, weight in ((False, 0.0), (True, 0.25)):
-            stock = moe_model("qwen3-moe", torch.float64)
-            stock.config.output_router_logits, stock.config.router_aux_loss_coef = with_logits, 0.25
-            coefficients = replace(NONE, balance=weight)
-            expected = moe_answer(moe_model("qwen3-moe", torch.float64), documents, coefficients, world.device)
-            model = prepare(stock, world, shard_parameters=False)
-            result = run_step(model, plan, documents, world)
-            errors = parity.errors_of(result, gradients_of(model), expected, more=expected.more)
-            assert errors.within(parity.WIDE), errors
-            losses += [result.router, run_step(model, plan, documents, world, backward=False).router]
-            with pytest.raises(ModelError, match="got output_router_logits=: a loss of the local rows"):
-                ids = torch.zeros_like(shard.position_ids)
-                model(input_ids=ids, position_ids=shard.position_ids, shard=shard, output_router_logits=True)
-        assert losses[0] is not None and losses[0].balance > 1 and losses == losses[:1] * 4
-        for other in (prepare(tiny("qwen3"), world), prepare(moe_model("deepseek-v3", torch.float32), world)):
-            assert run_step(other, plan, documents, world).router is None
-            with pytest.raises(ModelError, match="has no routers whose losses are known; set the balance and z"):
-                run_step(other, plan, documents, world, router=WEIGHTS)
+    shard = bind(plan.micro_batches[0], world)
+    for with_logits, weight in ((False, 0.0), (True, 0.25)):
+        stock = moe_model("qwen3-moe", torch.float64)
+        stock.config.output_router_logits, stock.config.router_aux_loss_coef = with_logits, 0.25
+        coefficients = replace(NONE, balance=weight)
+        expected = moe_answer(moe_model("qwen3-moe", torch.float64), documents, coefficients, world.device)
+        model = prepare(stock, world, shard_parameters=False)
+        result = run_step(model, plan, documents, world)
+        errors = parity.errors_of(result, gradients_of(model), expected, more=expected.more)
+        assert errors.within(parity.WIDE), errors
+        losses += [result.router, run_step(model, plan, documents, world, backward=False).router]
+        with pytest.raises(ModelError, match="got output_router_logits=: a loss of the local rows"):
+            ids = torch.zeros_like(shard.position_ids)
+            model(input_ids=ids, position_ids=shard.position_ids, shard=shard, output_router_logits=True)
+    assert losses[0] is not None and losses[0].balance > 1 and losses == losses[:1] * 4
+    for other in (prepare(tiny("qwen3"), world), prepare(moe_model("deepseek-v3", torch.float32), world)):
+        assert run_step(other, plan, documents, world).router is None
+        with pytest.raises(ModelError, match="has no routers whose losses are known; set the balance and z"):
+            run_step(other, plan, documents, world, router=WEIGHTS)
 
 
 def _refused(rank: int) -> list[str]:

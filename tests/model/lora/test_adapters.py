@@ -157,18 +157,17 @@ def test_a_new_adapter_is_drawn_from_its_seed_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # peft's own, of parameters on the meta device
-def test_a_trained_adapter_is_not_drawn_again(tmp_path: Path) -> None:
+def test_a_trained_adapter_is_not_drawn_again(tmp_path: Path, world: World) -> None:
     adapted("llama", "every linear", torch.float32).save_pretrained(tmp_path / "adapter")
     tiny("llama", vocabulary=62).save_pretrained(tmp_path / "base")
-    with World(Layout(ranks=1), backend=backend(), timeout=60) as world:
-        ways: list[dict[str, Any]] = [{}, {"low_cpu_mem_usage": True}]
-        for more in ways:
-            base: Any = load_model(tmp_path / "base", sharded=True)
-            model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True, **more)
-            said = said_by(lambda model=model: prepare(model, world))
-            assert "the adapter 'default' of LlamaForCausalLM" in said and "load the base with sharded=False" in said
-        said = said_by(lambda: prepare(peft.get_peft_model(tiny("llama"), SECOND, low_cpu_mem_usage=True), world))
-        assert "have no values" in said and "without low_cpu_mem_usage=True" in said
+    ways: list[dict[str, Any]] = [{}, {"low_cpu_mem_usage": True}]
+    for more in ways:
+        base: Any = load_model(tmp_path / "base", sharded=True)
+        model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True, **more)
+        said = said_by(lambda model=model: prepare(model, world))
+        assert "the adapter 'default' of LlamaForCausalLM" in said and "load the base with sharded=False" in said
+    said = said_by(lambda: prepare(peft.get_peft_model(tiny("llama"), SECOND, low_cpu_mem_usage=True), world))
+    assert "have no values" in said and "without low_cpu_mem_usage=True" in said
 
 
 # ---- prepared models, on two ranks

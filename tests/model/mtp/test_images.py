@@ -147,10 +147,9 @@ def test_mutations_are_noticed() -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("name", "rows"), [("gemma3", "an image"), ("paligemma", "a prefix")])
-def test_rows_that_see_later_ones_are_refused(name: str, rows: str) -> None:
+def test_rows_that_see_later_ones_are_refused(name: str, rows: str, world: World) -> None:
     documents = documents_of(image_tokens(config_of(name)))
-    with World(Layout(1)) as world:
-        model = prepare(add_drawn_depths(tiny(name), DEPTHS), world, encoder=Layout(1))
-        plan = plan_fixed(documents.lengths, world.home, 1, targets=documents.targets)
-        with pytest.raises(ModelError, match=f"rows of {rows} see each other.*leave mtp= out"):
-            run_step(model, plan, documents, world, mtp=MtpLoss())
+    model = prepare(add_drawn_depths(tiny(name), DEPTHS), world, encoder=Layout(1))
+    plan = plan_fixed(documents.lengths, world.home, 1, targets=documents.targets)
+    with pytest.raises(ModelError, match=f"rows of {rows} see each other.*leave mtp= out"):
+        run_step(model, plan, documents, world, mtp=MtpLoss())

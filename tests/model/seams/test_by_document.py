@@ -124,19 +124,18 @@ def test_every_document_has_the_frequencies_and_chunks_of_its_own_length(table: 
 # ---- modules as they are
 
 
-def test_a_call_leaves_the_module_as_it_was_and_earlier_calls_do_not_matter() -> None:
-    with World(Layout(ranks=1)) as world:
-        model = _model("llama dynamic")
-        model(input_ids=torch.zeros(1, 61, dtype=torch.long))  # grown before: frequencies are those of 61 positions
-        rotary: Any = model.model.rotary_emb
-        model = prepare(model, world)
-        before = {name: x.clone() for name, x in rotary.named_buffers()}
-        plan = plan_fixed((40, 17), world.home, cp=1)
-        loss = run_step(model, plan, texts((40, 17)), world, backward=False).loss
-        again = prepare(_model("llama dynamic"), world)
-        assert run_step(again, plan, texts((40, 17)), world, backward=False).loss == loss
-        assert all(torch.equal(x, before[name]) for name, x in rotary.named_buffers())
-        assert not hasattr(rotary, "_shard_of_call")
+def test_a_call_leaves_the_module_as_it_was_and_earlier_calls_do_not_matter(world: World) -> None:
+    model = _model("llama dynamic")
+    model(input_ids=torch.zeros(1, 61, dtype=torch.long))  # grown before: frequencies are those of 61 positions
+    rotary: Any = model.model.rotary_emb
+    model = prepare(model, world)
+    before = {name: x.clone() for name, x in rotary.named_buffers()}
+    plan = plan_fixed((40, 17), world.home, cp=1)
+    loss = run_step(model, plan, texts((40, 17)), world, backward=False).loss
+    again = prepare(_model("llama dynamic"), world)
+    assert run_step(again, plan, texts((40, 17)), world, backward=False).loss == loss
+    assert all(torch.equal(x, before[name]) for name, x in rotary.named_buffers())
+    assert not hasattr(rotary, "_shard_of_call")
 
 
 def test_a_rotary_module_that_gets_no_shard_is_an_error() -> None:
@@ -153,9 +152,8 @@ def test_a_type_by_length_that_no_module_names_is_refused() -> None:
         refuse_unsupported_model(model)
 
 
-def test_a_prepared_model_says_its_chunks() -> None:
-    with World(Layout(ranks=1)) as world:
-        calls = model_execution(prepare(_model("llama4"), world)).calls
+def test_a_prepared_model_says_its_chunks(world: World) -> None:
+    calls = model_execution(prepare(_model("llama4"), world)).calls
     assert [call.mask.chunk for call in calls] == [CHUNK, None]
 
 

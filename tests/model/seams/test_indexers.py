@@ -155,7 +155,7 @@ def test_a_broken_rule_is_noticed() -> None:
 
 
 @there
-def test_scores_are_sums_in_float32_whatever_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_sums_in_float32_whatever_the_model_is(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     dtypes = list[torch.dtype]()
 
     class Noted(indexers.LowestFirst):
@@ -165,42 +165,39 @@ def test_scores_are_sums_in_float32_whatever_the_model_is(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(indexers, "LowestFirst", Noted)
     monkeypatch.setattr(index_scores, "can_score", lambda q: False)
-    with World(Layout(ranks=1), backend=backend()) as world:
-        shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
-        model = prepare_untried(tiny(FAMILIES[0]).bfloat16(), world)
-        ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
-        model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
+    shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
+    model = prepare_untried(tiny(FAMILIES[0]).bfloat16(), world)
+    ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
+    model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
     assert {*dtypes} == {torch.float32}
 
 
 @there
-def test_documents_of_no_more_rows_than_keys_need_no_choice() -> None:
+def test_documents_of_no_more_rows_than_keys_need_no_choice(world: World) -> None:
     shapes = list[torch.Size]()
-    with World(Layout(ranks=1), backend=backend()) as world:
-        shard = bind(plan_fixed((K, 2), world.home, cp=1).micro_batches[0], world)
-        model = prepare_untried(tiny(FAMILIES[0]), world)
-        for indexer in find_indexers(model).values():
-            indexer.register_forward_hook(lambda _, __, out: shapes.append(out.shape))
-        ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
-        model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
+    shard = bind(plan_fixed((K, 2), world.home, cp=1).micro_batches[0], world)
+    model = prepare_untried(tiny(FAMILIES[0]), world)
+    for indexer in find_indexers(model).values():
+        indexer.register_forward_hook(lambda _, __, out: shapes.append(out.shape))
+    ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
+    model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
     assert {*shapes} == {(1, K + 2, 0)}
 
 
 @pytest.mark.skipif(backend() == "nccl", reason="a GPU would be of no more use to this process")
-def test_a_recomputed_layer_that_chooses_other_keys_ends() -> None:
-    with World(Layout(ranks=1), backend=backend()) as world:
-        shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
-        q = torch.zeros(shard.local_rows, 2, 8, device=world.device, requires_grad=True)
-        indices = torch.zeros(shard.local_rows, K, dtype=torch.int32, device=world.device)
+def test_a_recomputed_layer_that_chooses_other_keys_ends(world: World) -> None:
+    shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
+    q = torch.zeros(shard.local_rows, 2, 8, device=world.device, requires_grad=True)
+    indices = torch.zeros(shard.local_rows, K, dtype=torch.int32, device=world.device)
 
-        def layer(q: Tensor) -> Tensor:
-            return attend(q * 1, q * 1, q * 1, shard, indices=indices.clone())
+    def layer(q: Tensor) -> Tensor:
+        return attend(q * 1, q * 1, q * 1, shard, indices=indices.clone())
 
-        for change, ends in ((0, False), (1, True)):
-            out = checkpoint(layer, q, use_reentrant=False, context_fn=Recording().contexts)
-            indices[3, 1] += change
-            if ends:
-                with pytest.raises(RuntimeError, match="chose other keys than its forward pass did"):
-                    out.sum().backward()
-            else:
+    for change, ends in ((0, False), (1, True)):
+        out = checkpoint(layer, q, use_reentrant=False, context_fn=Recording().contexts)
+        indices[3, 1] += change
+        if ends:
+            with pytest.raises(RuntimeError, match="chose other keys than its forward pass did"):
                 out.sum().backward()
+        else:
+            out.sum().backward()

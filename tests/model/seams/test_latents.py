@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from longspan import Layout, World, bind, plan_fixed
+from longspan import World, bind, plan_fixed
 from longspan.model.seams import latents
-from longspan.testing import backend, run_ranks
+from longspan.testing import run_ranks
 from tests import parity
 from tests.model.seams.families import LENGTHS, here, tiny
 from tests.model.seams.test_families import FULL, PP, SELECTIVE, Row, cases_of
@@ -92,7 +92,7 @@ EXPANDED: dict[Any, str] = {with_adapter: "no plain linear", with_hook: "has hoo
 
 @there
 @pytest.mark.parametrize("change", EXPANDED)
-def test_layers_that_must_be_expanded_are_and_say_so(change: Callable[[nn.Linear], nn.Module]) -> None:
+def test_layers_that_must_be_expanded_are_and_say_so(change: Callable[[nn.Linear], nn.Module], world: World) -> None:
     model: Any = tiny(FAMILIES[0])
     modules = [layer.self_attn for layer in model.model.layers]
     modules[0].kv_b_proj = change(modules[0].kv_b_proj)
@@ -100,7 +100,7 @@ def test_layers_that_must_be_expanded_are_and_say_so(change: Callable[[nn.Linear
     assert re.fullmatch(
         rf"gathered where a document has .* tokens or more; expanded in 1 of 2 layers: .*{EXPANDED[change]}.*", text
     )
-    with World(Layout(ranks=1), backend=backend()) as world, patch.object(latents, "GATHERED_COST", 0.0):
+    with patch.object(latents, "GATHERED_COST", 0.0):
         shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
         latent = torch.zeros(1, 1, shard.local_rows, modules[0].kv_lora_rank)
         with pytest.warns(UserWarning, match=f"for a masked kernel: .*{EXPANDED[change]}"):
@@ -109,18 +109,17 @@ def test_layers_that_must_be_expanded_are_and_say_so(change: Callable[[nn.Linear
 
 
 @there
-def test_a_length_or_the_name_of_a_kernel_decides() -> None:
+def test_a_length_or_the_name_of_a_kernel_decides(world: World) -> None:
     model: Any = tiny(FAMILIES[0])
     module = model.model.layers[0].self_attn
     least = latents.least_length(module, None)
-    with World(Layout(ranks=1), backend=backend()) as world:
-        for length in (6, 7, least - 1, least):  # 6 keys a row are chosen
-            shard = bind(plan_fixed((length, 2), world.home, cp=1).micro_batches[0], world)
-            latent = torch.zeros(1, 1, length + 2, module.kv_lora_rank)
-            taken = {
-                name: latents.takes_latents(module, shard, name, latent)
-                for name in (None, "triton_flash", "triton_gathered")
-            }
-            assert taken == {None: length >= least, "triton_flash": False, "triton_gathered": length > 6}
+    for length in (6, 7, least - 1, least):  # 6 keys a row are chosen
+        shard = bind(plan_fixed((length, 2), world.home, cp=1).micro_batches[0], world)
+        latent = torch.zeros(1, 1, length + 2, module.kv_lora_rank)
+        taken = {
+            name: latents.takes_latents(module, shard, name, latent)
+            for name in (None, "triton_flash", "triton_gathered")
+        }
+        assert taken == {None: length >= least, "triton_flash": False, "triton_gathered": length > 6}
     module.config.index_topk *= 2
     assert abs(latents.least_length(module, None) - 2 * least) <= 1

@@ -116,11 +116,8 @@ def test_norms_of_another_formula_are_left_alone(kind: type[nn.Module]) -> None:
     assert fuse_norms(nn.ModuleDict({"other": named()})) == 0
 
 
-def test_a_wrong_word_is_an_error() -> None:
-    with (
-        World(Layout(ranks=1)) as world,
-        pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'o"),
-    ):
+def test_a_wrong_word_is_an_error(world: World) -> None:
+    with pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'o"):
         prepare(tiny("qwen3"), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
 
 

@@ -101,19 +101,18 @@ def _step(model: PreTrainedModel, world: World, **options: Any) -> tuple[float, 
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_what_a_forward_does_before_its_base_model_is_refused(case: str) -> None:
+def test_what_a_forward_does_before_its_base_model_is_refused(case: str, world: World) -> None:
     kind, what = OTHERS[case]
     says = f"{kind.__name__}: its forward {what}"
-    with World(Layout(1), backend=backend()) as world, pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=says):
         _step(_llama(kind), world)
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_forwards_that_hand_their_arguments_on_are_exact(case: str) -> None:
+def test_forwards_that_hand_their_arguments_on_are_exact(case: str, world: World) -> None:
     loss, gradients = dense_answer(_llama(SAME[case]), texts(LENGTHS))
-    with World(Layout(1), backend=backend()) as world:
-        ours, prepared = _step(_llama(SAME[case]), world)
-        assert abs(ours - loss) <= EXACT * loss and worst(gradients_of(prepared), gradients) <= EXACT
+    ours, prepared = _step(_llama(SAME[case]), world)
+    assert abs(ours - loss) <= EXACT * loss and worst(gradients_of(prepared), gradients) <= EXACT
 
 
 # ---- forwards set on an instance, or wrapped
@@ -154,14 +153,14 @@ SET: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", SET)
-def test_a_forward_that_longspan_would_not_run_is_refused(case: str) -> None:
+def test_a_forward_that_longspan_would_not_run_is_refused(case: str, world: World) -> None:
     make, find, says = SET[case]
     _set(find(model := make()))
-    with World(Layout(1), backend=backend()) as world, pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=says):
         prepare(model, world)
 
 
-def test_a_wrapped_forward_of_a_mixer_s_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapped_forward_of_a_mixer_s_class_is_refused(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     model = _hybrid()
     kind = type(_mixer(model))
     inner: Callable[..., Any] = kind.forward
@@ -172,7 +171,7 @@ def test_a_wrapped_forward_of_a_mixer_s_class_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(kind, "forward", louder)
     says = "forward in a wrapper that is not transformers' own"
-    with World(Layout(1), backend=backend()) as world, pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=says):
         prepare(model, world)
 
 

@@ -444,11 +444,10 @@ SAVED: dict[str, Callable[[Path], Any]] = {"two matrices that are tied": _untied
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_a_saved_folder_is_whole_and_has_every_matrix(tmp_path: Path, whole: Weights, case: str) -> None:
+def test_a_saved_folder_is_whole_and_has_every_matrix(tmp_path: Path, whole: Weights, case: str, world: World) -> None:
     model = SAVED[case](_write(tmp_path, whole))
     expected = {name: x.clone() for name, x in model.state_dict().items()}
-    with World(Layout(ranks=1)) as world:
-        save_model(prepare_untried(model, world, shard_parameters=False), tmp_path / "saved", world)
+    save_model(prepare_untried(model, world, shard_parameters=False), tmp_path / "saved", world)
     saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
     assert {name: x.equal(expected[name]) for name, x in saved.state_dict().items()} == dict.fromkeys(expected, True)
@@ -462,12 +461,11 @@ def test_a_configuration_alone_says_nothing_of_quantized_weights(tmp_path: Path)
         assert not hasattr(load_model(config=folder, sharded=sharded).config, "quantization_config")
 
 
-def test_a_quantized_model_is_not_prepared() -> None:
+def test_a_quantized_model_is_not_prepared(world: World) -> None:
     by_transformers, by_types = tiny("llama"), tiny("llama")
     by_transformers.is_quantized, by_transformers.quantization_method = True, "gptq"
     gate = by_types.model.layers[0].mlp.gate_proj
     gate.weight = torch.nn.Parameter(gate.weight.data.to(torch.int8), requires_grad=False)
-    with World(Layout(ranks=1)) as world:
-        for model, name in ((by_transformers, "gptq"), (by_types, "model.layers.0.mlp.gate")):
-            with pytest.raises(ModelError, match=rf"is quantized \({name}"):
-                prepare(model, world)
+    for model, name in ((by_transformers, "gptq"), (by_types, "model.layers.0.mlp.gate")):
+        with pytest.raises(ModelError, match=rf"is quantized \({name}"):
+            prepare(model, world)

@@ -145,11 +145,10 @@ def test_every_seed_draws_other_weights() -> None:
     assert float(zero[0, 0]) == pytest.approx(-0.0809216127, rel=1e-6)  # as before seeds were mixed in
 
 
-def test_weights_that_an_architecture_scales_by_depth_are_scaled() -> None:
+def test_weights_that_an_architecture_scales_by_depth_are_scaled(world: World) -> None:
     config = GPT2Config(n_embd=64, n_layer=8, n_head=4, n_positions=64, vocab_size=50)
-    with World(Layout(ranks=1)) as world:
-        model = prepare_untried(load_model(config=config, seed=0, sharded=True), world)
-        spreads = {n: float(x.detach().std()) for n, x in model.named_parameters() if "weight" in n and "ln" not in n}
+    model = prepare_untried(load_model(config=config, seed=0, sharded=True), world)
+    spreads = {n: float(x.detach().std()) for n, x in model.named_parameters() if "weight" in n and "ln" not in n}
     for name, spread in spreads.items():
         wanted = 0.02 / 4 if "c_proj" in name else 0.02  # GPT-2: by the root of twice the layers
         assert abs(spread / wanted - 1) < 0.1, (name, spread)
@@ -203,10 +202,10 @@ def _edit(folder: Path, name: str, edit: Any) -> None:
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
-def test_an_expert_of_another_shape_is_refused(folders: Path, tmp_path: Path) -> None:
+def test_an_expert_of_another_shape_is_refused(folders: Path, tmp_path: Path, world: World) -> None:
     shutil.copytree(folders / "6 experts", tmp_path / "model")
     _edit(tmp_path / "model", "model.layers.2.mlp.experts.4.down_proj.weight", lambda x: x[:5].clone())
-    with World(Layout(ranks=1)) as world, pytest.raises(ModelError, match=r"experts.down_proj is \(6, 5, "):
+    with pytest.raises(ModelError, match=r"experts.down_proj is \(6, 5, "):
         prepare(load_model(tmp_path / "model", sharded=True), world)
 
 

@@ -38,23 +38,6 @@ from longspan.ssm.chains import Chains
 from tests.plan.cases import HYBRID, bounded, flops_cost, plans
 
 
-def test_group_seconds_one_by_one_and_many_at_once() -> None:
-    cases = [  # tokens, squares, degree, inside a node, seconds
-        (65536, 65536**2, 8, True, 2.32021665099776),
-        (65536, 65536**2, 16, False, 1.16838832549888),
-        (2048, 2048**2, 1, True, 0.24327131758592),
-        (30000, 3 * 10000**2, 16, False, 0.5346525),  # the wire is longer than attention
-        (300, 300**2, 3, False, 0.015001839999999999),
-        (5000, 5000**2, 2, True, 0.316726),
-    ]
-    for *group, seconds in cases:
-        assert float(Cost().group_seconds(*group)) == pytest.approx(seconds, rel=1e-12)
-    tokens, squares, degree, inside, seconds = (np.array(column) for column in zip(*cases, strict=True))
-    np.testing.assert_allclose(Cost().group_seconds(tokens, squares, degree, inside), seconds, rtol=1e-12)
-    alone = Cost(inside_bytes_per_second=1.0, across_bytes_per_second=1.0, ring_step_seconds=9.0)
-    assert float(alone.group_seconds(1000, 10**6, 1, inside=False)) == float(alone.work_seconds(1000, 10**6))
-
-
 def test_every_constant_counts() -> None:
     # the wire inside a node, the wire across, and attention are the longer in turn
     groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.presets import preset_config
-from longspan.plain_text import gib_text
 from longspan.plan import (
     CHECKPOINT_POLICIES,
     Bytes,
@@ -300,8 +298,7 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
             if sizes_of_segments.index(size) + places.index(on_host) == level
             for choice in memory_choices(needs, replace(by_hand, segment_layers=size, offload_weights=on_host))
         ]
-        fitting_plans = (fit_with_fewest_slow_layers(*choice, budget) for choice in choices)
-        plans = [memory and prices.keep_states(memory, budget) for memory in fitting_plans]
+        plans = [fit_with_fewest_slow_layers(*choice, budget) for choice in choices]
         for (choice, slow, fast), memory in zip(choices, plans, strict=True):
             if memory is not None:
                 assert prices.least_seconds(choice, (slow, fast)) <= prices.seconds(memory)
@@ -313,25 +310,6 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
             chosen(rows, budget, **fixed)
     else:
         assert chosen(rows, budget, **fixed) == fastest
-
-
-def test_states_stay_on_the_device_in_room_that_is_left() -> None:
-    """Four micro-batches on an H200: with room for states weights are gathered for each, which takes less room."""
-    plan = plan_fixed([8192] * 4, Layout(1), cp=1, max_tokens_per_slot=8192)
-    budget = MemoryBudget(device=128 * GIB, host=200 * GIB)
-    choose = partial(choose_memory, QWEN3_8B, Layout(1), plan, MemorySettings(compiled="auto"), budget)
-    memory = choose()
-    assert memory.device.total == 124 * GIB and not memory.gathered_once
-    assert 12 * GIB < memory.states_on_device < memory.device.states < memory.states_on_device + GIB
-    states = choose(fixed=FixedMemory(offload_optimizer_states=True)).host.states  # by hand: all of them
-    assert memory.host.states == memory.paged_bytes == states - memory.states_on_device
-    assert f"states on the host but for {gib_text(memory.states_on_device)};" in memory.summary_line()
-    prices = MemoryNeeds.of(QWEN3_8B, Layout(1), plan, MemorySettings()).prices
-    larger = prices.keep_states(memory, MemoryBudget(device=200 * GIB))
-    assert 0.9 * memory.states_on_device < larger.states_on_device < memory.host.states
-    assert larger.host.states / 51e9 == pytest.approx(8192 * 3e-5, rel=0.2), "what a forward pass hides stays there"
-    for others in (replace(memory, offload_weights=True), larger):
-        assert prices.keep_states(others, MemoryBudget(device=200 * GIB)) == others
 
 
 def test_keys_given_by_hand_win() -> None:
@@ -409,12 +387,6 @@ def _moments(**settings: Any) -> Iterator[Bytes]:
     moments = needs.places[0].bytes_at_moments(needs.loads, ["selective"] * 36)
     next(moments)  # the update
     return moments
-
-
-def test_an_update_has_two_buckets_with_weights_and_gradients() -> None:
-    needs = needs_of(32, "p2p", offload_weights=True)
-    update = next(needs.places[0].bytes_at_moments(needs.loads, ["none"] * 36))
-    assert update.weights == update.gradients == 0 < update.states == 512 << 20
 
 
 def test_weights_leave_the_device_after_all_that_costs_less() -> None:

@@ -38,20 +38,19 @@ BUCKET = 128 << 10  # bytes: a layer's matrices come apart
 @dataclass(frozen=True)
 class Case:
     """A home and the type of its parameters; `on_device`: the end of a step is that of GPUs; options of `prepare`;
-    `on_host`: every other parameter is treated as one that waits on the host; bytes of moments that `stay`."""
+    `on_host`: every other parameter is treated as one that waits on the host."""
 
     home: Layout
     dtype: str = "float32"
     on_device: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     on_host: bool = False
-    stay: int = 0
 
 
 CASES = {
-    "one rank": Case(Layout(1), stay=4 * BUCKET),
+    "one rank": Case(Layout(1)),
     "one rank, by chance": Case(Layout(1), "bfloat16", on_device=True),
-    "two ranks": Case(Layout(2), on_device=True, stay=4 * BUCKET),
+    "two ranks": Case(Layout(2), on_device=True),
     "two ranks, gathered once": Case(Layout(2), options=(("reshard_after_forward", False),)),
     "two ranks, by chance": Case(Layout(2), "bfloat16", on_host=True),
     "replicas": Case(Layout(2, dp_replicate=2)),
@@ -74,9 +73,7 @@ def _open(case: Case, world: World, *, hidden: bool) -> tuple[nn.Module, Any]:
         store = _Store()
         for parameter in [*model.parameters()][::2] if case.on_host else ():
             setattr(parameter, HOST_STORE, store)
-        optimizer = OffloadedStates(
-            optimizer, world.device, bucket_bytes=BUCKET, hidden_in=model, bytes_on_device=case.stay
-        )
+        optimizer = OffloadedStates(optimizer, world.device, bucket_bytes=BUCKET, hidden_in=model)
     return model, optimizer
 
 
@@ -183,7 +180,6 @@ MUTATIONS: dict[str, Change] = {
         "self._scale = inner.gradient_scale if isinstance(inner, OnePassAdamW) else None",
         "self._scale = None",
     ),
-    "the first moments that stay are lost": ("train.optim.offload_states", "target.copy_(value)", "target.zero_()"),
     "parameters stay on the device": ("train.optim.offload_states", "self._copies.store(pairs)", "pass"),
 }
 

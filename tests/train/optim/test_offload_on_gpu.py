@@ -46,19 +46,14 @@ def test_parameters_and_states_are_the_same_bits(kind: str, place: str, monkeypa
     _make_late(place, monkeypatch)
     models = [Model(torch.bfloat16 if KINDS[kind][0] is ADAMW else torch.float32, SHAPES).to(GPU) for _ in range(2)]
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
-    stay = 4 * BUCKET if place in ("copies", "updates") else 0
-    offloaded = OffloadedStates(inner, GPU, bucket_bytes=BUCKET, bytes_on_device=stay)
-    staying = {name for name, parameter in models[1].named_parameters() if parameter in offloaded.staying}
-    assert bool(staying) == bool(stay) and len(staying) < len(SHAPES)
+    offloaded = OffloadedStates(inner, GPU, bucket_bytes=BUCKET)
     for steps in (range(1), range(1, 4)):
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
         on_device, on_host = _everything(models[0], plain), _everything(models[1], offloaded)
         assert not _differences(*(_moved(state, "cpu") for state in (on_device, on_host)))
-        for name, parameter in models[1].named_parameters():
-            for x in tree_leaves(offloaded.state[parameter]):
-                if isinstance(x, Tensor) and x.ndim:
-                    assert x.is_cuda if name in staying else x.is_pinned()
+        large = [x for x in tree_leaves(on_host["state"]) if isinstance(x, Tensor) and x.ndim]
+        assert large and all(x.device.type == "cpu" and x.is_pinned() for x in large)
 
 
 def _moved(state: Any, device: str) -> Any:

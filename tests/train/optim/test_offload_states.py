@@ -107,14 +107,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "stay"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype, stay: int) -> None:
+def test_parameters_and_states_are_the_same_bits(kind: str, dtype: torch.dtype) -> None:
     models = [Model(dtype) for _ in range(2)]
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
-    stay *= total_state_bytes(inner) - 1
-    offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET, bytes_on_device=stay)
-    assert len(offloaded.staying) == (5 if stay else 0), "all but the first"
+    offloaded = OffloadedStates(inner, CPU, bucket_bytes=BUCKET)
     for steps in (range(1), range(1, 4)):
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
@@ -132,9 +130,7 @@ def test_states_are_loaded_from_either_place(kind: str) -> None:
         _take_steps(model, optimizer, range(3))
     expected = _everything(models[0], optimizers[0])
     again = [Model(torch.bfloat16) for _ in range(2)]
-    resumed = [_make(model, *KINDS[kind]) for model in again]
-    resumed[0] = OffloadedStates(resumed[0], CPU, bucket_bytes=BUCKET, bytes_on_device=BUCKET)
-    assert 0 < len(resumed[0].staying) < len(SHAPES)
+    resumed = [OffloadedStates(_make(again[0], *KINDS[kind]), CPU, bucket_bytes=BUCKET), _make(again[1], *KINDS[kind])]
     for model, optimizer, saved in zip(again, resumed, optimizers, strict=True):
         model.load_state_dict(models[0].state_dict())
         copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved.state_dict())

@@ -64,7 +64,7 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
         try:
             check_keys(row.values, "text")
             text = require_string(require_key(row.values, "text"), "text")
-            results.append(tokenizer.encode([text])[0] if len(text) > PIECE else None)  # None: encoded below
+            results.append(tokenizer.encode_text(text) if len(text) > PIECE else None)  # None: encoded below
         except (RowError, LongTextError) as error:
             results.append(BadRow(row.where, str(error)))
         else:
@@ -280,7 +280,7 @@ class RowEncoding:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
             tokenizer = self.tokenizer.set_parsing(self.settings.parse_special_tokens)
-            return [Sample(tokenizer.encode([require_string(require_key(values, "text"), "text")])[0])]
+            return [Sample(tokenizer.encode_text(require_string(require_key(values, "text"), "text")))]
         if self.kind == "input_ids":
             return [take_token_ids(values, self.tokenizer.size)]
         return self._encode_completion(values, media)
@@ -360,7 +360,7 @@ class RowEncoding:
             messages = [message for key, value in given.items() for message in check_messages(value, key)]
             return self._chat.with_variables(values).encode_whole({**values, "messages": messages})
         text = "".join(require_string(value, key) for key, value in given.items())
-        return self.tokenizer.set_parsing(self.settings.parse_special_tokens).encode([text])[0]
+        return self.tokenizer.set_parsing(self.settings.parse_special_tokens).encode_text(text)
 
     @cached_property
     def _chat(self) -> "ChatEncoding":

@@ -4,9 +4,9 @@ One grouped product does all experts in bfloat16 on GPUs, else one for each; eve
 and SiLU gates are Triton kernels, without atomic sums: gradients do not depend on the order of blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.functional import silu
+from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from longspan.attention.rows import kernel_module
@@ -158,29 +159,22 @@ def _program_columns(width: int) -> int:
 
 
 _COLUMNS = 1024  # of a row, which one program of a kernel computes
+_SILU_CLASSES = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
     """Apply the model's gate to rows (S, 2 I) of gates and values: (S, I)."""
     module: Any = experts
     gate = getattr(type(module), "_apply_gate", None)
-    is_default = gate is not None and gate is getattr(moe, "_default_apply_gate", None) and _is_silu(module.act_fn)
-    return apply_silu_gate_kernel(x) if is_default and find_row_kernels(x) is not None else module._apply_gate(x)
+    if gate is None or gate is not getattr(moe, "_default_apply_gate", None) or find_row_kernels(x) is None:
+        return module._apply_gate(x)
+    is_silu = isinstance(module.act_fn, _SILU_CLASSES) or module.act_fn is silu  # torch's own in LFM2-MoE
+    return apply_silu_gate_kernel(x) if is_silu else module._apply_gate(x)
 
 
 def apply_silu_gate_kernel(x: Tensor) -> Tensor:
     """Compute SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
     return _Gated.apply(x)  # pyright: ignore[reportReturnType]
-
-
-@cache
-@torch.no_grad()
-def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether an activation is SiLU by its numbers: transformers has several classes, LFM2-MoE torch's own."""
-    if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
-        return False  # what is learnt may be SiLU only at first
-    x = torch.linspace(-20.0, 20.0, 81)
-    return torch.allclose(activation(x), silu(x), rtol=1e-6)
 
 
 class _Gated(torch.autograd.Function):

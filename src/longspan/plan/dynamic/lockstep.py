@@ -262,6 +262,7 @@ class DegreeTable:
     rows: Ints  # (classes, degrees) a slot
     fits: NDArray[np.bool_]  # (classes, degrees) within the cap
     short_density: float  # seconds a token of the documents that fill gaps
+    full_seconds: float  # of a slot full of the shortest items, which together hold half of all tokens
     work: Floats  # (classes,)
     latency: Floats  # of groups of 1, 2, … slots of the widest block, however few rows they have
 
@@ -282,10 +283,13 @@ class DegreeTable:
         rows = -(-column // degrees)
         short = len(problem.tokens) * SHORT_FROM[0] // SHORT_FROM[1]
         density = float(problem.work[short] / problem.tokens[short])
+        light = 2 * np.cumsum(problem.tokens) > int(problem.tokens.sum())
+        tokens, square_sum = (int(column[light].sum()) for column in (problem.tokens, problem.squares))
+        full = float(problem.request.cost.work_seconds(tokens, square_sum)) / tokens * problem.cap
         work = problem.request.cost.work_seconds(longest, squares)
         latency = problem.request.cost.latency_seconds(np.arange(1, problem.widest_block + 1))
         return cls(
-            problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density, work, latency
+            problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density, full, work, latency
         )
 
     @cached_property
@@ -317,7 +321,7 @@ class DegreeTable:
         gap = np.maximum(room - SHOWN_LATENCY * latency, 0.0)
         fillable = np.minimum(gap, (self.short_density * (problem.cap - self.rows))[:, None, :])
         waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - self.work[:, None, None]
-        idle_of_short = np.maximum(durations - problem.short_token_seconds * problem.cap, 0.0)
+        idle_of_short = np.maximum(durations - self.full_seconds, 0.0)
         waste = waste - reach * self.degrees * idle_of_short[:, None]
         waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
         best = waste.argmin(axis=2)
@@ -395,7 +399,7 @@ class _Placing:
                 degree = widths[item_class][m]
                 if degree > free.total:
                     continue
-                if (in_block if free.has_block(degree) else across)[row][m] <= self.durations[m]:
+                if (in_block if free.smallest_fit(degree) else across)[row][m] <= self.durations[m]:
                     self._take_slots(item, m, degree, (across[row][m], in_block[row][m]))
                     break
             else:

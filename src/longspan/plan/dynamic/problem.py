@@ -95,14 +95,6 @@ class Problem:
         return self.request.cost.work_seconds(self.tokens, self.squares)
 
     @cached_property
-    def short_token_seconds(self) -> float:
-        """Seconds of work for each token of short documents: of the shortest items, which hold half of all tokens."""
-        light = 2 * np.cumsum(self.tokens) > int(self.tokens.sum())
-        tokens = int(self.tokens[light].sum())
-        squares = int(self.squares[light].sum())
-        return float(self.request.cost.work_seconds(tokens, squares)) / tokens
-
-    @cached_property
     def mean_slot_seconds(self) -> float:
         """Seconds of all work spread evenly over the slots; from exact sums, so that all hosts agree."""
         total = self.request.cost.work_seconds(int(self.tokens.sum()), int(self.squares.sum()))
@@ -244,7 +236,7 @@ class FreeSlots:
         """Take `width` slots, at most `total`: from one block if one has them, else from as few as possible."""
         parts: Parts = []
         while width:
-            size = self._smallest_fit(width, avoid_remnant=not parts) or max(
+            size = self.smallest_fit(width, avoid_remnant=not parts) or max(
                 n for n, b in enumerate(self.by_left) if b
             )
             block = self.by_left[size].pop()
@@ -257,9 +249,6 @@ class FreeSlots:
             width -= count
         return parts
 
-    def has_block(self, width: int) -> bool:
-        return bool(self._smallest_fit(width, avoid_remnant=False))
-
     def usable_runs_left(self) -> Parts:
         return [
             (start + size - left + offset, count)
@@ -267,11 +256,11 @@ class FreeSlots:
             for offset, count in divide_into_even_runs(left, self.degrees)
         ]
 
-    def _smallest_fit(self, width: int, *, avoid_remnant: bool) -> int:
-        """The fewest free slots of any block that has at least `width`; 0 if none has. With `avoid_remnant`, blocks
-        come first in which taking `width` leaves no slot, or enough for another group.
+    def smallest_fit(self, width: int, *, avoid_remnant: bool = False) -> int:
+        """Return the fewest free slots of any block that has at least `width`; 0 if none has. With `avoid_remnant`,
+        blocks come first in which taking `width` leaves no slot, or enough for another group.
         """
         for size in range(width, len(self.by_left)):
             if self.by_left[size] and not (avoid_remnant and 0 < size - width < self.degrees[0]):
                 return size
-        return self._smallest_fit(width, avoid_remnant=False) if avoid_remnant else 0
+        return self.smallest_fit(width) if avoid_remnant else 0

@@ -53,8 +53,7 @@ class MemoryPlan:
     >>> memory.device.total  # doctest: +SKIP
 
     `measures` has a word for each decoder layer, depths of multi-token prediction last; `rows` are the most of a slot
-    in one micro-batch. `device` is at the moment at which most is held, `host` all that waits there. Where states wait
-    there, those of `states_on_device` bytes stay on the device, in what else would be free.
+    in one micro-batch. `device` is at the moment at which most is held, `host` all that waits there.
     """
 
     device: Bytes
@@ -67,7 +66,6 @@ class MemoryPlan:
     offload_weights: bool = False
     mlp_tile_tokens: int = 0
     segment_layers: int = 0
-    states_on_device: int = 0
 
     @classmethod
     def of(
@@ -119,8 +117,7 @@ class MemoryPlan:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         extras = [once_a_step_text(self.gathered_once, self.summed_once)]
         if self.offload_optimizer_states:
-            stay = f" but for {gib_text(self.states_on_device)}" if self.states_on_device else ""
-            extras.append(f", states on the host{stay}")
+            extras.append(", states on the host")
         if self.offload_weights:
             extras.append(", weights on the host")
         if self.mlp_tile_tokens:
@@ -281,7 +278,7 @@ class MemoryPrices:
         """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, of states and weights on the
         host.
         """
-        on_host = self.update_seconds(memory) / self.place.micro_batches + self.streaming_seconds(memory)
+        on_host = self.update_seconds(memory) + self.streaming_seconds(memory)
         return self.seconds_on_device(memory, memory.measures) + on_host
 
     def seconds_beyond_settings(self, memory: MemoryPlan) -> float:
@@ -299,29 +296,10 @@ class MemoryPrices:
         """
         seconds = memory.paged_bytes / self.machine.paging_bytes_per_second
         place = self.place
+        layers = len(place.stage.layers)
+        room = layers * max(0.0, self._layer_work[0] * FORWARD_SHARE - self._layer_copy_seconds(memory))
         root = place.numbers.root_numbers(place.stage).trained / max(1.0, place.all_numbers.trained)
-        return max(root * seconds, seconds - self._idle_bus_seconds(memory))
-
-    def _idle_bus_seconds(self, memory: MemoryPlan) -> float:
-        """Of a forward pass."""
-        idle = max(0.0, self._layer_work[0] * FORWARD_SHARE - self._layer_copy_seconds(memory))
-        return len(self.place.stage.layers) * idle
-
-    def keep_states(self, memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan:
-        """Return a plan with the states on the device, of those on the host, that it has room for, and whose copies
-        would not hide behind a forward pass.
-        """
-        hidden = self._idle_bus_seconds(memory) * self.machine.paging_bytes_per_second
-        room = budget.device * 31 // 32 - memory.device.total  # the rest is for fragments of the allocator's memory
-        states = min(memory.host.states - int(hidden), room)
-        if states <= 0 or memory.offload_weights:  # with which theirs come
-            return memory
-        return replace(
-            memory,
-            device=replace(memory.device, states=memory.device.states + states),
-            host=replace(memory.host, states=memory.host.states - states),
-            states_on_device=states,
-        )
+        return max(root * seconds, seconds - room)
 
     def _layer_copy_seconds(self, memory: MemoryPlan) -> float:
         place = self.place
@@ -404,12 +382,6 @@ class MemoryPrices:
         again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
         return plain, again
 
-    def _kept_on_host(self, word: CheckpointPolicy) -> float:
-        place = self.place
-        if not word.endswith("+host"):
-            return 0.0
-        return mean(place.layer_bytes(layer, self.load, word).host for layer in place.stage.layers)
-
     @cached_property
     def _layer_seconds(self) -> dict[bool, dict[str, float]]:
         """Seconds that a measure adds to a layer, without tiles (False) and with them (True). A copy to the host may
@@ -417,11 +389,13 @@ class MemoryPrices:
         SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer that keeps all counts as one that
         recomputes.
         """
+        place = self.place
         plain, again = self._layer_work
         whole = dict[str, float]()
         tiled = dict[str, float]()
         for word in CHECKPOINT_POLICIES:
-            copy = self._kept_on_host(word) / self.machine.host_copy_bytes_per_second
+            sizes = (place.layer_bytes(layer, self.load, word).host for layer in place.stage.layers)
+            copy = mean(sizes) / self.machine.host_copy_bytes_per_second
             hidden = min(copy, plain / 3) + min(copy, plain - plain / 3)
             whole[word] = again[word.partition("+")[0]] + 2 * copy - (1 - SHOWN_SHARE) * hidden
             tiled[word] = (again["exchanged"] if word == "none" else whole[word]) + TILED_SHARE * plain
@@ -501,8 +475,6 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
                 break
             choice = choices[bound[1]]
             memory = fit_with_fewest_slow_layers(*choice, budget)
-            if memory is not None and fixed.offload_optimizer_states is None:
-                memory = prices.keep_states(memory, budget)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
                 fastest = memory
                 best = candidate

@@ -21,12 +21,12 @@ class Bytes:
     >>> Bytes(weights=3, kept=4).total
     7
 
-    `weights`, `gradients` and `states` are this rank's shards (of states on the host an update's buckets, and what
-    stays), and `packed` its shards of frozen weights in four or eight bits; `gathered` are weights of layers that are
-    whole, gradients of layers before they are summed, and what travels between host and device; `kept` is what layers
-    hold for their backward passes, `work` what the layer that runs holds besides; `logits` are those of a chunk and
-    what is computed from them; `communicators` what torch's allocator does not show as used: the CUDA context, the
-    buffers of NCCL, and memory that it keeps for gradients which are summed in another dtype.
+    `weights`, `gradients` and `states` are this rank's shards, of those on the host an update's buckets, and `packed`
+    its shards of frozen weights in four or eight bits; `gathered` are weights of layers that are whole, gradients of
+    layers before they are summed, and what travels between host and device; `kept` is what layers hold for their
+    backward passes, `work` what the layer that runs holds besides; `logits` are those of a chunk and what is computed
+    from them; `communicators` what torch's allocator does not show as used: the CUDA context, the buffers of NCCL, and
+    memory that it keeps for gradients which are summed in another dtype.
     """
 
     weights: int = 0

@@ -72,10 +72,6 @@ class _Decays:
         """By which what each row added has decayed at its chunk's end: (T, H, 1)."""
         return torch.exp2(self.whole.index_select(0, self._chunk_of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
-    def decay_from_start(self) -> Tensor:
-        """By which the state that entered the chunk has decayed at each row: (T, H, 1)."""
-        return torch.exp2(self.g.squeeze(0)).unsqueeze(-1)
-
 
 class DecayForward:
     """A forward pass; see `Forward`. What each chunk adds to the state does not depend on the entering states."""
@@ -116,7 +112,10 @@ class DecayBackward:
         self._saved = saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
-        self._added_gradients = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)
+        from_start = torch.exp2(self._decays.g.squeeze(0)).unsqueeze(
+            -1
+        )  # decay of the state that entered the chunk
+        self._added_gradients = chunk_additions(inputs.q, self._do, scale * from_start, runs)
         self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:

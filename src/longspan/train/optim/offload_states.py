@@ -58,7 +58,6 @@ def offload_optimizer_states(
     *,
     bucket_bytes: int = STATE_BUCKET_BYTES,
     hidden_in: nn.Module | None = None,
-    bytes_on_device: int = 0,
 ) -> "OffloadedStates":
     """Move the moments of an optimizer to the host's memory; call it once, after `prepare`, on all ranks together.
 
@@ -67,8 +66,7 @@ def offload_optimizer_states(
 
     Use what it returns in place of `optimizer`, in schedulers and checkpoints too. Parameters get the same bits, and
     checkpoints are the same files. The host's memory is taken now: on GPUs it is registered with CUDA, of exact size.
-    On the device a step takes at most two buckets of `bucket_bytes` for moments (`device_bytes`). Whole parameters'
-    moments of at most `bytes_on_device` stay there, and no update waits for theirs.
+    On the device a step takes at most two buckets of `bucket_bytes` for moments (`device_bytes`).
 
     With `hidden_in`, the prepared model, `step` only begins the update, which goes on while `run_step` runs the model
     forward again, under any plan. Call `finish_step()` before anything else reads or changes parameters or `.grad`; the
@@ -99,42 +97,20 @@ def offload_optimizer_states(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_optimizer_states (train.offload_optimizer_states = false)"
         )
-    size -= sum(_find_staying_parameters(optimizer, bytes_on_device).values())
     check_free_host_memory(
         size, world, "moments of the optimizer on the host (train.offload_optimizer_states) take"
     )
-    settings: Any = {"bucket_bytes": bucket_bytes, "hidden_in": hidden_in, "bytes_on_device": bytes_on_device}
-    return OffloadedStates(optimizer, world.device, **settings)
-
-
-def _state_bytes(optimizer: Optimizer) -> dict[nn.Parameter, int]:
-    return {
-        parameter: STATES[type(optimizer)](group) * range_bytes(local_tensor(parameter.detach()).nbytes)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    }
+    return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes, hidden_in=hidden_in)
 
 
 def total_state_bytes(optimizer: Optimizer) -> int:
-    return sum(_state_bytes(optimizer).values())
-
-
-def _find_staying_parameters(optimizer: Optimizer, bytes_on_device: int) -> dict[nn.Parameter, int]:
-    """Return parameters whose moments together take no more, and the bytes of each one's: those of an equal share of
-    every layer, so that the bus has as much to bring for each.
-    """
-    sizes = _state_bytes(optimizer)
-    total = sum(sizes.values())
-    staying = dict[nn.Parameter, int]()
-    kept = 0
-    seen = 0
-    for parameter, size in sizes.items():
-        seen += size
-        if (kept + size) * total <= bytes_on_device * seen and not waits_on_host(parameter):
-            staying[parameter] = size
-            kept += size
-    return staying
+    sizes = (
+        (STATES[type(optimizer)](group), local_tensor(parameter.detach()))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+    return sum(states * range_bytes(local.nbytes) for states, local in sizes)
 
 
 # ---- parts of parameters
@@ -243,9 +219,8 @@ def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
 class OffloadedStates(Optimizer):
     """An optimizer whose states are in the host's memory, made by `offload_optimizer_states`.
 
-    `state` holds them as tensors of the host, or of the device (`staying` parameters), DTensors for parameters that are
-    DTensors; reading it finishes an update. Schedulers and hooks belong to this optimizer. `inner`, which updates, has
-    no states of its own.
+    `state` holds them as tensors of the host, DTensors for parameters that are DTensors; reading it finishes an update.
+    Schedulers and hooks belong to this optimizer. `inner`, which updates, has no states of its own.
     """
 
     def __init__(
@@ -255,7 +230,6 @@ class OffloadedStates(Optimizer):
         *,
         bucket_bytes: int = STATE_BUCKET_BYTES,
         hidden_in: nn.Module | None = None,
-        bytes_on_device: int = 0,
     ) -> None:
         self._update: _Update | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -263,15 +237,13 @@ class OffloadedStates(Optimizer):
         self._bucket_bytes = bucket_bytes
         self._model = hidden_in
         optimizer.param_groups = self.param_groups
-        self.staying = _find_staying_parameters(optimizer, bytes_on_device)
-        self._copies = _Copies(device)
-        self._arena = HostArena(device, total_state_bytes(optimizer) - sum(self.staying.values()))
-        self._places = dict[tuple[nn.Parameter, str], tuple[HostRange | None, Tensor]]()
+        self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
+        self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states = optimizer.state
         optimizer.state = defaultdict(dict)
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
             # of steps before this
-            self.state[parameter] = self._copy_state(parameter, states.pop(parameter))
+            self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))
 
     def _read_state(self) -> defaultdict[Tensor, Any]:
         self.finish_step()
@@ -293,9 +265,9 @@ class OffloadedStates(Optimizer):
 
     @property
     def device_bytes(self) -> int:
-        """The most bytes that states take there: those that stay, and of the two largest consecutive buckets."""
+        """The most bytes that states take on the device: those of the two largest consecutive buckets."""
         sizes = [bucket.bytes for bucket in cut_buckets(self.inner, self._bucket_bytes, {}, every=True)]
-        return sum(self.staying.values()) + max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+        return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -362,29 +334,26 @@ class OffloadedStates(Optimizer):
             values = {
                 name: value if _is_moment(value) else loaded[parameter][name] for name, value in state.items()
             }
-            self.state[parameter] = self._copy_state(parameter, values)
+            self.state[parameter] = self._copy_state_to_host(parameter, values)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    # ---- the memory of moments
+    # ---- the host's memory
 
-    def _copy_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(state)
         for name, value in state.items():
             if _is_moment(value):
-                values[name] = moment = self.find_moment(parameter, name)
-                local_tensor(moment).copy_(local_tensor(value))
+                values[name] = host = self.host_tensor(parameter, name)
+                local_tensor(host).copy_(local_tensor(value))
         return values
 
-    def find_moment(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """Return the memory of a moment, in the parameter's type, as torch has it; the first call takes it."""
+    def host_tensor(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return the host's memory of a moment, in the parameter's type, as torch has it; the first call takes it."""
         local = local_tensor(parameter.detach())
         if (parameter, name) not in self._places:
-            if parameter in self.staying:
-                self._places[parameter, name] = None, torch.empty_like(local)
-            else:
-                place = self._arena.take_range(local.nbytes)
-                self._places[parameter, name] = place, place.view_like(local)
+            place = self._arena.take_range(local.nbytes)
+            self._places[parameter, name] = place, place.view_like(local)
         _, tensor = self._places[parameter, name]
         return make_sharded_tensor(parameter.detach(), tensor)
 
@@ -535,8 +504,7 @@ class _Update:
             state = dict[str, Any]()
             for name, value in self._before[part.parameter].items():
                 if _is_moment(value):
-                    moment = part.local_view(local_tensor(value))
-                    state[name] = moment if part.parameter in self._optimizer.staying else place(moment)
+                    state[name] = place(part.local_view(local_tensor(value)))
                 else:  # a count, which the update of every part moves on
                     state[name] = value.clone() if isinstance(value, Tensor) and not part.last else value
             states.append(state)
@@ -580,12 +548,8 @@ class _Update:
             for name, value in new_state.items():
                 state = self._optimizer.host_states[part.parameter]
                 if _is_moment(value):
-                    state[name] = moment = self._optimizer.find_moment(part.parameter, name)
-                    target = part.local_view(local_tensor(moment))
-                    if part.parameter not in self._optimizer.staying:
-                        pairs.append((target, value))
-                    elif target.data_ptr() != value.data_ptr():  # the first update made it
-                        target.copy_(value)
+                    state[name] = host = self._optimizer.host_tensor(part.parameter, name)
+                    pairs.append((part.local_view(local_tensor(host)), value))
                 else:
                     state[name] = value
         self._copies.store(pairs)

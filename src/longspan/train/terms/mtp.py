@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.data.document import NO_TARGET
-from longspan.errors import LossError, ModelError
+from longspan.errors import LossError, ModelError, plural
 from longspan.model.layers import mtp_depths
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
@@ -56,6 +56,7 @@ class DepthsTerm(Term):
     """
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
+        _refuse_cut_depths(inputs)
         self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
         self._mtp = mtp
         self._model = inputs.language_model
@@ -101,6 +102,18 @@ class DepthsTerm(Term):
 
 def count_depths_of_model(model: nn.Module) -> int:
     return model.depths if isinstance(model, PipelineModel) else len(mtp_depths(model))
+
+
+def _refuse_cut_depths(inputs: StepInputs) -> None:
+    """Raise LossError for prefixes whose rows do not know the tokens that depths read."""
+    depths = count_depths_of_model(inputs.language_model)
+    for prefix in set(inputs.plan.parents or ()) - {-1}:
+        if getattr(inputs.documents[prefix], "ahead", 0) < depths:
+            raise LossError(
+                f"the step has {plural(depths, 'depth')} of multi-token prediction (mtp=), which read tokens behind "
+                f"document {prefix}, a prefix that others share; call share_prefixes(documents, depths={depths}), or "
+                "plan the documents before it"
+            )
 
 
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:

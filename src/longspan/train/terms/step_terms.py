@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import LossError, plural
 from longspan.model.kinds import is_multimodal
 from longspan.model.layers import score_columns
 from longspan.train.passes import Term
@@ -34,12 +33,15 @@ def step_terms(
     terms = list[Term]()
     has_routers = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
     has_routers = has_routers or (router is not None and router.any)
-    if inputs.plan.parents is not None and mtp is not None:
-        _refuse_cut_depths(inputs)
     if inputs.backward and getattr(model, "adapter", None) is not None:
         from longspan.model.lora import refuse_adapter_left_out
 
         refuse_adapter_left_out(inputs.model)
+    depths = list[Term]()
+    if mtp is not None:
+        from longspan.train.terms.mtp import DepthsTerm
+
+        depths.append(DepthsTerm(mtp, inputs, chunk_rows))
     scores = score_columns(model)
     if scores and loss is None:
         from longspan.train.terms.scores import configured_loss
@@ -49,11 +51,7 @@ def step_terms(
         from longspan.train.terms.document_loss import LossTerm
 
         terms.append(LossTerm(loss, divisor, inputs, chunk_rows, scores))
-    depths = None
-    if mtp is not None:
-        from longspan.train.terms.mtp import DepthsTerm
-
-        depths = DepthsTerm(mtp, inputs, chunk_rows)
+    terms += depths  # to the measure of the loss they add their own
     if has_routers:
         from longspan.model.experts.moe import make_router_statistics
         from longspan.train.terms.routers import RoutersTerm
@@ -61,27 +59,11 @@ def step_terms(
         tokens = inputs.plan.separate_tokens  # a shared row counts in each document that has it
         if (statistics := make_router_statistics(model, inputs.world, tokens, router)) is not None:
             terms.append(RoutersTerm(statistics))
-    if depths is not None:
-        terms.append(depths)  # after the loss, to whose measure it adds its own
     if time_slots:
         from longspan.train.terms.slot_pace import SlotPaceTerm
 
         terms.append(SlotPaceTerm(inputs.world))  # last: it times the measure of all others
-    return (*encoder_terms(inputs, 0 if depths is None else depths.depths), *terms)
-
-
-def _refuse_cut_depths(inputs: StepInputs) -> None:
-    """Raise LossError for prefixes whose rows do not know the tokens that depths of multi-token prediction read."""
-    from longspan.train.terms.mtp import count_depths_of_model
-
-    depths = count_depths_of_model(inputs.language_model)
-    for prefix in set(inputs.plan.parents or ()) - {-1}:
-        if getattr(inputs.documents[prefix], "ahead", 0) < depths:
-            raise LossError(
-                f"the step has {plural(depths, 'depth')} of multi-token prediction (mtp=), which read tokens behind "
-                f"document {prefix}, a prefix that others share; call share_prefixes(documents, depths={depths}), or "
-                "plan the documents before it"
-            )
+    return (*encoder_terms(inputs, sum(term.depths for term in terms)), *terms)
 
 
 def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:

@@ -36,7 +36,6 @@ from longspan.train.read_rows import (
     documents_and_positions,
     rows_before,
     target_rows,
-    text_digest,
 )
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
@@ -54,13 +53,6 @@ def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
             f"also has {short_text(unknown_names[0])}; give a list of some of {', '.join(DISTRIBUTION_VALUES)}"
         )
     return unique
-
-
-def compare_names_on_ranks(names: tuple[str, ...], world: World) -> None:
-    digest = text_digest(" ".join(names))
-    world.control.compare_digests(
-        digest, what="lists also=", hint="Give every rank the same names in the same order"
-    )
 
 
 @torch.no_grad()
