@@ -61,7 +61,7 @@ MUTATIONS = {
     "rows are added to the embeddings": Mutation("bridge.bridge", ".index_copy(1", ".index_add(1", FAN_IN),
     "owners of a shared item begin at its first row": Mutation(
         OWNERS, "parts.append(expand_runs(first + segments.start, first + segments.stop))",
-        "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
+        "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "DataError",
     ),
     "labels in the places of items count": Mutation(
         "train.read_rows",
