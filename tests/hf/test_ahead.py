@@ -115,7 +115,7 @@ def test_values_are_summed_alike_on_the_host_and_on_the_device() -> None:
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 HOST = {
-    "compare_digests_and_flags",
+    "compare_digests",
     "any_ranks",
     "_is_first_copy",
     "get_batch_samples",

@@ -77,6 +77,24 @@ def test_an_adapter_leaves_the_model_beside_it(tmp_path: Path, world: World) -> 
     assert (folder / "model-00001-of-00002.safetensors").read_text() == "old"
 
 
+def test_a_copy_that_is_trained_at_both_ends_is_written_for_each(tmp_path: Path, world: World) -> None:
+    base = load_model(preset="qwen3-tiny", vocab_size=64)
+    ends = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    model: Any = prepare_untried(get_peft_model(base, ends), world)
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding.add_(1.0)
+    expected = embedding.full_tensor().clone()
+    save_model(model, tmp_path, world)
+    read: Any = peft.PeftModel.from_pretrained(load_model(preset="qwen3-tiny", vocab_size=64), str(tmp_path))
+    for module in (read.get_input_embeddings(), read.get_output_embeddings()):
+        assert torch.equal(module.weight, expected)
+    with torch.no_grad():
+        embedding.zero_()
+    load_weights(model, tmp_path, world)
+    assert torch.equal(embedding.full_tensor(), expected)
+
+
 def test_a_file_is_not_replaced_and_a_link_is_followed(tmp_path: Path, world: World) -> None:
     (tmp_path / "weights.pt").write_text("mine")
     with pytest.raises(ModelError, match=r"weights.pt is a file; name a folder to write the model to"):
