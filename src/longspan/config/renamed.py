@@ -166,7 +166,7 @@ def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> 
         return tables.get(section, {}).get(name, default)
 
     if (factor := gone.get("model.rope_factor")) and (word := value_now("model.rope_scaling", "")):
-        yield "model.rope_scaling", f"{word}:{factor}"
+        yield "model.rope_scaling", f"{word}:{str(factor).removesuffix('.0')}"  # yarn:4, as files and docs write it
     checkpointing = value_now("train.activation_checkpointing", "auto")
     if gone.get("train.offload_activations") and checkpointing not in ("auto", "none", False):
         yield "train.activation_checkpointing", ("full" if checkpointing is True else checkpointing) + "+host"
