@@ -161,6 +161,14 @@ def test_a_factor_of_positions_is_written_as_in_the_checkpoints_of_its_run() -> 
         assert upgraded_tables(tables) == {"model": {"rope_scaling": word}}
 
 
+@pytest.mark.parametrize("section", ["context", "evaluation"])
+def test_rows_and_type_of_a_set_are_kept_where_training_or_evaluation_gives_others(section: str) -> None:
+    plan = {"max_tokens_per_slot": 512, "cp_comm_type": "a2a"}
+    sets = [{"name": "books", "max_tokens_per_slot": 4096, "cp_comm_type": "p2p"}]
+    evaluation = upgraded_tables({section: plan, "eval": sets})["evaluation"]
+    assert evaluation == {"sets": [{"name": "books"}], "max_tokens_per_slot": 4096, "cp_comm_type": "auto"}
+
+
 def test_keys_of_sets_that_are_gone() -> None:
     text = '[[evaluation.sets]]\nname = "a"\nplanner = "fixed"  # why\n\n[[evaluation.sets]]\nname = "b"  # here\n'
     new, changes = upgrade_text(text)
