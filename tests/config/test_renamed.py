@@ -67,7 +67,7 @@ NEW = """\
 # a run of 0.3
 [model]
 preset = "qwen3-tiny"
-rope_scaling = "yarn:4.0"  # long
+rope_scaling = "yarn:4"  # long
 
 [data]
 split_turns = true
@@ -152,6 +152,21 @@ def test_keys_that_are_gone(old: str, new: str | list[str]) -> None:
         {"optimizer": {"arguments": new}} if isinstance(new, list) else tomllib.loads(f"[train]\n{new}" * (new != ""))
     )
     assert tomllib.loads(text) == wanted and any("is gone: " in change for change in changes)
+
+
+def test_a_factor_of_positions_is_written_as_in_the_checkpoints_of_its_run() -> None:
+    """A file's 4 and the 4.0 that 0.3 saved of it are one value: a resumed run compares model.rope_scaling."""
+    for factor, word in ((4, "yarn:4"), (4.0, "yarn:4"), (2.25, "yarn:2.25")):
+        tables = {"model": {"rope_scaling": "yarn", "rope_factor": factor}}
+        assert upgraded_tables(tables) == {"model": {"rope_scaling": word}}
+
+
+@pytest.mark.parametrize("section", ["context", "evaluation"])
+def test_rows_and_type_of_a_set_are_kept_where_training_or_evaluation_gives_others(section: str) -> None:
+    plan = {"max_tokens_per_slot": 512, "cp_comm_type": "a2a"}
+    sets = [{"name": "books", "max_tokens_per_slot": 4096, "cp_comm_type": "p2p"}]
+    evaluation = upgraded_tables({section: plan, "eval": sets})["evaluation"]
+    assert evaluation == {"sets": [{"name": "books"}], "max_tokens_per_slot": 4096, "cp_comm_type": "auto"}
 
 
 def test_keys_of_sets_that_are_gone() -> None:

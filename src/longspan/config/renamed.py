@@ -151,7 +151,7 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
                 sets = value if new == SETS else sets
                 new_value = _drop_gone_keys(value) if new == SETS else renamed_value(new, value)
                 result.setdefault(new_section, {})[new_key] = new_value
-    values_of_sets = _values_of_sets(sets, result["evaluation"]) if _are_tables(sets) and sets else ()
+    values_of_sets = _values_of_sets(sets, result) if _are_tables(sets) and sets else ()
     for key, value in (*_values_of_gone_keys(gone, result), *values_of_sets):
         section, _, name = key.partition(".")
         result.setdefault(section, {})[name] = value
@@ -166,7 +166,7 @@ def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> 
         return tables.get(section, {}).get(name, default)
 
     if (factor := gone.get("model.rope_factor")) and (word := value_now("model.rope_scaling", "")):
-        yield "model.rope_scaling", f"{word}:{factor}"
+        yield "model.rope_scaling", f"{word}:{str(factor).removesuffix('.0')}"  # yarn:4, as files and docs write it
     checkpointing = value_now("train.activation_checkpointing", "auto")
     if gone.get("train.offload_activations") and checkpointing not in ("auto", "none", False):
         yield "train.activation_checkpointing", ("full" if checkpointing is True else checkpointing) + "+host"
@@ -182,17 +182,19 @@ def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> 
         yield "encoder.max_tokens", ALL_IMAGES
 
 
-def _values_of_sets(sets: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values_of_sets(sets: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what [evaluation] must have so that no set lacks a metric, rows for its documents, or a type that fits."""
+    evaluation = tables["evaluation"]
+    plan = {**tables.get("context", {}), **evaluation}  # [evaluation] has the values of training where it gives none
     metrics = dict.fromkeys(name for table in (evaluation, *sets) for name in table.get("metrics", ()))
     if [*metrics] != [*evaluation.get("metrics", ())]:
         yield "evaluation.metrics", [*metrics]
-    rows = evaluation.get("max_tokens_per_slot")
+    rows = plan.get("max_tokens_per_slot")
     own_rows = [table.get("max_tokens_per_slot") for table in sets]
     most = max((number for number in own_rows if isinstance(number, int)), default=0)
     if isinstance(rows, int) and 0 < rows < most:
         yield "evaluation.max_tokens_per_slot", most
-    kind = evaluation.get("cp_comm_type")
+    kind = plan.get("cp_comm_type")
     if kind is not None and any(table.get("cp_comm_type", kind) != kind for table in sets):
         yield "evaluation.cp_comm_type", "auto"
 
