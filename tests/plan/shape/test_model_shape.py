@@ -402,6 +402,13 @@ REFUSED = {
 }
 
 
+def test_a_count_of_several_names_is_the_first_that_is_not_zero() -> None:
+    read = ConfigReader({"n_groups": 0, "mamba_n_groups": None, "groups": 5}, "a dict")
+    assert read.require_count("mamba_n_groups", "n_groups", "groups") == 5
+    with pytest.raises(PlanError, match="a dict has no mamba_n_groups or n_groups"):
+        read.require_count("mamba_n_groups", "n_groups")
+
+
 def test_what_has_no_price_is_named() -> None:
     for family, message in REFUSED.items():
         with pytest.raises(PlanError, match=message):

@@ -104,9 +104,9 @@ class ConfigReader:
             raise PlanError(f"{self.where} has no {', no '.join(missing)}; the cost of a model needs them")
 
     def require_count(self, *names: str) -> int:
-        """Return a count under the first of these names that is set. Raises PlanError if none is."""
+        """Return the first of these counts that is not 0. Raises PlanError if each is missing or 0."""
         self.check_counts(one_of=names)
-        return self.count(*names)
+        return next(count for name in names if (count := self.count(name)))
 
 
 # Rows choose keys, by the names of transformers since 5.20 and before.
