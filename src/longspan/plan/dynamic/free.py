@@ -171,9 +171,7 @@ class _Queues:
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
             bins.add_bin(0, part, long=-1, seconds=end, rows=int(self.problem.tokens.sum()))
-        LeastLoaded(bins, [0.0], self.problem).place_items(
-            items, 0, self.problem.tokens.tolist(), self.work.tolist()
-        )
+        LeastLoaded(bins, [0.0], self.problem).fill_bins(items, 0, self.problem.tokens.tolist(), self.work.tolist())
         for queue_items, short in zip(self.items, bins.short, strict=True):
             queue_items.extend(short)
 
