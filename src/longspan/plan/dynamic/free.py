@@ -19,7 +19,7 @@ from longspan.plan.dynamic.lockstep import (
 )
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.micro_batch import MicroBatch
-from longspan.plan.planners.fixed import pack_first_fit
+from longspan.plan.packing import pack_first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when queues should end, against the mean work of a slot
 FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
