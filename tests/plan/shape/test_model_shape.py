@@ -20,7 +20,8 @@ from longspan.model.exactness.small_copies import make_tiny_model, shrink_config
 from longspan.model.kinds import find_mixers
 from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
 from longspan.plan import Cost
-from longspan.plan.shape.layers import ConfigReader, MixerShape, layer_types
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import MixerShape, layer_types
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape, has_mixers, model_flops, peak_tflops, read_experts
 from tests.plan.cases import flops_cost
 
