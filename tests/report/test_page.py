@@ -26,9 +26,9 @@ from longspan.report.page import (
     page_head,
     read_report_file,
     section,
-    svg_element,
     thin_curve,
 )
+from longspan.report.svg import svg_element
 from tests.plan.cases import bounded
 from tests.report.pages import draw, value_of
 from tests.report.runs import FACTS, RECORD, evaluation_row, mixed_plan, train_row, write_run

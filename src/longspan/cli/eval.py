@@ -185,12 +185,12 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         )
     flag_keys = frozenset(flag[2:] for flag, _, _ in split_flags(argv) if "." in flag)
     refuse_training_keys(flag_keys)
-    first = _make_subject(argv, find_saved_weights(flags.target), flags, flag_keys)
+    first = _configure_subject(argv, find_saved_weights(flags.target), flags, flag_keys)
     config = fit_home_to_ranks(first.config, ranks, flag_keys)
     subjects = [replace(first, config=config)]
     if flags.compare:
         weights = find_saved_weights(flags.target if flags.compare == BASE else flags.compare)
-        second = _make_subject(argv, replace(weights, base=flags.compare == BASE), flags, flag_keys)
+        second = _configure_subject(argv, replace(weights, base=flags.compare == BASE), flags, flag_keys)
         other = replace(_with_layout(second.config, config), evaluation=config.evaluation)
         subjects.append(replace(second, config=other))
     return EvalRequest(
@@ -229,36 +229,50 @@ def _with_layout(config: RunConfig, layout: EvalFlags | RunConfig) -> RunConfig:
     )
 
 
-def _make_subject(
+def _configure_subject(
     argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]
 ) -> Subject:
-    explicit = {
-        f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)
-    }
-    run_dir = weights.run_dir
+    """Return weights with the configuration that they are evaluated under: their run's, or for a folder the defaults,
+    with what flags give in its place.
+    """
+    if weights.run_dir is not None:
+        return _configure_run(argv, weights, weights.run_dir, flag_keys)
     own = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
-    if run_dir is not None:
-        own = load_config(run_dir / "config.toml")
-        flags = parse_eval(argv, own)  # again, so that keys of the layout that no flag gives are the run's
+    return Subject(weights, resolve_defaults(_with_flags(own, flags, weights)))
+
+
+def _configure_run(
+    argv: Sequence[str], weights: SavedWeights, run_dir: Path, flag_keys: Collection[str]
+) -> Subject:
+    """Flags are parsed again, over the run's configuration: keys of the layout that no flag gives are the run's."""
+    own = load_config(run_dir / "config.toml")
+    flags = parse_eval(argv, own)
+    config = _with_flags(own, flags, weights)
+    # a degree that a flag gives brings its planner, and "auto" its type
+    values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
+    evaluation = inherit_keys(PlanSection(**values), own.evaluation, own.context)
+    config = replace(config, run=replace(config.run, dir=str(run_dir)))
+    return Subject(weights, config.with_keys("evaluation", **evaluation.plan_keys))
+
+
+def _with_flags(own: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunConfig:
+    """A configuration with the layout and the keys of [model] that flags give, and without evaluation sets; for base
+    weights without adapter and depths. Raises ConfigError for base weights of what trains no adapter.
+    """
     if weights.base and not own.lora.rank:
         raise ConfigError(
             f"--compare {BASE} is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out, or name "
             "a run with [lora]"
         )
-    config = _with_layout(own, flags)
-    config = replace(
-        config,
+    explicit = {
+        f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)
+    }
+    return replace(
+        _with_layout(own, flags),
         model=replace(own.model, **explicit),
-        run=replace(config.run, dir=str(run_dir or own.run.dir)),
         lora=LoraSection() if weights.base else own.lora,
         mtp=MtpSection() if weights.base else own.mtp,
     ).with_sets(())
-    if run_dir is None:
-        return Subject(weights, resolve_defaults(config))
-    # a degree that a flag gives brings its planner, and "auto" its type
-    values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
-    evaluation = inherit_keys(PlanSection(**values), own.evaluation, own.context)
-    return Subject(weights, config.with_keys("evaluation", **evaluation.plan_keys))
 
 
 def main(argv: Sequence[str]) -> int:

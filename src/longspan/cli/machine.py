@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from longspan.errors import ConfigError
 from longspan.host import usable_cores
@@ -73,10 +73,11 @@ def _count_gpus_by_driver() -> LocalGpus:
 
 
 @cache
-def _torch_is_built_for(driver: str) -> bool:
+def _torch_is_built_for(platform: Literal["cuda", "hip"]) -> bool:
+    """Read torch's version.py by itself: a launcher may not import torch, which takes seconds, to learn this."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
-    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(driver) is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(platform) is not None
 
 
 # torch 2.9 and later read the first before the second

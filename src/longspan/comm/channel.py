@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from longspan.comm.process_groups import Meshes, ParentName, ProcessGroups
+from longspan.comm.meshes import Meshes
+from longspan.comm.process_groups import ParentName, ProcessGroups
 from longspan.comm.watch import Operation, Watch
 from longspan.errors import CommError
 from longspan.layout import Layout

@@ -22,7 +22,8 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from longspan.comm.channel import Channels
 from longspan.comm.control_group import ControlGroup
 from longspan.comm.failure_reports import FailureReports, read_nodes
-from longspan.comm.process_groups import ByRanks, Meshes, ProcessGroups
+from longspan.comm.meshes import Meshes
+from longspan.comm.process_groups import ByRanks, ProcessGroups
 from longspan.comm.rendezvous import (
     BOTH,
     Place,

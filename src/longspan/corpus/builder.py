@@ -16,8 +16,9 @@ import numpy as np
 from longspan.corpus.document_encoder import Encoded, FileChunk, MismatchedAnswers, Notes, encode_batches
 from longspan.corpus.files import LogLine
 from longspan.corpus.recipe import Recipe
+from longspan.data.array_files import GrowingArray, GrowingCodes
 from longspan.data.images import ImageWriter
-from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFiles
+from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
 from longspan.plain_text import bytes_text
 

@@ -64,7 +64,7 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
 def row_lines(recipe: Recipe) -> Iterator[str]:
     for (key, _), encoding in zip(recipe.settings.source_paths(), recipe.encodings, strict=True):
         source_text = f"{key}: " if recipe.settings.data.sources else ""
-        yield source_text + rows_line(encoding)
+        yield source_text + encoding_line(encoding)
         if encoding.kind in CHATS and (line := missing_end_line(encoding)) is not None:
             yield source_text + line
 
@@ -72,7 +72,12 @@ def row_lines(recipe: Recipe) -> Iterator[str]:
 _WORDS = ("Zq0user", "Zq1assistant")
 
 
-def rows_line(encoding: RowEncoding) -> str:
+def encoding_line(encoding: RowEncoding) -> str:
+    """Return a line of what rows hold, how they are encoded and what is learnt.
+
+    The loss decides first, of preferences or of scores; pairs have one of these (`find_kinds`). Else the kind of rows
+    does, and of chats the template.
+    """
     title = f"rows hold {KIND_TEXTS[encoding.kind]}"
     opening = " ".join(encoding.tokenizer.opening)
     closing = " ".join(encoding.tokenizer.closing)
@@ -86,11 +91,6 @@ def rows_line(encoding: RowEncoding) -> str:
         surrounding_tokens += ", as the tokenizer says"
     if encoding.settings.parse_special_tokens:
         surrounding_tokens += "; a text that has them gets no second ones"
-    treatment = {
-        "text": surrounding_tokens,
-        "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",
-        "input_ids": "taken as they are; targets are those that labels or masks name, or all",
-    }
     if encoding.settings.preference:
         return f"{title}: {surrounding_tokens}; targets are all tokens behind each prompt"
     if encoding.settings.num_labels:
@@ -104,6 +104,11 @@ def rows_line(encoding: RowEncoding) -> str:
             targets = "whose {% generation %} marks name the targets"
         source = encoding.tokenizer.template_file or encoding.tokenizer.folder
         return f"{title}: written by the chat template of {source}, {targets}"
+    treatment = {
+        "text": surrounding_tokens,
+        "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",
+        "input_ids": "taken as they are; targets are those that labels or masks name, or all",
+    }
     return f"{title}: {treatment[encoding.kind]}"
 
 

@@ -15,9 +15,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from longspan.data.array_files import map_array
 from longspan.data.document import NO_TARGET
 from longspan.data.images import ImageTable
-from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFiles, map_array, read_record
+from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFiles, read_record
 from longspan.data.scored_document import label_columns
 from longspan.errors import DataError
 from longspan.layout import Integers

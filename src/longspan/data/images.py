@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.manifest import GrowingArray, map_array
+from longspan.data.array_files import GrowingArray, map_array
 
 _COLUMNS = {
     "document": "<i8",

@@ -1,4 +1,4 @@
-"""The JSON files of a corpus, and its arrays, which grow and are mapped.
+"""The JSON files of a corpus.
 
 A folder of documents has a manifest (`corpus.json`) and its source files (`sources.jsonl`, `sources.npy`). A run's
 folder has a record (`corpus.json` too), which names the folder of documents.
@@ -8,136 +8,13 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from longspan.data.array_files import GrowingArray, map_array
 from longspan.errors import DataError
 from longspan.files import parse_json, read_json
-
-_BLOCK = 1 << 20
-Array = npt.NDArray[Any]
-
-
-class FileArray(NamedTuple):
-    """The place of an array in a file that is mapped into memory."""
-
-    path: str
-    dtype: np.dtype[Any]
-    offset: int
-    shape: tuple[int, ...]
-
-
-def pickle_form(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
-    """Return what to pickle of an array of integers ≥ 0: the place of its file if it maps all of one, else its values.
-
-    Values are in the smallest type that holds them all.
-
-    >>> pickle_form(np.array([5, 300]))  # of a whole file that is mapped, nothing is copied
-    array([  5, 300], dtype=uint16)
-    """
-    file = array if isinstance(array, np.memmap) else array.base  # np.asarray of a memmap has that as its base
-    if isinstance(file, np.memmap) and file.filename is not None:
-        is_base_mapped = not isinstance(file.base, np.ndarray)  # else it is a slice of a memmap
-        has_same_layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
-        if is_base_mapped and has_same_layout and array.ctypes.data == file.ctypes.data:
-            return FileArray(str(Path(file.filename).absolute()), array.dtype, file.offset, array.shape)
-    return array.astype(np.min_scalar_type(int(array.max(initial=0))))
-
-
-def restored_array(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if not isinstance(pickled, FileArray):
-        return pickled
-    path, dtype, offset, shape = pickled
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape))
-
-
-class GrowingArray:
-    """A .npy file of one dimension, written from its beginning to its end. It is complete once it is closed."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._dtype = np.dtype(dtype)
-        self.count = 0
-        self._file: BinaryIO = path.open("wb")
-        self._write_header()
-
-    def append(self, values: Array) -> None:
-        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
-        self.count += len(values)
-
-    def close(self) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
-
-    def _write_header(self) -> None:  # numpy leaves room for any number in the shape
-        header = {
-            "descr": np.lib.format.dtype_to_descr(self._dtype),
-            "fortran_order": False,
-            "shape": (self.count,),
-        }
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-
-class GrowingCodes:
-    """The file `codes.bin`: a byte for each token, four bytes if labels name other tokens; no file without codes.
-
-    Codes that are never written read as 0: the token itself is predicted.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = None
-        self._dtype = np.dtype(np.uint8)
-        self._tokens = 0
-
-    @property
-    def dtype(self) -> str:
-        return "" if self._file is None else self._dtype.str
-
-    def append(self, codes: Array | None, tokens: int) -> None:
-        """Write the codes of the next `tokens` tokens, uint8 or int32; None: all 0, for which nothing is written."""
-        if codes is not None:
-            if codes.dtype.itemsize > self._dtype.itemsize:
-                self._widen_codes()
-            self._file = self._file or self._path.open("wb")
-            self._file.seek(self._tokens * self._dtype.itemsize)
-            self._file.write(codes.astype(self._dtype).data)
-        self._tokens += tokens
-
-    def close(self) -> None:
-        """Extend the file to a code for every token, with zeros, and close it."""
-        if self._file is not None:
-            self._file.truncate(self._tokens * self._dtype.itemsize)
-            self._file.close()
-
-    def _widen_codes(self) -> None:
-        narrow = self._path.with_suffix(".narrow")
-        self._dtype = np.dtype(np.int32)
-        if self._file is None:
-            return
-        self._file.close()
-        self._path.rename(narrow)
-        self._file = self._path.open("wb")
-        with narrow.open("rb") as narrow_file:
-            while block := narrow_file.read(_BLOCK):
-                self._file.write(np.frombuffer(block, np.uint8).astype(np.int32).data)
-        narrow.unlink()
-
-
-def map_array(path: Path) -> Array:
-    """Map the values of a .npy file; only those that are used are read. Raises DataError if it is damaged."""
-    try:
-        array = np.asarray(np.load(path, mmap_mode="r"))
-        if array.ndim != 1 or array.dtype.kind not in "iuf":
-            raise ValueError(f"it holds {array.dtype} of {array.ndim} dims, and not a list of numbers")
-    except OSError:  # the file cannot be read, which does not make it damaged
-        raise
-    except Exception as error:  # numpy reads the header as Python, whose errors are of many kinds
-        raise DataError(f"{path} is damaged: {error}; remove its folder, and it is built again") from error
-    return array
-
 
 FILE = "corpus.json"
 PAIRS = "chosen+rejected"  # the kind of rows that become two documents each, one after the other

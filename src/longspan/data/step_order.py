@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longspan.data.array_files import pickle_form, restored_array
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.manifest import pickle_form, restored_array
 from longspan.data.stream import (
     ENDLESS,
     EVAL_SET,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.manifest import pickle_form, restored_array
+from longspan.data.array_files import pickle_form, restored_array
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 

@@ -46,7 +46,7 @@ def open_references(documents: Sequence[CorpusDocuments], config: RunConfig, wor
     # read once: another run may write meanwhile
     for some, values in zip(documents, run_on_first_rank(world, read_files, DataError), strict=True):
         some.corpus.reference = values
-    return not any(_list_missing(some) for some in documents)
+    return not any(_ids_without_reference(some) for some in documents)
 
 
 def compute_references(
@@ -67,7 +67,7 @@ def compute_references(
     with disable_adapter(model) if config.lora.rank else nullcontext():
         for some in documents:
             corpus = some.corpus
-            missing = _list_missing(some)
+            missing = _ids_without_reference(some)
             ends = np.cumsum(corpus.lengths[missing], dtype=np.int64)
             done = 0
             started = last_news = time.monotonic()
@@ -91,7 +91,7 @@ def compute_references(
                     )
 
 
-def _list_missing(documents: CorpusDocuments) -> list[int]:
+def _ids_without_reference(documents: CorpusDocuments) -> list[int]:
     assert documents.corpus.reference is not None
     ids = np.unique(np.array(documents.ids, dtype=np.int64))
     return ids[np.isnan(documents.corpus.reference[ids])].tolist()

@@ -239,11 +239,16 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         return self._one_process.world
 
     def create_accelerator_and_postprocess(self) -> None:
+        """The stock Trainer makes an Accelerator here, of its own class and arguments, which then becomes one of ours.
+
+        TRL loads a reference after this call, so the device map is cleared here. Earlier it may not be: beside a model
+        that is given, TRL would warn of `model_init_kwargs`.
+        """
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
         self.accelerator.before_backward, self.accelerator.after_backward = self._check_loss, self._add_gradients
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads a stream, not the first only
-        clear_device_map(self.args)  # from here on TRL loads references
+        clear_device_map(self.args)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: `prepare` moves what a rank keeps."""

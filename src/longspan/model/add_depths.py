@@ -85,7 +85,7 @@ def add_mtp(
     mtp.train(model.training)
     try:
         if weights is None:
-            _make_buffers(model, mtp)
+            _reset_buffers(model, mtp)
             # a depth is drawn whole, since modules may initialise those inside
             depths_to_draw = [
                 (f"{MTP}.layers.{i}", deepcopy(depth).to("meta"), model._init_weights)
@@ -171,8 +171,10 @@ def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.M
     return norms[-1]
 
 
-def _make_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
-    """A copy of a layer of Gemma 4 would have a trained scale. Depths that a folder has get their buffers from it."""
+def _reset_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
+    """Overwrite the persistent buffers of depths, copies of trained ones (Gemma 4 scales its layers by one), by those
+    of a new model. Depths that a folder has get theirs from it.
+    """
     if not any(True for _ in persistent_buffers(mtp)):
         return
     new_model = empty_model(model.config, model.dtype, type(model))

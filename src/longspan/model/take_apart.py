@@ -32,8 +32,8 @@ from longspan.model.vision.image_tokens import VideoTokens, image_tokens
 from longspan.model.weights.fill import DeferredWeights, find_deferred_weights
 from longspan.plan.cost.cost import Cost
 from longspan.plan.items.encoder_shape import EncoderShape, Trained, read_window_layers
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.families import find_family
-from longspan.plan.shape.layers import ConfigReader
 
 
 def refuse_model_without_images(model: nn.Module) -> None:

@@ -16,7 +16,8 @@ from longspan.plan import Cost, Plan
 from longspan.plan.micro_batch import comm_type_text
 from longspan.plan.plan import group_counts
 from longspan.report.bars import Bar, PlanBars, Summary, group_times, plan_bars
-from longspan.report.page import PATTERNS, Part, read_report_file, svg_element, svg_text
+from longspan.report.page import PATTERNS, Part, read_report_file
+from longspan.report.svg import svg_element, svg_text
 
 WIDTH = 1120  # of the picture on a page
 NARROW = 400  # on a page of a telephone

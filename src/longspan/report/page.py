@@ -1,4 +1,4 @@
-"""A page: a JSON value, and the style and script that draw it; curves as values; elements of SVG, escaped in one place.
+"""A page: a JSON value, and the style and script that draw it; curves as values.
 
 The value has `title`, `head` and `sections`, each with `title` and `parts`. A part has one key: note, facts, cards,
 charts, table, text, details or plans, whose drawing is the method of that name in page.js.
@@ -58,27 +58,6 @@ def content_policy(*, live: bool) -> str:
     digest = base64.b64encode(sha256(read_report_file("page.js").encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
     return f"{policy}base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
-
-
-def svg_element(element: str, *content: str, **attributes: object) -> str:
-    """Return one element. `content` is markup (callers put plain text through `text`); attribute values are escaped.
-
-    >>> svg_element("rect", class_="bar", x=1.25, data_d=3, hidden=None)
-    '<rect class="bar" x="1.2" data-d="3"></rect>'
-
-    Underscores in names become hyphens, a trailing one is dropped; floats have one decimal; None is left out.
-    """
-    named = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None)
-    written = (
-        f' {name}="{value:.1f}"' if isinstance(value, float) else f' {name}="{escape(str(value), quote=True)}"'
-        for name, value in named
-    )
-    return f"<{element}{''.join(written)}>{''.join(content)}</{element}>"
-
-
-def svg_text(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
-    """Return words in a drawing at (x, y), which is where they start, end or have their middle, as `anchor` says."""
-    return svg_element("text", escape(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
 def read_report_file(name: str) -> str:

@@ -290,7 +290,14 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
 def open_run_documents(
     config: RunConfig, checkpoint: Path | None, state: dict[str, Any], world: World, log: LogLine
 ) -> tuple[RunConfig, RunConfig, RunData]:
-    """Open the documents of a run; return its configuration, the one to write as config.toml, and the data."""
+    """Open the documents of a run, and settle what they and the world decide; entered by all ranks.
+
+    Returns the configuration, with node_size, the documents held out and the steps of train.epochs; the one to write as
+    config.toml, with node_size as it was given and absolute folders; and the data. The world gets the machine that
+    `run.machine` names. Before a corpus is made, a new run's model is checked and the sum of its base weights kept, and
+    a run that goes on finds its base weights unchanged. Afterwards schedule, steps left and longest documents are
+    checked. Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank.
+    """
     if state and config.evaluation.documents == AUTO:
         config = config.with_keys("evaluation", documents=state["config"]["evaluation"]["documents"])
     node_size = config.context.node_size

@@ -236,6 +236,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     """
 
     def read_local_documents() -> "_Local":
+        _check_local_documents(local)
         read = _Local()
         for number, document in enumerate(_iterate_documents(local)):
             read.add_document(number, document)
@@ -327,7 +328,10 @@ class _Local:
         return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])
 
 
-def _iterate_documents(local: Any) -> Iterable[Any]:
+def _check_local_documents(local: Any) -> None:
+    """Raise DataError for what is no list of documents, and for MediaDocuments: neither their items nor the positions
+    that they give to rows of images (M-RoPE) are among the columns that travel.
+    """
     for name in ("items", "positions"):  # a callable `items` is a mapping's method, and refused below
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
@@ -339,7 +343,10 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
             f"gather_documents got {short_text(local)}; give a list of documents, which is empty on a rank without "
             "any; of a batch of tensors longspan.train.documents_of(batch).documents are some"
         )
-    # By number where that is possible: a data set of torch need not end an iteration.
+
+
+def _iterate_documents(local: Any) -> Iterable[Any]:
+    """By number where that is possible: a data set of torch need not end an iteration."""
     by_number = hasattr(local, "__len__") and hasattr(local, "__getitem__")
     return (local[number] for number in range(len(local))) if by_number else local
 

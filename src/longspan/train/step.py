@@ -8,7 +8,6 @@ Nothing is installed or rebound between the two: they are two plans. A step chec
 add to it are its terms (`terms/`): a step enters no module of a feature that is off. The learning rate is the caller's.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from longspan.train.loss import CrossEntropy
 from longspan.train.passes import Passes, default_divisor, launch_passes, read_batches, run_passes
 from longspan.train.read_rows import text_digest
 from longspan.train.step_end import StepEnd
-from longspan.train.step_inputs import check_step_arguments, check_update_arguments
+from longspan.train.step_inputs import check_step_arguments, check_temperature, check_update_arguments
 from longspan.train.terms.step_terms import encoder_terms, step_terms
 
 if TYPE_CHECKING:
@@ -126,8 +125,7 @@ def run_step(
     check_update_arguments(optimizer, max_grad_norm, backward=backward)
     if optimizer is not None:
         refuse_other_parameters(model, optimizer)
-    if temperature != 1:
-        _check_temperature(temperature, mtp)
+    check_temperature(temperature, has_mtp=mtp is not None)
     inputs = check_step_arguments(model, plan, documents, world, backward=backward)
     if temperature != 1 and score_columns(inputs.language_model):
         raise LossError(
@@ -171,15 +169,6 @@ def run_step(
     )
 
 
-def _check_temperature(temperature: float, mtp: "MtpLoss | None" = None) -> None:
-    if not 0 < temperature < math.inf:
-        raise LossError(f"temperature is {temperature!r}; give a number above 0, such as that of the sampler")
-    if mtp is not None:
-        raise LossError(
-            f"temperature is {temperature:g}, and multi-token prediction predicts at temperature 1; leave mtp= out"
-        )
-
-
 def token_log_probs(
     model: nn.Module,
     plan: Plan,
@@ -209,8 +198,7 @@ def token_log_probs(
     from longspan.train.terms.token_loss import CollectedLogProbs, check_value_names
 
     also = check_value_names(also)
-    if temperature != 1:
-        _check_temperature(temperature)
+    check_temperature(temperature)
     inputs = check_step_arguments(model, plan, documents, world, backward=False)
     if score_columns(inputs.language_model):
         raise LossError(

@@ -1,5 +1,6 @@
 """What a step runs over: a model, a plan and its documents, counted and checked before a token is read."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.data.document import count_targets
-from longspan.errors import DataError, ModelError, PlanError, plural
+from longspan.errors import DataError, LossError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
 from longspan.model.kinds import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
 from longspan.model.layers import score_columns
@@ -224,6 +225,18 @@ def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | N
         )
     if max_grad_norm is not None and optimizer is None:
         raise ModelError(f"max_grad_norm {max_grad_norm} without an optimizer clips nothing; pass both, or neither")
+
+
+def check_temperature(temperature: float, *, has_mtp: bool = False) -> None:
+    """Raise LossError for what is no temperature, and for another than 1 beside multi-token prediction."""
+    if temperature == 1:
+        return
+    if not 0 < temperature < math.inf:
+        raise LossError(f"temperature is {temperature!r}; give a number above 0, such as that of the sampler")
+    if has_mtp:
+        raise LossError(
+            f"temperature is {temperature:g}, and multi-token prediction predicts at temperature 1; leave mtp= out"
+        )
 
 
 def _refuse_mixed_parameters(index: int, group: dict[str, Any]) -> None:

@@ -160,16 +160,16 @@ class LongspanEngine(BaseEngine):
         self.to("cpu", model=offload, optimizer=self.is_optimizer_offload_enabled, grad=offload)
 
     def _load_model(self) -> Any:
-        path = self._model_path()
-        config = self._stock_configuration()
-        model = load_model(
-            path, config=config, dtype=self.engine_config.model_dtype, sharded=True, images=self._has_images
-        )
         if (rank := self.model_config.lora_rank) > 0 and self._has_images:
             raise ConfigError(
                 f"model.lora_rank is {rank}, and {self.model_config.hf_config.model_type} reads images: an adapter's "
                 "weights beside a tower are not sent to the rollout; set lora_rank=0, or take a text model"
             )
+        path = self._model_path()
+        config = self._stock_configuration()
+        model = load_model(
+            path, config=config, dtype=self.engine_config.model_dtype, sharded=True, images=self._has_images
+        )
         if rank > 0:
             names = self.model_config.target_modules
             targets = () if names == "all-linear" else (names,) if isinstance(names, str) else tuple(names)

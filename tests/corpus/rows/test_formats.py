@@ -12,7 +12,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import DataConfig
 from longspan.corpus import builder
 from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
-from longspan.corpus.lines import missing_end_line, rows_line, unseen_line
+from longspan.corpus.lines import encoding_line, missing_end_line, unseen_line
 from longspan.corpus.recipe import CorpusSettings
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, rename_columns, row_kind
@@ -197,12 +197,12 @@ def test_a_template_of_a_file_writes_chats_and_goes_with_the_model(tmp_path: Pat
 
 def test_chats_name_their_template_and_how_targets_are_found(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "gemma3", "gemma3")
-    assert rows_line(encoding_of(folder)) == (
+    assert encoding_line(encoding_of(folder)) == (
         f"rows hold messages (chat): written by the chat template of {folder}, which marks no targets: they are what "
         "each assistant turn says, up to the token that ends the turn"
     )
     (folder / "chat_template.jinja").write_text(marked_template("gemma3"))
-    assert rows_line(encoding_of(folder)).endswith("whose {% generation %} marks name the targets")
+    assert encoding_line(encoding_of(folder)).endswith("whose {% generation %} marks name the targets")
 
 
 def lines_of(folder: Path, rows: list[dict[str, Any]], *, form: str = "jsonl", num_labels: int = 0) -> list[str]:

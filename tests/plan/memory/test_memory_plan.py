@@ -33,7 +33,7 @@ from longspan.plan.memory.memory_plan import (
     memory_choices,
 )
 from longspan.plan.memory.settings import GPU_SHARE
-from longspan.plan.shape.layers import ConfigReader
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import QWEN3_8B
 from tests.plan.shape.test_packed import LLAMA_70B, QWEN3_32B
 

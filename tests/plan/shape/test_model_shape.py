@@ -20,7 +20,8 @@ from longspan.model.exactness.small_copies import make_tiny_model, shrink_config
 from longspan.model.kinds import find_mixers
 from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
 from longspan.plan import Cost
-from longspan.plan.shape.layers import ConfigReader, MixerShape, layer_types
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import MixerShape, layer_types
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape, has_mixers, model_flops, peak_tflops, read_experts
 from tests.plan.cases import flops_cost
 
@@ -400,6 +401,13 @@ REFUSED = {
     "minimax": "layers of type",
     **dict.fromkeys(("falcon_mamba", "recurrent_gemma"), NO_PRICE),
 }
+
+
+def test_a_count_of_several_names_is_the_first_that_is_not_zero() -> None:
+    read = ConfigReader({"n_groups": 0, "mamba_n_groups": None, "groups": 5}, "a dict")
+    assert read.require_count("mamba_n_groups", "n_groups", "groups") == 5
+    with pytest.raises(PlanError, match="a dict has no mamba_n_groups or n_groups"):
+        read.require_count("mamba_n_groups", "n_groups")
 
 
 def test_what_has_no_price_is_named() -> None:

@@ -11,7 +11,7 @@ from longspan.layout import Layout
 from longspan.model.presets import PRESETS, find_published_preset
 from longspan.plan import MemoryBudget
 from longspan.plan.memory.settings import GPU_SHARE
-from longspan.plan.shape.layers import ConfigReader
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, read_experts
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.choice import home_of

@@ -209,10 +209,10 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
     if audio := next((key for key in MEDIA_KEYS["audio"] if values.get(key)), None):
         raise RowError(f'it has "{audio}", and audio is not read here; leave the row out')
     images = [
-        read_image_entry(entry, folder, f"images[{i}]") for i, entry in enumerate(_read_list(values, "image"))
+        read_image_entry(entry, folder, f"images[{i}]") for i, entry in enumerate(_media_entries(values, "image"))
     ]
     videos = [
-        read_video_entry(entry, folder, f"videos[{i}]") for i, entry in enumerate(_read_list(values, "video"))
+        read_video_entry(entry, folder, f"videos[{i}]") for i, entry in enumerate(_media_entries(values, "video"))
     ]
     if (image := values.get("image")) is None:
         return RowMedia(images, videos)
@@ -223,7 +223,7 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
     return RowMedia([read_image_entry(image, folder, '"image"')], videos)
 
 
-def _read_list(values: Mapping[str, Any], kind: str) -> list[Any]:
+def _media_entries(values: Mapping[str, Any], kind: str) -> list[Any]:
     entries = values.get(f"{kind}s")
     if entries is not None and not isinstance(entries, list):
         entry = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"

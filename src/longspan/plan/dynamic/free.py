@@ -19,7 +19,7 @@ from longspan.plan.dynamic.lockstep import (
 )
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.micro_batch import MicroBatch
-from longspan.plan.planners.fixed import pack_first_fit
+from longspan.plan.packing import pack_first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when queues should end, against the mean work of a slot
 FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
@@ -171,9 +171,7 @@ class _Queues:
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
             bins.add_bin(0, part, long=-1, seconds=end, rows=int(self.problem.tokens.sum()))
-        LeastLoaded(bins, [0.0], self.problem).place_items(
-            items, 0, self.problem.tokens.tolist(), self.work.tolist()
-        )
+        LeastLoaded(bins, [0.0], self.problem).fill_bins(items, 0, self.problem.tokens.tolist(), self.work.tolist())
         for queue_items, short in zip(self.items, bins.short, strict=True):
             queue_items.extend(short)
 

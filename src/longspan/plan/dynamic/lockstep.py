@@ -455,9 +455,7 @@ class _Placing:
                 for part in self.free[m].usable_runs_left():
                     self.bins.add_bin(m, part, long=-1, seconds=0.0, rows=self.problem.cap)
             ready = len(self.durations)
-            position = LeastLoaded(self.bins, self.durations, self.problem).place_items(
-                items, position, tokens, work
-            )
+            position = LeastLoaded(self.bins, self.durations, self.problem).fill_bins(items, position, tokens, work)
             if position == len(items):
                 return
             self._add_micro_batch(self.durations[-1])
@@ -489,12 +487,14 @@ class LeastLoaded:
                 idle[width].append((self.late[b], b))
         for heap in idle.values():
             heapify(heap)
-        # the last: (−room, bin)
+        # of each width: bins that may hold the next item, (seconds late, bin), and those too full, (−room, bin)
         self.heaps = [(width, heap, list[tuple[int, int]]()) for width, heap in idle.items()]
 
-    def place_items(self, items: list[int], first: int, tokens: list[int], work: list[float]) -> int:
+    def fill_bins(self, items: list[int], first: int, tokens: list[int], work: list[float]) -> int:
         """Give items, from position `first` on, to bins; returns the position of the first that fits none, or their
-        number.
+        number. `tokens` must fall along `items`, and `work` is in seconds of one slot.
+
+        The items, their seconds and the room that they leave are written into the bins.
         """
         room = self.bins.room
         late = self.late
@@ -520,17 +520,22 @@ class LeastLoaded:
                     heappush(full, (-room[b], b))
                 if full:
                     waiting = max(waiting, -full[0][0])
-            for heap in self.heaps:
-                if heap[1] and (end := heap[1][0][0] + seconds / heap[0]) < earliest:
+            for heaps in self.heaps:
+                width, idle, _ = heaps
+                if not idle:
+                    continue
+                late_before, _ = idle[0]
+                if (end := late_before + seconds / width) < earliest:
                     earliest = end
-                    chosen = heap
+                    chosen = heaps
             if chosen is None:
                 return position
-            b = chosen[1][0][1]
+            width, idle, _ = chosen
+            _, b = idle[0]
             changed = (chosen,)
-            heapreplace(chosen[1], (earliest, b))
+            heapreplace(idle, (earliest, b))
             late[b] = earliest
-            busy[b] += seconds / chosen[0]
+            busy[b] += seconds / width
             room[b] -= length
             short[b].append(item)
         return len(items)

@@ -24,8 +24,9 @@ from longspan.plan.dynamic.problem import (
     slots_in_parts,
 )
 from longspan.plan.micro_batch import Group, MicroBatch
+from longspan.plan.packing import pack_least_loaded
 from longspan.plan.plan import Plan
-from longspan.plan.planners.fixed import Packer, pack_least_loaded
+from longspan.plan.planners.fixed import Packer
 from longspan.plan.planners.options import (
     PlanKeywords,
     PlanOptions,

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import Machine
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.families import FAMILIES
-from longspan.plan.shape.layers import ConfigReader
 
 Trained = Literal["all", "projector", "none"]
 

@@ -14,9 +14,9 @@ from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.messages import count_exchange_slices, count_head_groups, head_split
 from longspan.plan.micro_batch import MicroBatch, main_type
 from longspan.plan.plan import Plan
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
     CHUNK,
-    ConfigReader,
     LayerKind,
     MixerShape,
     attention_weights,

@@ -30,7 +30,7 @@ from longspan.plan.memory.settings import (
 )
 from longspan.plan.memory.stage_bytes import ModelNumbers, StageBytes, make_stages
 from longspan.plan.plan import Plan
-from longspan.plan.shape.layers import ConfigReader
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape
 
 MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/process_groups.py)

@@ -21,8 +21,8 @@ from longspan.plan.memory.settings import (
     places_in_layer_segments,
 )
 from longspan.plan.messages import REPLAYED_NUMBERS, SUMMED_NUMBERS
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
-    ConfigReader,
     LayerKind,
     MixerShape,
     attention_weights,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
     ATTENTION,
     INDEXED,
     MIXING,
-    ConfigReader,
     LayerKind,
     MixerShape,
     Weights,

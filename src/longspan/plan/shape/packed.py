@@ -8,8 +8,8 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from longspan.errors import PlanError
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
-    ConfigReader,
     LayerKind,
     MixerShape,
     Weights,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from longspan.layout import Integers
-from longspan.plan.shape.layers import ConfigReader
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import has_mixers
 
 _BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer

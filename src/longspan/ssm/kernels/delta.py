@@ -88,14 +88,14 @@ class Pieces:
             m = _replace_rows(m, continuing, next_transitions @ pick_rows(m, continuing))
         return b, m
 
-    def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
+    def entering_states(self, entering_runs: Tensor, b: Tensor, m: Tensor) -> Tensor:
         """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces.
 
         Each further piece of a run gets what the map of the piece before makes of the state that enters that.
         """
         if not self.has_cuts:
-            return of_runs
-        return self._follow_pieces(of_runs, self._starts, 1, states, transitions)
+            return entering_runs
+        return self._follow_pieces(entering_runs, self._starts, b, m, step=1)
 
     def run_initial_state_gradients(self, initial: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces.
@@ -119,10 +119,10 @@ class Pieces:
 
         Each piece but a run's last gets the gradient at the state that enters the next piece.
         """
-        return self._follow_pieces(leaving, self._starts + self._counts - 1, -1, initial, transitions)
+        return self._follow_pieces(leaving, self._starts + self._counts - 1, initial, transitions, step=-1)
 
     def _follow_pieces(
-        self, of_runs: Tensor, first: Integers, step: int, added: Tensor, transitions: Tensor
+        self, of_runs: Tensor, first: Integers, added: Tensor, transitions: Tensor, *, step: int
     ) -> Tensor:
         """Return a value for each piece: those of runs at their pieces `first`, and through the map of each piece that
         of the next: M S + B, or Mᵀ G + B where the next is the piece before (`step` −1).
