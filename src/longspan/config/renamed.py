@@ -185,10 +185,8 @@ def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> 
 def _values_of_sets(sets: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what [evaluation] must have so that no set lacks a metric, rows for its documents, or a type that fits."""
     evaluation = tables["evaluation"]
-    plan = {
-        **tables.get("context", {}),
-        **evaluation,
-    }  # [evaluation] has the values of training where it gives none
+    # [evaluation] has the values of training where it gives none
+    plan = {**tables.get("context", {}), **evaluation}
     metrics = dict.fromkeys(name for table in (evaluation, *sets) for name in table.get("metrics", ()))
     if [*metrics] != [*evaluation.get("metrics", ())]:
         yield "evaluation.metrics", [*metrics]

@@ -321,9 +321,8 @@ def _save_adapter(
     units = _gathered_units(model, states, world)
     tensors = {name: x.to(dtype=file_dtype) for unit in units for name, x in unit.items()}
     for stage in [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]:
-        for name, first_name in tied_names(
-            stage
-        ).items():  # of one copy that is trained at both ends peft reads both
+        # of one copy that is trained at both ends peft reads both
+        for name, first_name in tied_names(stage).items():
             if first_name in tensors and belongs_to_adapter(name):
                 tensors[name] = tensors[first_name].clone()
 
@@ -427,9 +426,8 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")
-    parameters = model.named_parameters(
-        remove_duplicate=False
-    )  # a tied copy is in the file under each of its names
+    # a tied copy is in the file under each of its names
+    parameters = model.named_parameters(remove_duplicate=False)
     tensors = entries_trained_with_adapter(model, dict((*parameters, *persistent_buffers(model))))
     with safe_open(file, framework="pt", device="cpu") as stored:
         by_name: Mapping[str, Tensor] = {
