@@ -239,9 +239,8 @@ def loss_arguments(train: TrainConfig) -> dict[str, float]:
     given = read_arguments("train.loss_arguments", train.loss_arguments)
     for name, value in given.items():
         if name not in defaults:
-            raise ConfigError(
-                f"train.loss_arguments has {name}, and train.loss {train.loss!r} takes {', '.join(defaults) or 'none'}"
-            )
+            whose = f"train.loss {train.loss!r}" if train.loss else "a model with one score, without train.loss,"
+            raise ConfigError(f"train.loss_arguments has {name}, and {whose} takes {', '.join(defaults)}")
         bound = Above(0) if name == "beta" else AtLeast(0, below=0.5 if name == "label_smoothing" else math.inf)
         if isinstance(value, bool) or not isinstance(value, int | float) or not bound.allows(value):
             raise ConfigError(f"train.loss_arguments has {name}={value}; it must be a number {bound}")
