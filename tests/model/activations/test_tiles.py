@@ -90,7 +90,7 @@ SEGMENTS = [
     for name in MODELS
     for word, size, rows in (("full", 2, 0), ("selective", 3, 5), ("selective+host", 8, 0))
 ]
-MIXED = [("tied embeddings", ("full", "none", "selective", "full+host"), 4, 3)]
+MIXED = [("tied embeddings", ("full+host", "none", "selective", "full"), 4, 3)]
 # Lists in which neighbours keep other things, which hold each word once, for four layers and for two.
 OF_FOUR = (("none", "selective+host", "exchanged", "full+host"), ("full+host", "selective", "full", "selective+host"))
 OF_TWO = (("full+host", "none"), ("selective", "selective+host"))
