@@ -206,3 +206,16 @@ def test_the_configuration_of_an_older_run_is_read_in_its_folder_alone(tmp_path:
     (tmp_path / "run.json").write_text("{}")
     config = load_config(file)
     assert config.optimizer.lr == 1e-3 and not config.train.plan_memory and config.evaluation.documents == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[train]\nbetas = 3\n", "train.betas is 3"),
+        ('[train]\nloss_arguments = "beta=1"\ncenter_rewards_coefficient = 1\n', "loss_arguments is 'beta=1'"),
+        ('[[eval]]\nname = "books"\nmetrics = 3\n', "metrics is 3"),
+    ],
+)
+def test_values_that_are_no_lists_are_refused_by_name(text: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{value}; give a list, and then upgrade the file"):
+        upgrade_text(text)

@@ -3,7 +3,10 @@ docs."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
+
+from longspan.errors import ConfigError
 
 OLD_SETS = "eval"  # tables [[eval]], now [[evaluation.sets]]
 SETS = "evaluation.sets"
@@ -171,11 +174,12 @@ def _values_of_gone_keys(gone: Mapping[str, Any], tables: Mapping[str, Any]) -> 
     if gone.get("train.offload_activations") and checkpointing not in ("auto", "none", False):
         yield "train.activation_checkpointing", ("full" if checkpointing is True else checkpointing) + "+host"
     if coefficient := gone.get("train.center_rewards_coefficient"):
-        arguments = value_now("train.loss_arguments", ())
+        arguments = _require_list("train.loss_arguments", value_now("train.loss_arguments", ()))
         yield "train.loss_arguments", [*arguments, f"center_rewards_coefficient={coefficient}"]
-    betas = gone.get("train.betas", [0.9, 0.95])
+    betas = _require_list("train.betas", gone.get("train.betas", [0.9, 0.95]))
     if [*betas] != [0.9, 0.95]:
-        yield "optimizer.arguments", [*value_now("optimizer.arguments", ()), f"betas={json.dumps(betas)}"]
+        arguments = _require_list("optimizer.arguments", value_now("optimizer.arguments", ()))
+        yield "optimizer.arguments", [*arguments, f"betas={json.dumps(betas)}"]
     if steps := gone.get("optimizer.decay_steps"):
         yield "optimizer.lr_schedule", f"wsd:{steps}"
     if gone.get("encoder.activation_checkpointing") and not value_now("encoder.max_tokens", 0):
@@ -187,7 +191,8 @@ def _values_of_sets(sets: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]
     evaluation = tables["evaluation"]
     # [evaluation] has the values of training where it gives none
     plan = {**tables.get("context", {}), **evaluation}
-    metrics = dict.fromkeys(name for table in (evaluation, *sets) for name in table.get("metrics", ()))
+    lists = [_require_list("metrics", table.get("metrics", ())) for table in (evaluation, *sets)]
+    metrics = dict.fromkeys(chain.from_iterable(lists))
     if [*metrics] != [*evaluation.get("metrics", ())]:
         yield "evaluation.metrics", [*metrics]
     rows = plan.get("max_tokens_per_slot")
@@ -198,6 +203,12 @@ def _values_of_sets(sets: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]
     kind = plan.get("cp_comm_type")
     if kind is not None and any(table.get("cp_comm_type", kind) != kind for table in sets):
         yield "evaluation.cp_comm_type", "auto"
+
+
+def _require_list(key: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{key} is {value!r}; give a list, and then upgrade the file")
+    return value
 
 
 def _drop_gone_keys(sets: Any) -> Any:
