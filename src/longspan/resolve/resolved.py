@@ -60,7 +60,7 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     the bytes, where nothing fits, ConfigError where no degree is possible.
     """
     config, partition = choose_partition(config, facts)
-    unplanned = ""
+    unplanned = tuple[str, ...]()
     if facts.budget is not None:
         facts, unplanned = _leave_out_unknown_bytes(config, facts)
     rows_are_open = config.context.max_tokens_per_slot == AUTO
@@ -70,20 +70,19 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
         notes = list[str]()
         way = Way(set_usual_mode(config), facts)
         resolved = Resolved(way.config, None, way.cost(notes=notes), Reasons(notes=tuple(notes)))
-    notes = (*filter(None, [unplanned]), *resolved.reasons.notes)
+    notes = (*unplanned, *resolved.reasons.notes)
     reasons = replace(resolved.reasons, partition=partition, notes=notes)
     return resolve_evaluations(replace(resolved, reasons=reasons), facts)
 
 
-def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, str]:
-    """Without a budget where the model's bytes cannot be counted; also returns a line that says why, "" otherwise."""
+def _leave_out_unknown_bytes(config: RunConfig, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
+    """Without a budget where the model's bytes cannot be counted; also returns a line that says why."""
     try:
         ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
     except PlanError as error:
-        return replace(facts, budget=None), (
-            f"memory: not planned, and the keys of [train] hold as they are: {error}"
-        )
-    return facts, ""
+        line = f"memory: not planned, and the keys of [train] hold as they are: {error}"
+        return replace(facts, budget=None), (line,)
+    return facts, ()
 
 
 def leaves_plans_open(config: RunConfig) -> bool:
