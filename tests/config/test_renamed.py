@@ -219,3 +219,9 @@ def test_the_configuration_of_an_older_run_is_read_in_its_folder_alone(tmp_path:
 def test_values_that_are_no_lists_are_refused_by_name(text: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{value}; give a list, and then upgrade the file"):
         upgrade_text(text)
+
+
+def test_a_section_that_is_no_table_is_refused_by_name() -> None:
+    assert upgraded_tables({"train": 3, "data": {"cache": "x"}}) == {"train": 3}
+    with pytest.raises(ConfigError, match=r"train is 3; give a table, with its keys below \[train\]"):
+        upgrade_text('train = 3\n[data]\ncache = "x"\n')

@@ -70,6 +70,8 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     from tomlkit.items import Table
 
     tables = tomllib.loads(text)
+    if names := [name for name, table in tables.items() if name != OLD_SETS and not isinstance(table, Mapping)]:
+        raise ConfigError(f"{names[0]} is {tables[names[0]]!r}; give a table, with its keys below [{names[0]}]")
     changes = list(_list_changes(tables))
     if not changes:
         return text, []

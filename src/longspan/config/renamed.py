@@ -137,11 +137,9 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     gone: dict[str, Any] = {}
-    sets = list[Any]()
     for section, values in tables.items():
         if section == OLD_SETS:
-            sets = values
-            result.setdefault("evaluation", {})["sets"] = _drop_gone_keys(values)
+            result.setdefault("evaluation", {})["sets"] = values
         elif not isinstance(values, Mapping):
             result[section] = values
         else:
@@ -150,14 +148,19 @@ def upgraded_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
                 new_section, _, new_key = new.partition(".")
                 if new in GONE:
                     gone[new] = value
-                    continue
-                sets = value if new == SETS else sets
-                new_value = _drop_gone_keys(value) if new == SETS else renamed_value(new, value)
-                result.setdefault(new_section, {})[new_key] = new_value
-    values_of_sets = _values_of_sets(sets, result) if _are_tables(sets) and sets else ()
-    for key, value in (*_values_of_gone_keys(gone, result), *values_of_sets):
+                else:
+                    result.setdefault(new_section, {})[new_key] = renamed_value(new, value)
+    if not all(isinstance(table, Mapping) for table in result.values()):
+        return result  # what reads it refuses a section that is no table
+    sets = result.get("evaluation", {}).get("sets")
+    has_sets = _are_tables(sets) and sets
+    for key, value in (*_values_of_gone_keys(gone, result), *(_values_of_sets(sets, result) if has_sets else ())):
         section, _, name = key.partition(".")
         result.setdefault(section, {})[name] = value
+    if has_sets:
+        result["evaluation"]["sets"] = [
+            {key: value for key, value in table.items() if f"{OLD_SETS}.{key}" not in GONE} for table in sets
+        ]
     return result
 
 
@@ -209,12 +212,6 @@ def _require_list(key: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{key} is {value!r}; give a list, and then upgrade the file")
     return value
-
-
-def _drop_gone_keys(sets: Any) -> Any:
-    if not _are_tables(sets):
-        return sets
-    return [{key: x for key, x in table.items() if f"{OLD_SETS}.{key}" not in GONE} for table in sets]
 
 
 def _are_tables(values: Any) -> bool:
