@@ -1,5 +1,6 @@
 """Two torchruns of this machine as two nodes, and what ranks and the command say of a node that dies."""
 
+import argparse
 import json
 import os
 import re
@@ -12,7 +13,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from bench.processes import two_nodes
 from bench.processes.node_network import missing_permission
+from bench.processes.two_nodes import bytes_per_second, torchrun_words
 from torch.distributed import HashStore
 
 from longspan.comm import World, failure_reports, run_local
@@ -129,3 +132,28 @@ def test_ranks_with_their_nodes() -> None:
     assert "which serves the store on node 0, with ranks (0, 1), does not answer" in reports.server_text()
     many = Nodes(tuple(f"node {i}" for i in range(12)), tuple((i,) for i in range(12)))
     assert many.describe_ranks(range(1, 12)).endswith("all ranks (8) of node 8 and 3 more nodes")
+
+
+def test_without_namespaces_it_goes_on_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(two_nodes, "missing_permission", lambda: "unshare: Operation not permitted")
+    assert two_nodes._network(5e6, []) is None and two_nodes._network(None, []) is None
+    said = capsys.readouterr().err
+    assert said.startswith("two_nodes: no limit between the nodes") and "(unshare: Operation not permitted)\n" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_words_of_torchrun_and_speeds() -> None:
+    assert torchrun_words(["longspan", "bench", "step"]) == ["-m", "longspan", "bench", "step"]
+    assert torchrun_words([".venv/bin/python", "a.py", "-m"]) == ["a.py", "-m"]
+    assert torchrun_words(["python3.12", "-m", "tests"]) == ["-m", "tests"]
+    assert torchrun_words(["python", "-c", "pass"]) == ["--no-python", "python", "-c", "pass"]
+    assert torchrun_words(["script.py"]) == ["script.py"]
+    with pytest.raises(ValueError, match="each node is a torchrun already"):
+        torchrun_words(["torchrun", "script.py"])
+    for text, speed in {"2.65G": 2.65e9, "50M": 5e7, "10kB": 1e4, "800": 800, "1.5GB/s": 1.5e9}.items():
+        assert bytes_per_second(text) == speed
+    for text in ("3e", "0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no speed; give bytes a second"):
+            bytes_per_second(text)

@@ -70,11 +70,11 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
     from tomlkit.items import Table
 
     tables = tomllib.loads(text)
-    if names := [name for name, table in tables.items() if name != OLD_SETS and not isinstance(table, Mapping)]:
-        raise ConfigError(f"{names[0]} is {tables[names[0]]!r}; give a table, with its keys below [{names[0]}]")
     changes = list(_list_changes(tables))
     if not changes:
         return text, []
+    if names := [name for name, table in tables.items() if name != OLD_SETS and not isinstance(table, Mapping)]:
+        raise ConfigError(f"{names[0]} is {tables[names[0]]!r}; give a table, with its keys below [{names[0]}]")
     given = {f"{section}.{key}" for section, table in tables.items() if isinstance(table, Mapping) for key in table}
     given |= {OLD_SETS} & tables.keys()
     renamed = {OLD_SETS: SETS} | RENAMED
