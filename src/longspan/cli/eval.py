@@ -264,9 +264,7 @@ def _with_flags(own: RunConfig, flags: EvalFlags, weights: SavedWeights) -> RunC
             f"--compare {BASE} is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out, or name "
             "a run with [lora]"
         )
-    explicit = {
-        f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)
-    }
+    explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name))}
     return replace(
         _with_layout(own, flags),
         model=replace(own.model, **explicit),

@@ -144,7 +144,7 @@ def evaluate(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
     # the result names the widest degree, unless a choice names one degree for all documents (0: the plan's)
-    degree = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
+    degree = max((group.degree for group in plan.groups), default=1)
     if isinstance(choice, PlannerConfig) and choice.has_one_degree:
         degree = choice.degree or degree
     return replace(

@@ -227,9 +227,7 @@ class SetResult:
     @property
     def comm_types(self) -> list[str]:
         """The types by which groups of more than one slot shared documents; a group may have one for each layer."""
-        groups = [
-            group for batch in self.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1
-        ]
+        groups = [group for group in self.evaluation.plan.groups if group.degree > 1]
         types = [group.cp_comm_type for group in groups]
         return sorted({name for names in types for name in ((names,) if isinstance(names, str) else names)})
 

@@ -54,7 +54,7 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.train.families import share_where_faster
+from longspan.train.families import cached_plan, share_where_faster
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch
@@ -558,7 +558,7 @@ class EvaluationPart(StockTrainer):
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
         self._compare_rows_on_ranks(documents)
         targets = sum(document.targets for document in documents)
-        plan = self._choices[False].plan([*map(len, documents)], self.world.home, targets=targets)
+        plan = cached_plan(self._choices[False], tuple(map(len, documents)), self.world.home, targets=targets)
         with torch.autocast(self.args.device.type, enabled=False):
             return gather_logits(facade.inner_model, plan, documents, self.world)
 

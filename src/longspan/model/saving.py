@@ -114,7 +114,7 @@ class WholeWeights:
         """Of names that share a tensor the first is given out, noted as tied; of several stages, the first one's."""
         self._world = world
         self._adapter = adapter_of_prepared_model(model)
-        stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+        stages = _models_of_stages(model)
         self._local: dict[str, Tensor] = {}
         # of frozen weights in 4 or 8 bits, which are given out as they are computed with
         self._packed = dict[str, Any]()
@@ -320,7 +320,7 @@ def _save_adapter(
         states.append(of_adapter | entries_inside_modules(trained_modules, state))
     units = _gathered_units(model, states, world)
     tensors = {name: x.to(dtype=file_dtype) for unit in units for name, x in unit.items()}
-    for stage in [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]:
+    for stage in _models_of_stages(model):
         # of one copy that is trained at both ends peft reads both
         for name, first_name in tied_names(stage).items():
             if first_name in tensors and belongs_to_adapter(name):
@@ -417,8 +417,11 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
         return
     empty = empty_stock_model(model)
     source = result_or_first_error(world, lambda: checked_folder_weights(folder, empty), as_error)
-    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
-    DeferredWeights(empty, source).fill_weights(stages, world)
+    DeferredWeights(empty, source).fill_weights(_models_of_stages(model), world)
+
+
+def _models_of_stages(model: PreTrainedModel | PipelineModel) -> list[PreTrainedModel]:
+    return [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Bins for documents: the fewest that hold them, or a number of bins with about equal work."""
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
 
 def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
@@ -41,7 +41,6 @@ def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, 
     room_left = [room] * bins
     idle = [(0.0, b) for b in range(bins)]
     full: list[tuple[int, int, float]] = []  # (−room left, bin, load)
-    heapify(idle)
     places: list[int] = []
     for length, seconds in zip(lengths, work, strict=True):
         while full and -full[0][0] >= length:

@@ -56,7 +56,7 @@ def picture_legend(picture: str) -> list[tuple[str, str]]:
 
 
 def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = True) -> Iterator[tuple[str, str]]:
-    degrees = sorted({group.degree for m in plan.micro_batches for group in m.groups})
+    degrees = sorted({group.degree for group in plan.groups})
     source = plan.cost.source or ""
     yield "planner", f"{plan.planner}, {plan.mode}"
     yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"

@@ -67,7 +67,7 @@ def group_kind(group: Group) -> tuple[object, ...]:
 def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...], Group]:
     smallest: dict[tuple[object, ...], Group] = {}
     for plan in plans:
-        for group in (group for batch in plan.micro_batches for group in batch.groups):
+        for group in plan.groups:
             kind = group_kind(group)
             if kind not in smallest or group.rows_per_slot < smallest[kind].rows_per_slot:
                 smallest[kind] = group

@@ -123,7 +123,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
             )
         home = self.world.home
         by_slot = [[_one_run(0, 0)] for _ in range(home.slots)]  # empty arrays, for slots that need nothing
-        for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
+        for group in plan.groups:
             numbers = np.asarray(group.documents, dtype=np.int64)
             for member, slot in enumerate(group.slots):
                 segments = group.shares.segments(member)

@@ -142,7 +142,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
         "prediction_ratio": predicted / timings["seconds"],
         "packing": plan.efficiency,
         "micro_batches": len(plan.micro_batches),
-        "widest": max(group.degree for batch in plan.micro_batches for group in batch.groups),
+        "widest": max(group.degree for group in plan.groups),
         "planning_seconds": planning_seconds,
         "cost": plan.cost.to_json(),
         "memory": training.memory.to_json() if training.memory is not None else None,

@@ -97,7 +97,7 @@ def wrap_forward(
     They are those of `owner`, a module inside; None: the module itself. A second wrapper goes around the first.
     """
     inner = module.forward
-    call = inner if views is None else partial(_call_with_views, owner or module, dict(views), inner)
+    call = partial(_call_with_views, owner or module, views, inner) if views else inner
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:

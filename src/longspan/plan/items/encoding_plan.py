@@ -116,10 +116,10 @@ class ItemTable:
 
     def placeholder_mask(self, document: int, start: int, stop: int) -> NDArray[np.bool_]:
         """Return whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
-        mask = np.zeros(stop, dtype=np.bool_)
+        mask = np.zeros(stop - start, dtype=np.bool_)
         for first, end in self.runs(document, self.modalities):
-            mask[first:end] = True
-        return mask[start:]
+            mask[max(first - start, 0) : max(end - start, 0)] = True
+        return mask
 
     def placeholders(self, document: int) -> Integers:
         """Return the positions of a document that items take, ascending."""

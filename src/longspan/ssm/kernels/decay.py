@@ -112,9 +112,8 @@ class DecayBackward:
         self._saved = saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
-        from_start = torch.exp2(self._decays.g.squeeze(0)).unsqueeze(
-            -1
-        )  # decay of the state that entered the chunk
+        # by which the state that entered the chunk has decayed at each row: (T, H, 1)
+        from_start = torch.exp2(self._decays.g.squeeze(0)).unsqueeze(-1)
         self._added_gradients = chunk_additions(inputs.q, self._do, scale * from_start, runs)
         self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
