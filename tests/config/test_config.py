@@ -216,6 +216,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ),
     ({"optimizer.lr_schedule": "cosine:5"}, r"lr_schedule is 'cosine:5'; give"),
     ({"optimizer.lr_schedule": "wsd:0.5"}, r"lr_schedule is 'wsd:0.5'; give"),
+    ({"optimizer.lr_schedule": "wsd:2.5"}, r"lr_schedule is 'wsd:2.5'; give whole steps, as in 'wsd:200'"),
     ({"train.loss_arguments": ("center_rewards_coefficient=-1",)}, "coefficient=-1; it must be a number at least 0"),
     ({"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
     ({"data.max_document_tokens": 1}, r"predicts nothing"),

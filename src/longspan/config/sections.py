@@ -373,10 +373,13 @@ class OptimizerSection(Section):
             NamedGroup.from_text(text)
 
     @property
-    def schedule(self) -> tuple[str, float]:
+    def schedule(self) -> tuple[str, int]:
         """The curve of the learning rate, and the steps of wsd's decay; 0: a tenth of all steps."""
         words = {"cosine": None, "linear": None, "constant": None, "wsd": AtLeast(1)}
-        return word_and_number("optimizer.lr_schedule", self.lr_schedule, words)
+        word, steps = word_and_number("optimizer.lr_schedule", self.lr_schedule, words)
+        if not steps.is_integer():
+            raise ConfigError(f"optimizer.lr_schedule is {self.lr_schedule!r}; give whole steps, as in 'wsd:200'")
+        return word, int(steps)
 
 
 @dataclass(frozen=True)

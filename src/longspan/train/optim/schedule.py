@@ -27,7 +27,7 @@ class Schedule:
     warmup: int = 0
     min_ratio: float = 0.1
     shape: str = "cosine"
-    decay: float = 0
+    decay: int = 0
 
     @classmethod
     def of(cls, optimizer: OptimizerSection, steps: int) -> "Schedule":
@@ -43,13 +43,13 @@ class Schedule:
         )
         if schedule.shape == "wsd" and schedule.warmup + schedule.decay_steps > steps:
             raise ConfigError(
-                f"optimizer.warmup_steps {schedule.warmup} and {schedule.decay_steps:g} steps of decay "
+                f"optimizer.warmup_steps {schedule.warmup} and {schedule.decay_steps} steps of decay "
                 f"(optimizer.lr_schedule) are more than the {steps} steps of the run; shorten them, or train longer"
             )
         return schedule
 
     @property
-    def decay_steps(self) -> float:
+    def decay_steps(self) -> int:
         return self.decay or -(-self.steps // WSD_DECAY)
 
     def lr_at(self, step: int) -> float:
