@@ -6,6 +6,7 @@ themselves, and gradients of parameters, which all rows add to, in pieces. `elem
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from longspan.attention import KERNELS, AttendCall, rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.kernels import table
-from longspan.attention.tiles import Launch, Mask, Tile, Tiling
+from longspan.attention.tiles import Launch, Mask, RowIdentities, Tile, Tiling
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -215,22 +216,30 @@ def softmax_of_logits(device: str, elements: int) -> Errors:
 
 
 def attention(kernel: str, device: str, elements: int) -> Errors:
-    """Documents of 2,048 rows, under 32 heads that lie one after another."""
+    """Documents of 2,048 rows, under 32 heads that lie one after another; a kernel of latents sees 64 keys of a row."""
     heads, size = 32, WIDTH // 32
+    gathered = kernel == "triton_gathered"
     lengths = [DOCUMENT] * (elements // WIDTH // DOCUMENT) + [64]
     rows, ends = sum(lengths), np.cumsum(lengths).tolist()
+    shapes = [(heads, size), *((1, size // 2),) * 2, (heads, size // 2)] if gathered else [(heads, size)] * 4
     q, k, v, dout = (
-        torch.empty(heads, rows, size, device=device, dtype=torch.bfloat16).normal_().transpose(0, 1) for _ in range(4)
+        torch.empty(n, rows, numbers, device=device, dtype=torch.bfloat16).normal_().transpose(0, 1)
+        for n, numbers in shapes
     )
-    call = AttendCall(heads, heads, size, size, torch.bfloat16, torch.device(device), Mask(), size**-0.5)
+    options = (torch.bfloat16, torch.device(device), Mask(), size**-0.5)
+    call = AttendCall(heads, k.shape[1], size, v.shape[2], *options)
     compute = next(k for k in KERNELS if k.name == kernel)
 
     def computed(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[Tensor]:
         stops = np.cumsum(lengths).tolist()
         tiles = [Tile(stop - n, stop, stop - n, stop, right=0) for stop, n in zip(stops, lengths, strict=True)]
-        launch, (q, k, v, dout) = Launch(Tiling.from_tiles(tiles), torch.device(device)), tensors
-        out, lse = compute.forward(q, k, v, launch, call)
-        return out, *compute.backward(dout, Saved(q, k, v, out, lse), launch, call)
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        launch = Launch(Tiling.from_tiles(tiles), torch.device(device), lambda: RowIdentities(*[positions] * 3))
+        last = torch.from_numpy(positions).to(device, torch.int32)[:, None] - torch.arange(64, device=device)
+        chosen = replace(call, indices=last.int() if gathered else None)
+        q, k, v, dout = tensors
+        out, lse = compute.forward(q, k, v, launch, chosen)
+        return out, *compute.backward(dout, Saved(q, k, v, out, lse), launch, chosen)
 
     every = computed((q, k, v, dout), lengths)
     errors = Errors()

@@ -472,8 +472,8 @@ def _late_copies(rank: int, ranks: int, late: str, dtype: str) -> None:
         computing = torch.cuda.current_stream()
         for on_host in (False, True):
             if on_host and (found := LATE[late]):
-                owner, name, streams = found
-                patched.setattr(owner, name, late_method(getattr(owner, name), streams))
+                owner, name, late_streams = found
+                patched.setattr(owner, name, late_method(getattr(owner, name), late_streams))
             before = torch.cuda.memory_allocated()
             model, optimizer = open_run(home, world, on_host=on_host)
             taken = torch.cuda.memory_allocated() - before
