@@ -16,12 +16,15 @@ from torch import Tensor
 
 from longspan import Layout, World, attend, bind
 from longspan.attention import KERNELS, AttendCall, all_to_all, choose_kernel
-from longspan.attention.call import Members, Saved, add_block, block_gradients, sum_addends
+from longspan.attention.blocks import add_block, block_gradients, sum_addends
+from longspan.attention.call import Saved
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash, triton_gathered
 from longspan.attention.kernels.table import find_kernel
 from longspan.attention.kernels.triton_flash import BlockSizes
+from longspan.attention.masks import Mask, tiles_between
+from longspan.attention.members import Members
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, fused_deltas
-from longspan.attention.tiles import Launch, Mask, Tile, Tiling, tiles_between, visible_keys
+from longspan.attention.tiles import Launch, Tile, Tiling, visible_keys
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
 from longspan.layout import Partition

@@ -77,12 +77,14 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "dsinks += part": "dsinks = part",
         "sign=(scale > 0) - (scale < 0)": "sign=1",
     },
-    "call": {  # sinks, masks, dropout; spans: on local rows alone, without those of a narrow window, in full attention
-        "self.sinks[start:stop]": "self.sinks[: stop - start]",
-        "return -weight.mul_(": "return weight.mul_(",
-        "stop, np.asarray(group.lengths)[segments": "stop, np.asarray(group.laid_out)[segments",
+    "call": {"self.sinks[start:stop]": "self.sinks[: stop - start]"},
+    "blocks": {"return -weight.mul_(": "return weight.mul_("},
+    "dropout": {
         "self.first_head, self.first_head + heads": "0, heads",
         "document[rows]), q_position[rows]": "document[rows]), 0 * q_position[rows]",
+    },
+    "members": {  # padding; spans: on local rows alone, without those of a narrow window, in full attention
+        "stop, np.asarray(group.lengths)[segments": "stop, np.asarray(group.laid_out)[segments",
         "lambda: segments.positions": "lambda: 0 * segments.positions",
         "+ span_tiles(queries, keys, self.spans)": "",
         "span_tiles(queries, keys, self.spans)": "(span_tiles(queries, keys, self.spans)"
@@ -90,16 +92,16 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "self.spans.run_ends(runs)": "runs.stop",
         "spans if mask.causal else NO_SPANS": "spans",
     },
-    "tiles": {  # edges of masks and of spans
+    "masks": {  # edges of masks and of spans
         "left=window - 1 - after_key": "left=window - after_key",
         "tiles.left < tiles.k_stop - tiles.k_start - 1": "tiles.left < (tiles.k_stop - tiles.k_start) // 2",
         "limited.k_stop - limited.left - 1": "limited.k_stop - limited.left",
         "k_stop=first_key, left=np.zeros_like": "k_stop=first_key, left=np.ones_like",
         "k_stop + window - 1": "k_stop + window - 2",
         "np.array([0, -1])": "np.array([-1, -1])",
-        "if tile.keys > tile.queries:": "if False:",
         "left = k_stop - 1 - stop": "left = k_stop - stop",
     },
+    "tiles": {"if tile.keys > tile.queries:": "if False:"},
     "kernels.reference": {  # dropout and softcap
         "dscores *= slope": "pass",
         "dscores.sub_(delta.unsqueeze(-1)).mul_": "dscores.mul_",

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from longspan.attention import KERNELS, AttendCall, rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.kernels import table
-from longspan.attention.tiles import Launch, Mask, RowIdentities, Tile, Tiling
+from longspan.attention.masks import Mask
+from longspan.attention.tiles import Launch, RowIdentities, Tile, Tiling
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import prepare

@@ -19,7 +19,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Gradients, Members, Saved, add_block, sum_addends
+from longspan.attention.blocks import add_block, sum_addends
+from longspan.attention.call import AttendCall, Gradients, Saved
+from longspan.attention.members import Members
 from longspan.attention.ring import Queries, RingGradients, key_blocks, make_queries, ring_backward, ring_forward
 from longspan.attention.rows import (
     Partial,

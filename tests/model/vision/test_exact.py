@@ -66,7 +66,12 @@ def test_a_step_is_that_of_the_stock_model(ranks: int, cases: Sequence[Case]) ->
 
 # ---- what images could get wrong without an error
 
-PASS, READ, TOKENS, MEMBERS = ("train.terms.encoders", "train.read_rows", "model.vision.image_tokens", "attention.call")
+PASS, READ, TOKENS, MEMBERS = (
+    "train.terms.encoders",
+    "train.read_rows",
+    "model.vision.image_tokens",
+    "attention.members",
+)
 MUTATIONS: dict[str, Change] = {
     "a part for a deeper layer is dropped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[:-1])"),
     "parts for deeper layers are swapped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[::-1])"),

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from longspan.attention.attend import find_members
-from longspan.attention.call import Members
-from longspan.attention.tiles import Mask
+from longspan.attention.masks import Mask
+from longspan.attention.members import Members
 from longspan.comm.shard import break_graphs_around
 from longspan.model.features import Feature
 from longspan.model.kinds import find_indexers, is_indexed
