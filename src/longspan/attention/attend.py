@@ -29,8 +29,8 @@ from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import accumulation_dtype, cast_rows, contiguous_heads, take_rows
 from longspan.attention.saved_outputs import active_recording
 from longspan.comm import SequenceShard, ShardPart, world_of
+from longspan.comm.autograd import break_graphs_around
 from longspan.comm.replays import Replay, Run
-from longspan.comm.shard import break_graphs_around
 from longspan.errors import AttentionError, import_object
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.messages import REPLAYED_NUMBERS

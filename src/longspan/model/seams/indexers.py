@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from longspan.attention.attend import find_members
 from longspan.attention.masks import Mask
 from longspan.attention.members import Members
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.model.features import Feature
 from longspan.model.kinds import find_indexers, is_indexed
 from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer

@@ -21,7 +21,7 @@ from longspan.model.features import Feature
 from longspan.model.kinds import CONVOLUTION, SCANS, called_functions, class_forward, find_mixers
 from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
-from longspan.ssm.kernels.call import state_dtype
+from longspan.ssm.kernels.interface import state_dtype
 
 
 def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns
+from longspan.ssm.kernels.interface import Inputs
+from longspan.ssm.kernels.local_runs import CHUNK, LocalRuns
 
 
 def add_batch_dim(inputs: Inputs) -> tuple[Tensor, ...]:
