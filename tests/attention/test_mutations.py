@@ -32,18 +32,19 @@ CASES = cases_of(
 )
 
 OF_MODULES = {  # what stands in a module of attention once, and what takes its place
-    "rows": {  # merging blocks, sums of gradients over blocks, and what a sink takes
+    "sums": {  # sums of gradients over blocks, and what a sink takes
+        "add_rows([(x, self._full_sum())], rows)": "self._full_sum()",
+        "add_rows([(x, self._full_sum()[:, heads])], all_rows)": "self._full_sum()[:, heads] = x",
+        "out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks": "out, lse_with_sinks",
+    },
+    "rows": {  # merging blocks, and adding rows
         "step = torch.sigmoid(lse - rows_lse)": "step = torch.full_like(lse, 0.5)",
         "rows_lse = torch.logaddexp(rows_lse, lse)": "rows_lse = torch.maximum(rows_lse, lse)",
         "into += source": "into.copy_(source)",
         "into.index_add_(0, index,": "into.index_copy_(0, index,",
-        "add_rows([(x, self._full_sum())], rows)": "self._full_sum()",
-        "add_rows([(x, self._full_sum()[:, heads])], all_rows)": "self._full_sum()[:, heads] = x",
         "add_rows(list(zip(gradients, total, strict=True)), rows)": "add_rows([(gradients[0], total[0])], rows)",
         "if fresh and len(addends) == 1": "if len(addends) == 1",
         "total.index_add_(0, rows,": "total.index_copy_(0, rows,",
-        "wide[..., 0] = numbers": "wide[..., -1] = numbers",
-        "out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks": "out, lse_with_sinks",
     },
     "ring": {  # one ring step; slices that share keys and values, and their own block, early and late
         "yield members.launches(owner), block_k": "yield members.launches(owner) if owner else (), block_k",
@@ -60,6 +61,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
     },
     "all_to_all": {  # rows and heads where they belong, and what a recomputed layer exchanges once more
         ".sum(2) for x": "[:, :, 0] for x",
+        "wide[..., 0] = numbers": "wide[..., -1] = numbers",
         "sum_addends(self._kv_addends, ": "sum_addends(self._kv_addends[:1], ",
         "own_pairs += [ring.own_block_gradients(later_queries) for later_queries in queries[len(early) :]]": "pass",
         "None if orders is None else orders[1]": "None",

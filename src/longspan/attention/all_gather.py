@@ -20,7 +20,8 @@ from longspan.attention.blocks import (
 )
 from longspan.attention.call import AttendCall, Gradients, Saved
 from longspan.attention.members import Members
-from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
+from longspan.attention.rows import accumulation_dtype, concat_heads, join_columns, sum_rows
+from longspan.attention.sums import Partial, RowSum
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES, GATHER_SLICES as SLICES
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved
-from longspan.attention.rows import Partial, RowSum, accumulation_dtype, sum_rows, take_rows
+from longspan.attention.rows import accumulation_dtype, sum_rows, take_rows
+from longspan.attention.sums import Partial, RowSum
 from longspan.attention.tiles import Launch
 from longspan.comm import Addend
 from longspan.plan.messages import count_head_groups

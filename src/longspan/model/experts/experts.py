@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from longspan.attention.rows import kernel_module
+from longspan.lazy import import_triton_kernels
 from longspan.model.kinds import find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
@@ -33,7 +33,7 @@ def find_row_kernels(*tensors: Tensor | None) -> Any:
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
             return None
-    return kernel_module("longspan.model.experts.row_kernels")
+    return import_triton_kernels("longspan.model.experts.row_kernels")
 
 
 _MOST_COLUMNS = 2048
