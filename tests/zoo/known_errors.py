@@ -217,7 +217,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "a resumed run repeats the first epoch's order": KnownError(
             checks.steps_of_resumed_runs,
-            "data.stream",
+            "data.shuffle",
             "keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]",
             "keys = [_hash_words(key + 0 * epochs * _GOLDEN) for key in self._keys]",
         ),

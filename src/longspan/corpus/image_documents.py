@@ -20,11 +20,13 @@ from transformers import PreTrainedConfig
 
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor, load_processor
-from longspan.corpus.row_files import row_file
-from longspan.corpus.rows.media import RowMedia, row_and_media
-from longspan.corpus.rows.sample import BadRow, RowError, rename_columns
-from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
+from longspan.corpus.rows.kinds import rename_columns
+from longspan.corpus.rows.media.row_media import RowMedia, row_and_media
+from longspan.corpus.rows.sample import BadRow
+from longspan.corpus.rows.values import RowError
+from longspan.corpus.sources.row_files import row_file
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
+from longspan.data.image_table import ImageTable, PlacedImage, display_paths, split_paths
 from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Partition
 from longspan.model.take_apart import video_tokens

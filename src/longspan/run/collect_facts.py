@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from longspan.comm import World
-from longspan.config.defaults import loss_arguments, loss_text
-from longspan.config.sections import NamedGroup
+from longspan.config.loss_arguments import loss_arguments, loss_text
+from longspan.config.text_values import NamedGroup
 from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
 from longspan.files import read_json

@@ -21,8 +21,9 @@ from longspan.comm.all_ranks import LogLine
 from longspan.comm.device_memory import peak_memory_bytes
 from longspan.comm.watch import is_out_of_memory
 from longspan.config.plan_section import ONE_DEGREE
-from longspan.data.document import NO_TARGET, SyntheticDocument, count_targets
+from longspan.data.document import NO_TARGET, count_targets
 from longspan.data.scored_document import ScoredDocument
+from longspan.data.synthetic_documents import SyntheticDocument
 from longspan.errors import plural
 from longspan.layout import Integers
 from longspan.model.compiled_layers import compiled_graphs_text

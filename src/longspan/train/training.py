@@ -20,18 +20,14 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings_of_other_ranks
-from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given, loss_arguments
+from longspan.config.defaults import encoder_default, encoder_is_given
+from longspan.config.dtypes import compute_dtype
 from longspan.config.keys import AUTO
+from longspan.config.loss_arguments import loss_arguments
+from longspan.config.memory_keys import ON_HOST, given_checkpointing
 from longspan.config.plan_section import EvalConfig, name_of_key
-from longspan.config.sections import (
-    ON_HOST,
-    ModelConfig,
-    NamedGroup,
-    RunConfig,
-    TrainConfig,
-    given_checkpointing,
-    held_out_set,
-)
+from longspan.config.sections import ModelConfig, RunConfig, TrainConfig, held_out_set
+from longspan.config.text_values import NamedGroup
 from longspan.errors import ConfigError, LongspanError, ModelError, plural
 from longspan.host import free_host_bytes
 from longspan.hub import hub_name

@@ -23,8 +23,8 @@ from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.cli.flags import parse_train
 from longspan.cli.main import main as cli_main
-from longspan.config.defaults import set_local_folders
 from longspan.config.file import load_config, to_toml
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.model import load_model

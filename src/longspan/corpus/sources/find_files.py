@@ -1,48 +1,32 @@
-"""The source files of a corpus: a file, the files of a folder, or the standard library of the running Python.
+"""Finds the source files of a corpus: a file, the files of a folder, or the standard library of the running Python.
 
-Files are in the order of their names, so that equal files give an equal corpus. Symbolic links are followed. A
-SHA-256 sum is not taken again for a file of the same size and time. Rows are read in `row_files.py`.
+Files are in the order of their names, so that equal files give an equal corpus. Symbolic links are followed.
 """
 
-import hashlib
-import json
 import os
 import re
 import sysconfig
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from stat import S_ISREG
-from typing import Any
 
-import numpy as np
-
-from longspan.config.sections import MAX_TEXT_BYTES, DataConfig
-from longspan.corpus.row_files import (
-    SUFFIXES,
-    ZSTD,
-    RowChunk,
-    chunk_rows,
-    count_rows,
-    import_reader,
-    row_file,
-    slice_chunks,
+from longspan.config.sections import MAX_TEXT_BYTES
+from longspan.corpus.sources.row_chunks import RowChunk, count_rows, slice_chunks
+from longspan.corpus.sources.row_files import SUFFIXES, ZSTD, import_reader, row_file
+from longspan.corpus.sources.splits import (
+    SAVED_SPLITS,
+    SplitPart,
+    check_one_configuration,
+    find_splits,
+    read_split_parts,
 )
-from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_columns, row_kind
-from longspan.corpus.splits import SAVED_SPLITS, SplitPart, check_one_configuration, find_splits, read_split_parts
-from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, plural
-from longspan.files import read_json, write_atomically
+from longspan.files import read_json
 from longspan.hub import find_local_path
 
 LogLine = Callable[[str], None]
-
-_SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of its time
-_NEWS_SECONDS = 5.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -57,88 +41,6 @@ class CorpusFile:
     def read_chunks(self, most_bytes: int) -> Iterator[RowChunk]:
         chunks = row_file(self.name, self.path, most_bytes).read_chunks()
         return chunks if self.rows is None else slice_chunks(chunks, *self.rows)
-
-
-class FileSums:
-    """SHA-256 sums of files that were read before: of `earlier` source files, and those that `file` has a line for.
-
-    A sum is used again for a file with the same path, size and time.
-    """
-
-    def __init__(self, file: Path | None = None, earlier: Iterable[SourceFile] = ()) -> None:
-        self._file = file
-        self._sums = {source.path: source for source in earlier}
-        if file is not None:
-            with suppress(OSError, ValueError, TypeError):  # without its sums the files are read again
-                lines = file.read_text(encoding="utf-8").splitlines()
-                self._sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
-
-    def sums_of_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
-        """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
-        last_log_time = time.monotonic()
-        sources = list[SourceFile]()
-        for file in files:
-            sources.append(self._source_file(file))
-            if time.monotonic() - last_log_time > _NEWS_SECONDS:
-                last_log_time = time.monotonic()
-                log(f"read {len(sources):,} files to see what they hold")
-        return sources
-
-    def _source_file(self, file: CorpusFile) -> SourceFile:
-        path = str(file.path.absolute())
-        try:
-            stat = file.path.stat()
-            path.encode()  # raises for a path that JSON could not keep
-            if not S_ISREG(stat.st_mode):
-                raise DataError(
-                    f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
-                )
-            earlier = self._sums.get(path)
-            if earlier is not None and (earlier.bytes, earlier.modified_ns) == (stat.st_size, stat.st_mtime_ns):
-                return SourceFile(file.name, earlier.bytes, earlier.modified_ns, earlier.sha256, path)
-            with file.path.open("rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, digest, path)
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"the path {path!r} of a file of the corpus is not UTF-8; give it another name"
-            ) from error
-        except OSError as error:
-            raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
-
-    def save_sums(self, sources: Iterable[SourceFile]) -> None:
-        """Write the sums of these files for later starts, if one is new; one just written may change again."""
-        if self._file is None:
-            return
-        settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
-        settled = [source for source in sources if source.modified_ns < settled_before_ns]
-        if any(self._sums.get(source.path) != source for source in settled):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in settled))
-
-
-def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
-    """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
-    old_files, new_files = _index_by_name(before), _index_by_name(now)
-    changes = [f"{name} is gone" for name, _ in old_files.keys() - new_files.keys()]
-    changes += [f"{name} is new" for name, _ in new_files.keys() - old_files.keys()]
-    for key in old_files.keys() & new_files.keys():
-        old_file, new_file = old_files[key], new_files[key]
-        if old_file.bytes != new_file.bytes:
-            changes.append(f"{old_file.name} had {old_file.bytes} bytes and has {new_file.bytes}")
-        elif old_file.sha256 != new_file.sha256:
-            changes.append(f"{old_file.name} has other contents")
-    return sorted(changes)
-
-
-def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], SourceFile]:
-    """By name and the number of files of this name before, as files of two sources may share one."""
-    by_name = dict[tuple[str, int], SourceFile]()
-    counts = Counter[str]()
-    for source in sources:
-        by_name[source.name, counts[source.name]] = source
-        counts[source.name] += 1
-    return by_name
 
 
 STDLIB = "stdlib"
@@ -321,79 +223,3 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
             f"{', '.join(absent[:3])}; save the data set again"
         )
     return parts
-
-
-FIRST_ROWS = 20
-FIRST_FILES = 5
-SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
-
-
-def kind_of_files(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
-    """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
-
-    Where bad rows are skipped, they and rows of no kind do not count; else they raise DataError.
-    """
-    rows = list[Row]()
-    bad = list[BadRow]()
-    for file in files[:FIRST_FILES]:
-        for row in islice(rows_of_file(file, data.max_text_bytes), FIRST_ROWS):
-            row = rename_columns(row, data.rename_columns) if not isinstance(row, BadRow) else row
-            if data.on_bad_row == "skip" and not _tells_kind(row):
-                continue
-            if isinstance(row, BadRow):
-                bad.append(row)  # raised below: first rows of other files are read, as their kind may differ
-                break
-            rows.append(row)
-    kind = common_kind(rows) if rows else "text"  # different kinds are reported before a bad row
-    if bad:
-        raise DataError(f"{bad[0].where}: {bad[0].reason}")
-    return kind
-
-
-def texts_for_tokenizer(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
-    """Yield texts to train a tokenizer on, up to SAMPLE_CHARACTERS, of files in a fixed shuffled order."""
-    budget = SAMPLE_CHARACTERS
-    order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
-    for number in order:
-        for row in rows_of_file(files[number], most_bytes):
-            text = "" if isinstance(row, BadRow) else _texts_in(row.values)
-            yield text[:budget]
-            budget -= len(text)
-            if budget <= 0:
-                return
-
-
-def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int]:
-    """Yield the bytes of the texts of each row. Raises DataError for a bad one, as of over `most_bytes` (0: any)."""
-    for file in files:
-        for row in rows_of_file(file, most_bytes):
-            if isinstance(row, BadRow):
-                raise DataError(f"{row.where}: {row.reason}")
-            yield len(_texts_in(row.values).encode())
-
-
-def rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
-    """Yield the rows of a file; a text that is not UTF-8, which is a whole file, has none."""
-    for chunk in file.read_chunks(most_bytes):
-        try:
-            for placed in chunk_rows(chunk):
-                yield placed.row
-        except UnicodeDecodeError:
-            return
-
-
-def _tells_kind(row: Row | BadRow) -> bool:
-    try:
-        return isinstance(row, Row) and bool(row_kind(row))
-    except DataError:
-        return False
-
-
-def _texts_in(value: Any) -> str:
-    """Lone surrogates, which no tokenizer can read, are left out."""
-    if isinstance(value, dict):
-        text = value.get("text")
-        return _texts_in(text) if isinstance(text, str) else "\n".join(filter(None, map(_texts_in, value.values())))
-    if isinstance(value, list):
-        return "\n".join(_texts_in(inner) for inner in value if isinstance(inner, dict | str))
-    return value.encode(errors="ignore").decode() if isinstance(value, str) else ""

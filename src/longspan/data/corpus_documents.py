@@ -17,16 +17,13 @@ import numpy.typing as npt
 
 from longspan.data.array_files import map_array
 from longspan.data.document import NO_TARGET
-from longspan.data.images import ImageTable
+from longspan.data.image_table import ImageTable
+from longspan.data.label_codes import NOTHING, decode_labels
 from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFiles, read_record
 from longspan.data.scored_document import label_columns
 from longspan.errors import DataError
 from longspan.layout import Integers
 
-# The code of a token decides its label: its own id, none, or the id code − 2.
-OWN_TOKEN = 0
-NOTHING = 1
-OTHER_TOKEN = 2
 _TAIL = 64  # tokens that are read at a time, until one is not padding
 
 
@@ -183,17 +180,6 @@ class Corpus:
                 f" tokens or more, and {len(values)} are stored; remove its folder, and it is built again"
             )
         return values[positions + start].astype(np.int64)
-
-
-def encode_labels(ids: Integers, labels: Integers) -> Integers:
-    """Return codes of tokens with these labels (n,): 0 for the token's own id, 1 for none, else the label + 2."""
-    codes = np.where(labels == NO_TARGET, NOTHING, labels + OTHER_TOKEN)
-    return np.where(labels == ids, OWN_TOKEN, codes)
-
-
-def decode_labels(ids: Integers, codes: npt.NDArray[Any]) -> Integers:
-    codes = codes.astype(np.int64)
-    return np.where(codes == OWN_TOKEN, ids, np.where(codes == NOTHING, NO_TARGET, codes - OTHER_TOKEN))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Splits and configurations of a data set, as the package datasets finds them: by names of files, or by its README.md.
 
-`data.split` names a split, and perhaps some of its rows. Which files a folder has is in `files.py`.
+`data.split` names a split, and perhaps some of its rows. Which files a folder has is in `find_files.py`.
 """
 
 import re

@@ -13,17 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from longspan.corpus.rows.infer_turns import (
-    TurnSpans,
-    TurnTokens,
-    find_assistant_spans,
-    find_turn_tokens,
-    marked_spans,
-)
-from longspan.corpus.rows.media import NOTHING_SHOWN, RowImages, RowMedia, check_media_counts, kinds_of_parts
+from longspan.corpus.rows.chats.infer_turns import TurnSpans, find_assistant_spans, marked_spans
+from longspan.corpus.rows.chats.turn_tokens import TurnTokens, find_turn_tokens
+from longspan.corpus.rows.media.placeholders import RowImages
+from longspan.corpus.rows.media.row_media import NOTHING_SHOWN, RowMedia, check_media_counts, kinds_of_parts
 from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
-from longspan.corpus.rows.sample import RowError, RowSettings, Sample, check_strings, count_inside, require_key
+from longspan.corpus.rows.sample import RowSettings, Sample, count_inside
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
+from longspan.corpus.rows.values import RowError, check_strings, require_key
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.layout import Integers

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from longspan.corpus.document_encoder import Encoded, FileChunk, MismatchedAnswers, Notes, encode_batches
-from longspan.corpus.files import LogLine
+from longspan.corpus.document_encoder import Encoded, FileChunk, Notes
+from longspan.corpus.encoding_processes import encode_batches
+from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.recipe import Recipe
+from longspan.corpus.sources.find_files import LogLine
 from longspan.data.array_files import GrowingArray, GrowingCodes
-from longspan.data.images import ImageWriter
+from longspan.data.image_table import ImageWriter
 from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
 from longspan.plain_text import bytes_text
@@ -38,7 +40,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
         for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), recipe.processes):
             writer.write_rows(encoded)
             progress.log_batch(batch, writer)
-        log(progress.line(writer, progress.ends[-1]))
+        log(progress.progress_text(writer, progress.ends[-1]))
     manifest = writer.finish_manifest()
     _check_unchanged(recipe)
     if not manifest.documents:
@@ -60,9 +62,9 @@ class _Writer:
         if recipe.records_texts:
             columns["texts"] = "<i4"
         preference = recipe.settings.preference
-        self._mismatched = (
-            MismatchedAnswers(recipe.settings.data.max_document_tokens) if preference == "kto" else None
-        )
+        self._mismatched = None
+        if preference == "kto":
+            self._mismatched = MismatchedAnswers(recipe.settings.data.max_document_tokens)
         if recipe.settings.num_labels or preference in ("orpo", "kto"):
             columns["labels"] = "<f8"
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
@@ -84,8 +86,9 @@ class _Writer:
                 file.close()
 
     def write_rows(self, encoded: Encoded) -> None:
+        """Append the documents of a batch to all files. Raises DataError if labels of rows have different sizes."""
         if self._mismatched is not None:
-            encoded = self._mismatched.add_documents(encoded)
+            encoded = self._mismatched.follow_documents(encoded)
         # A text is a row: a file and a position there.
         begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
         values = {  # of all columns that a corpus can have; this one may lack some
@@ -113,7 +116,10 @@ class _Writer:
             raise DataError(f"labels of documents are of several kinds: {places}; give as many in each row")
 
     def finish_manifest(self) -> Manifest:
-        """Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text."""
+        """Return the manifest of all that was written, once the files are closed.
+
+        Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text.
+        """
         if not self._has_codes and "labels" not in self._columns:
             (self._folder / "targets.npy").unlink()
         if self._texts == self._columns["lengths"].count:
@@ -153,16 +159,19 @@ class _Progress:
         self._start_time = self._last_log_time = time.monotonic()
 
     def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
-        """A chunk's `end` counts the bytes read of its own file."""
+        """Log the progress after this batch, unless a line was logged in the last `_NEWS_SECONDS`.
+
+        A chunk's `end` counts the bytes read of its own file.
+        """
         bytes_read = self.ends[batch[-1].file] + batch[-1].chunk.end
         if time.monotonic() - self._last_log_time > _NEWS_SECONDS:
             self._last_log_time = time.monotonic()
             seconds = self._last_log_time - self._start_time
             left = seconds * (self.ends[-1] - bytes_read) / max(bytes_read, 1)
             left_text = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
-            self._log(f"{self.line(writer, bytes_read)}, about {left_text} left")
+            self._log(f"{self.progress_text(writer, bytes_read)}, about {left_text} left")
 
-    def line(self, writer: _Writer, bytes_read: int) -> str:
+    def progress_text(self, writer: _Writer, bytes_read: int) -> str:
         seconds = max(time.monotonic() - self._start_time, 1e-3)
         return (
             f"tokenized {bytes_text(bytes_read)} of {bytes_text(self.ends[-1])}: "
@@ -171,7 +180,10 @@ class _Progress:
 
 
 def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
-    """A chunk without rows only shows progress, so its batch is yielded at once."""
+    """Yield the chunks of all files in order, about BATCH_BYTES of rows at a time.
+
+    A chunk without rows only shows progress, so its batch is yielded at once.
+    """
     batch = list[FileChunk]()
     size = 0
     for number, file in enumerate(recipe.files):
@@ -192,6 +204,7 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
 
 
 def _check_unchanged(recipe: Recipe) -> None:
+    """Raise DataError if a source file has another size or time now than when its sum was taken."""
     for file, source in zip(recipe.files, recipe.sources, strict=True):
         stat = file.path.stat()
         if (stat.st_size, stat.st_mtime_ns) != (source.bytes, source.modified_ns):
@@ -199,6 +212,7 @@ def _check_unchanged(recipe: Recipe) -> None:
 
 
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
+    """Say why not one row of the sources gave a document: files that are not UTF-8, or rows that were all left out."""
     path = " and ".join(f"{key} {path!r}" for key, path in recipe.settings.source_paths())
     skipped = len(manifest.skipped)
     left_out = manifest.left_out

@@ -1,43 +1,41 @@
 """The corpus of a run: its source files, whether it changed, and the folder of its documents. One rank calls this.
 
-Documents are built in `builder.py`, once for all runs with the same files and settings.
+Documents are built in `build_documents.py`, once for all runs with the same files and settings.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar, cast
 
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
-from longspan.config.defaults import absolute_path
+from longspan.config.local_folders import absolute_path
 from longspan.config.renamed import upgraded_tables
 from longspan.config.sections import DataConfig, RunConfig
-from longspan.corpus.builder import build_documents
+from longspan.corpus.build_documents import build_documents
 from longspan.corpus.cache import Cache, cache_error, cache_folder
-from longspan.corpus.files import FileSums, LogLine, file_differences, texts_for_tokenizer
-from longspan.corpus.lines import left_out_lines, row_lines
+from longspan.corpus.for_model import fit_to_model
+from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, Recipe, make_recipe
-from longspan.corpus.rows.sample import KIND_TEXTS
+from longspan.corpus.sources.file_sums import FileSums, file_differences
+from longspan.corpus.sources.find_files import LogLine
+from longspan.corpus.sources.first_rows import texts_for_tokenizer
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
-from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.images import ImageTable
+from longspan.data.corpus_documents import Corpus
+from longspan.data.image_table import ImageTable
 from longspan.data.manifest import FILE, Record, read_record
-from longspan.errors import DataError, plural
+from longspan.errors import DataError
 from longspan.files import name_file_in_errors, write_atomically
 from longspan.model import PRESETS
 from longspan.model.weights.tokenizer_files import tokenizer_folder
 
-AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
 
-
-def open_or_build_run_corpus(
+def open_or_build_corpus(
     settings: CorpusSettings, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
 ) -> Corpus:
     """Return the corpus of a run; documents that are not in the cache are built, and without a `tokenizer` one is
@@ -46,7 +44,7 @@ def open_or_build_run_corpus(
     Raises DataError for sources that are missing, empty or unreadable and, if the run is `resumed`, for sources or
     settings that changed since it began: the order of its documents would be another one.
     """
-    corpus = _CorpusOfRun(settings, run_dir, log).open_or_build_corpus(tokenizer, resumed=resumed)
+    corpus = _CorpusOfRun(settings, run_dir, log).open_or_build(tokenizer, resumed=resumed)
     for line in left_out_lines(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
@@ -56,7 +54,9 @@ class _CorpusOfRun:
     """The recorded corpus of a run, compared with its settings and files now."""
 
     def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
-        """A file whose path, size and time are in the record or in the cache is not read: its sum is taken."""
+        """Find the source files, and take and save their sums; a file is not read again if the record or the cache has
+        its path, size and time.
+        """
         self._settings = settings
         self._run_dir = run_dir
         self._log = log
@@ -72,7 +72,7 @@ class _CorpusOfRun:
         self._sources = sums.sums_of_files(self._files, log)
         sums.save_sums(self._sources)
 
-    def open_or_build_corpus(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+    def open_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed; that of a resumed run must not change.
 
         Nothing is built if settings, files and key (which covers the tokenizer) are as recorded and no file is damaged.
@@ -88,7 +88,7 @@ class _CorpusOfRun:
         if recorded is not None:
             changes = self._compare_settings(recorded, tokenizer) + self._compare_files(recorded)
         if resumed and changes:
-            raise DataError(_describe_changes(self._run_dir, changes))
+            raise DataError(_changes_text(self._run_dir, changes))
         if changes:
             self._log(f"the corpus changed ({changes[0]}): building it again")
         if tokenizer is None:
@@ -98,11 +98,16 @@ class _CorpusOfRun:
             if _documents_are_whole(self._folder / recorded.documents):
                 return Corpus(self._folder)
         elif resumed:
-            raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
+            raise DataError(_changes_text(self._run_dir, ["its rows become other tokens than they did"]))
         return self._build_corpus(recipe, tokenizer)
 
     def _compare_settings(self, recorded: Record, tokenizer: TextTokenizer | None) -> list[str]:
-        """A key that the record lacks, as of another version, counts with its default."""
+        """Describe settings and tokenizer that are other ones than recorded, one phrase each; `tokenizer` None:
+        trained.
+
+        A key that the record lacks, as of another version, counts with its default.
+
+        """
         values = self._settings.deciding_values()
         changes = list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
@@ -126,7 +131,10 @@ class _CorpusOfRun:
         return sorted(changes)
 
     def _compare_files(self, recorded: Record) -> list[str]:
-        """Of images three changes at most, as messages name no more. Lost documents are built again, images too."""
+        """Describe source files, or else images, that are other ones than recorded, one phrase each.
+
+        Of images there are three at most, as messages name no more. Lost documents are built again, images too.
+        """
         old_sources = recorded.sources(self._folder)
         documents = self._folder / recorded.documents
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
@@ -134,6 +142,9 @@ class _CorpusOfRun:
         return changes if images is None else list(islice(images.describe_changes(), 3))
 
     def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
+        """Return the tokenizer in the run's folder; train one on the source files, and write it there, if there is none
+        or the corpus `changed`.
+        """
         if self._old_record is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
             return load_tokenizer(self._run_dir)
         data = self._settings.data
@@ -145,6 +156,10 @@ class _CorpusOfRun:
         return replace(load_tokenizer(self._run_dir), folder=None)
 
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
+        """Build the recipe's documents, unless the cache has them, and record them in the run's folder.
+
+        The tokenizer's files are written there too.
+        """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
         tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
@@ -184,6 +199,7 @@ def _open_cache(run_dir: Path, log: LogLine) -> Cache:
 
 
 def _documents_are_whole(folder: Path) -> bool:
+    """Return whether a folder of documents opens, and every file of an image is as it was when they were built."""
     try:
         Corpus(folder)
         if (images := ImageTable.open_in_folder(folder)) is not None:
@@ -194,21 +210,25 @@ def _documents_are_whole(folder: Path) -> bool:
 
 
 def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
-    """transformers chooses a tokenizer's class by the config.json beside it too, as in models that the run saves."""
+    """Raise DataError if the tokenizer gives other ids once it is read from the run's folder, as its models have it:
+    transformers chooses a tokenizer's class by the config.json beside it too.
+    """
     saved = load_tokenizer(run_dir)
     if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):
         raise DataError(
-            f"tokenizer {tokenizer.folder or run_dir} gives other ids beside the config.json of the run's model: "
+            f"tokenizer {tokenizer.folder} gives other ids beside the config.json of the run's model: "
             f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
             "name a tokenizer of the model's kind with data.tokenizer"
         )
 
 
 def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """Return the tokens before a text, "…" for the text, and the tokens after it, as records have them."""
     return (*tokenizer.opening, "…", *tokenizer.closing)
 
 
-def _describe_changes(run_dir: Path, changes: list[str]) -> str:
+def _changes_text(run_dir: Path, changes: list[str]) -> str:
+    """Write the error for a corpus that changed, with the first three changes."""
     more_text = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return (
         f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more_text}; "
@@ -216,7 +236,7 @@ def _describe_changes(run_dir: Path, changes: list[str]) -> str:
     )
 
 
-def build_shared_corpus(
+def open_corpus_on_all_ranks(
     config: RunConfig, world: World, model: PreTrainedConfig, *, resumed: bool, log: LogLine
 ) -> Corpus:
     """Build the corpus in the run's folder on the first rank, if necessary, and open it on all for this model.
@@ -225,7 +245,7 @@ def build_shared_corpus(
     """
     directory = Path(config.run.dir)
 
-    def build_corpus() -> None:
+    def write_corpus() -> None:
         tokenizer = load_configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
@@ -242,67 +262,13 @@ def build_shared_corpus(
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
         with name_file_in_errors(directory / "corpus"):
             settings = CorpusSettings.for_run(config)
-            corpus = open_or_build_run_corpus(settings, directory, tokenizer=tokenizer, resumed=resumed, log=log)
+            corpus = open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=resumed, log=log)
         log(f"corpus: {corpus_line(corpus, [path for _, path in settings.source_paths()])}")
 
-    run_on_first_rank(world, build_corpus, DataError)
+    run_on_first_rank(world, write_corpus, DataError)
     return run_on_every_rank(
-        world, lambda: corpus_with_images(open_shared_corpus(directory / "corpus"), model, directory), DataError
+        world, lambda: fit_to_model(open_shared_corpus(directory / "corpus"), model, directory), DataError
     )
-
-
-def corpus_with_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
-    """Return the corpus after `attach_images`, unless neither the model takes images nor the documents have any.
-
-    Of documents that are scored it learns which token is padding. Raises DataError where there is none.
-    """
-    if corpus.labels is not None:
-        corpus.pad = corpus.manifest.pad_id if model.pad_token_id is None else model.pad_token_id
-        if corpus.pad < 0:
-            raise DataError(
-                "the model's config.json has no pad_token_id and its tokenizer neither pad_token nor eos_token, and a "
-                "document's score is that of its last token that is not padding; write pad_token_id into config.json"
-            )
-        return corpus
-    if getattr(model, "vision_config", None) is None and not corpus.images:
-        return corpus
-    from longspan.corpus.image_documents import attach_images
-
-    return attach_images(corpus, model, folder)
-
-
-def documents_with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:
-    """Return documents of a corpus with their images, others as they are. Raises DataError as `attach_images` does."""
-    if not isinstance(documents, CorpusDocuments):
-        return documents
-    return cast(AnyDocuments, corpus_with_images(documents.corpus, model, folder).select(documents.ids))
-
-
-def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
-    """Describe the size of a corpus, for the console."""
-    manifest = corpus.manifest
-    parts = [f"{plural(len(corpus.sources), 'file')} of {', '.join(paths)}"]
-    if set(manifest.kinds) != {"text"}:
-        parts.append(
-            f"{plural(manifest.rows, 'row')} of {', '.join(KIND_TEXTS[kind] for kind in dict.fromkeys(manifest.kinds))}"
-        )
-    parts += [plural(len(corpus), "document"), plural(int(corpus.lengths.sum()), "token")]
-    if manifest.images:
-        parts.append(plural(manifest.images, "image"))
-    if corpus.targets is not None:
-        parts.append(f"{int(corpus.targets.sum()):,} of them targets")
-    return ", ".join(parts)
-
-
-def check_ids_in_vocabulary(corpus: Corpus, model: PreTrainedConfig, source: str) -> None:
-    """Raise DataError, naming the row, if a corpus holds a token id without a row in the embedding of a model."""
-    largest = corpus.manifest.largest_id
-    rows = model.get_text_config().vocab_size
-    if largest >= rows:
-        raise DataError(
-            f"{corpus.manifest.largest_at} holds token id {largest}, and the embedding of {source} has {rows} rows; "
-            "leave the row out, use the model's own tokenizer, or give the model rows for it (resize_token_embeddings)"
-        )
 
 
 def load_configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
