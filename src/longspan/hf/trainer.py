@@ -43,7 +43,7 @@ from longspan.model.layers import architecture_name
 from longspan.model.lora import redirect_peft_model
 from longspan.model.prepared import PrepareOptions
 from longspan.model.replaced_parameters import refuse_other_parameters
-from longspan.model.seams.call_rules import guard_prepared_model
+from longspan.model.seams.guards import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode

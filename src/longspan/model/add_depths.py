@@ -18,9 +18,10 @@ from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter
 from longspan.model.layers import MTP, decoder_layers, final_norm, mtp_blocks, mtp_depths
 from longspan.model.mtp import MtpBlocks, MtpDepth, MtpDepths, record_layer_inputs, translate_published_name
-from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
+from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.row_loss import find_output_embedding
+from longspan.model.seams.set_forwards import modules_with_instance_forward
 from longspan.model.weights.fill import (
     DrawnWeights,
     JoinedWeights,

@@ -25,7 +25,7 @@ from longspan.model.float8.products import (
 )
 from longspan.model.kinds import belongs_to_adapter, find_float8_weight
 from longspan.model.layers import MTP, decoder_layers, expert_modules, mtp_depths, router_modules
-from longspan.model.seams.call_rules import has_forward_of_others
+from longspan.model.seams.set_forwards import has_forward_of_others
 from longspan.model.tensor_parallel import plan as styles
 from longspan.model.tensor_parallel.plan import list_styles
 

@@ -45,7 +45,7 @@ from longspan.model.layers import (
 )
 from longspan.model.mtp import select_mtp_weights, unwrap_trained_mtp
 from longspan.model.parts import is_tied
-from longspan.model.seams.call_rules import SAVES, refuse_call
+from longspan.model.seams.guards import SAVES, refuse_call
 from longspan.model.weights.fill import JoinedWeights, find_deferred_weights, has_meta_parameters
 from longspan.model.weights.local_tensors import LocalPart
 

@@ -26,7 +26,7 @@ from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_en
 from longspan.model.options import PrepareOptions
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.replaced_parameters import name_parameters
-from longspan.model.seams.call_rules import doctor_hint
+from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, split_off_image_encoder
 from longspan.model.vision.image_tokens import VideoTokens, image_tokens
 from longspan.model.weights.fill import DeferredWeights, find_deferred_weights

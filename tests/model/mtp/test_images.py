@@ -12,7 +12,7 @@ from longspan.bridge.bridge import AHEAD, embedding_arguments
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.multimodal.multimodal_model import _SpliceHook  # pyright: ignore[reportPrivateUsage]
-from longspan.model.seams.attention_calls import keep_running_layer
+from longspan.model.seams.running_layer import keep_running_layer
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.mtp import MtpLoss
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]

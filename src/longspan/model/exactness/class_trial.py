@@ -20,7 +20,8 @@ from longspan.model.exactness.small_copies import (
 )
 from longspan.model.kinds import find_indexers, find_mixers
 from longspan.model.layers import expert_modules, has_experts, innermost_decoder
-from longspan.model.seams.attention_calls import attend_separately, defer_temperature
+from longspan.model.seams.query_scaling import defer_temperature
+from longspan.model.seams.separate_rows import attend_separately
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS = 48

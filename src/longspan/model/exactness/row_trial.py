@@ -22,9 +22,10 @@ from longspan.layout.segments import Integers
 from longspan.model.execution import model_execution
 from longspan.model.kinds import IS_COMPILED, is_pipeline
 from longspan.model.layers import decoder_layers, has_experts, mtp_depths, preserve_modes
-from longspan.model.seams.attention_calls import SeparateRows
-from longspan.model.seams.call_rules import call_rules, doctor_hint, is_prepared
+from longspan.model.seams.call_rules import call_rules, is_prepared
+from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import preserve_attributes
+from longspan.model.seams.separate_rows import SeparateRows
 from longspan.model.sharding import reshard
 from longspan.plan import Group, MicroBatch
 

@@ -39,7 +39,8 @@ from longspan.model.experts.router import RouterCoefficients, RouterStatistics
 from longspan.model.features import Feature
 from longspan.model.kinds import is_expert_adapter, peft_modules
 from longspan.model.layers import architecture_name, expert_modules, router_modules, router_sizes
-from longspan.model.seams.attention_calls import Probe, running_layer
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.running_layer import running_layer
 from longspan.model.weights.fill import copy_to_device
 from longspan.plan.shape.model_shape import experts_missing_text
 

@@ -23,9 +23,12 @@ from longspan.attention.tiles import Mask
 from longspan.comm.shard import break_graphs_around
 from longspan.model.features import Feature
 from longspan.model.kinds import find_indexers, is_indexed
-from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
 from longspan.model.seams.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.latents import latents_text, takes_latents
+from longspan.model.seams.model_calls import find_one_row_shard
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.separate_rows import SeparateRows
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
 _ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time

@@ -25,8 +25,8 @@ from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_mixers, is_indexed
 from longspan.model.layers import architecture_name, decoder_layers, preserve_modes
-from longspan.model.seams.attention_calls import Probe, RecordedCall
-from longspan.model.seams.call_rules import doctor_hint
+from longspan.model.seams.doctor_hint import doctor_hint
+from longspan.model.seams.probe import Probe, RecordedCall
 from longspan.plain_text import items_text
 
 

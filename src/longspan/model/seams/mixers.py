@@ -19,7 +19,10 @@ from transformers.activations import ACT2FN
 from longspan.errors import ModelError
 from longspan.model.features import Feature
 from longspan.model.kinds import CONVOLUTION, SCANS, called_functions, class_forward, find_mixers
-from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
+from longspan.model.seams.model_calls import find_one_row_shard
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.separate_rows import SeparateRows
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
 from longspan.ssm.kernels.call import state_dtype
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from longspan.attention.rows import kernel_module
 from longspan.errors import ModelError
 from longspan.model.features import Call, Feature
-from longspan.model.seams.call_rules import has_forward_of_others
+from longspan.model.seams.set_forwards import has_forward_of_others
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 16384  # features of a group, which a program holds

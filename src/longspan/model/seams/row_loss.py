@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError, plural
 from longspan.model.kinds import find_mixers
 from longspan.model.layers import architecture_name, base_model, mtp_depths, score_columns
-from longspan.model.seams.attention_calls import Probe
-from longspan.model.seams.call_rules import doctor_hint
+from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
+from longspan.model.seams.probe import Probe
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
