@@ -34,30 +34,26 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hub import ADAPTER_CONFIGURATION
-from longspan.model.adapters import Adapter, find_adapter
-from longspan.model.add_depths import add_mtp
-from longspan.model.kinds import belongs_to_adapter, name_without_adapter
-from longspan.model.layers import MTP, mtp_blocks
-from longspan.model.load import find_score_class, torch_dtype
-from longspan.model.lora import (
+from longspan.model.adapters.adapted_weights import AdaptedWeight, adapted_weights
+from longspan.model.adapters.adapter import Adapter, find_adapter
+from longspan.model.adapters.adapter_files import (
     WEIGHTS,
-    AdaptedWeight,
-    adapted_weights,
     entries_inside_modules,
     largest_trained_modules,
     write_adapter,
 )
-from longspan.model.mtp import find_published_naming
+from longspan.model.add_depths import add_mtp
+from longspan.model.kinds import belongs_to_adapter, name_without_adapter
+from longspan.model.layers import MTP, mtp_blocks
+from longspan.model.load import find_score_class, torch_dtype
+from longspan.model.mtp.published_names import find_published_naming
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.saving import stock_configuration, write_all_but_weights
-from longspan.model.weights.fill import (
-    empty_model,
-    image_text_class_of_architectures,
-    pop_deferred_weights,
-    stored_formats,
-)
+from longspan.model.saving.save_model import write_all_but_weights
+from longspan.model.saving.stock_model import stock_configuration
+from longspan.model.weights.empty_model import empty_model, image_text_class_of_architectures
+from longspan.model.weights.fill import pop_deferred_weights, stored_formats
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles

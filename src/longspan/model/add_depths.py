@@ -15,22 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import find_adapter
+from longspan.model.kinds import peft_modules
 from longspan.model.layers import MTP, decoder_layers, final_norm, mtp_blocks, mtp_depths
-from longspan.model.mtp import MtpBlocks, MtpDepth, MtpDepths, record_layer_inputs, translate_published_name
+from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths
+from longspan.model.mtp.layer_inputs import record_layer_inputs
+from longspan.model.mtp.published_names import translate_published_name
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.row_loss import find_output_embedding
 from longspan.model.seams.set_forwards import modules_with_instance_forward
-from longspan.model.weights.fill import (
-    DrawnWeights,
-    JoinedWeights,
-    WeightSource,
-    empty_model,
-    find_deferred_weights,
-    has_meta_parameters,
-    persistent_buffers,
-)
+from longspan.model.weights.drawn_weights import DrawnWeights
+from longspan.model.weights.empty_model import empty_model, has_meta_parameters, persistent_buffers
+from longspan.model.weights.fill import JoinedWeights, WeightSource, find_deferred_weights
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.layers import depth_types
@@ -126,7 +122,7 @@ def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
             f"{name} has embeddings of {embedding.shape[1]} values and layers of {size}, with projections between, and "
             "a depth of multi-token prediction joins rows of one width; train it without depths"
         )
-    if find_adapter(model) is not None:
+    if peft_modules(model):
         raise ModelError(
             f"{name} has an adapter already, and depths get copies of its last layer; call add_mtp first, then "
             "peft.get_peft_model, which adapts linears of depths as the others"

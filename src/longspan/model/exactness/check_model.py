@@ -16,8 +16,9 @@ from longspan.model.exactness.class_trial import needs_class_trial, refuse_inexa
 from longspan.model.features import Feature
 from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_indexers, find_mixers, is_indexed, is_mixer
 from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, score_columns, text_model
-from longspan.model.seams.call_rules import has_bidirectional_prefix, is_prepared
+from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
+from longspan.model.seams.prefixes import has_bidirectional_prefix
 from longspan.model.seams.query_scaling import has_temperature
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
 from longspan.model.seams.set_forwards import is_wrapped_by_others, modules_with_instance_forward

@@ -11,13 +11,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import (
-    parameter_gradients,
-    relative_error,
-    run_trial_once,
-    shrink_configuration,
-    trial_error_text,
-)
+from longspan.model.exactness.small_copies import shrink_configuration
+from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
 from longspan.model.kinds import find_indexers, find_mixers
 from longspan.model.layers import expert_modules, has_experts, innermost_decoder
 from longspan.model.seams.query_scaling import defer_temperature
@@ -84,7 +79,7 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     model = kind._from_config(small, **settings).double()
     defer_temperature(model)  # attention's business: it is not tried here
     if find_indexers(model):
-        from longspan.model.seams.indexers import shard_indexers
+        from longspan.model.seams.chosen_keys.indexers import shard_indexers
 
         shard_indexers(model, alone=True)
     for mixer in find_mixers(model).values():

@@ -26,22 +26,14 @@ from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
-from longspan.model.experts.experts import (
-    EXPERT_ADAPTERS,
-    LOCAL_EXPERTS,
-    Loads,
-    Visits,
-    run_experts,
-    spread_rows,
-    sum_visits,
-)
-from longspan.model.experts.router import RouterCoefficients, RouterStatistics
+from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, Loads, run_experts
+from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.features import Feature
 from longspan.model.kinds import is_expert_adapter, peft_modules
-from longspan.model.layers import architecture_name, expert_modules, router_modules, router_sizes
+from longspan.model.layers import expert_modules, router_modules
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
-from longspan.model.weights.fill import copy_to_device
+from longspan.model.weights.empty_model import copy_to_device
 from longspan.plan.shape.model_shape import experts_missing_text
 
 IMPLEMENTATION = "longspan"
@@ -69,32 +61,6 @@ def _turn_off_router_losses(model: nn.Module, args: Any, kwargs: Any) -> tuple[t
             "longspan.run_step reports those of the step"
         )
     return args, {**kwargs, "output_router_logits": False}
-
-
-def make_router_statistics(
-    model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
-) -> RouterStatistics | None:
-    """Make the statistics of a model's routers for a step of so many tokens; None without known losses of routers.
-
-    ModelError for coefficients of losses that are not known.
-    """
-    routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
-    config = getattr(model, "config", None)
-    coefficients = coefficients or RouterCoefficients()
-    if not routers or not hasattr(config, "router_aux_loss_coef"):
-        if coefficients.any:
-            raise ModelError(
-                f"{architecture_name(model)} has no routers whose losses are known; set the balance "
-                "and z losses (train.router_aux_loss_coef, train.router_z_loss_coef) to 0; transformers defines such "
-                "losses "
-                "where a configuration has router_aux_loss_coef"
-            )
-        return None
-    if coefficients.balance is None:  # by the configuration, as transformers reads it
-        balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
-        coefficients = RouterCoefficients(balance, coefficients.z)
-    experts = routers[0]  # as many as of every other router: their sums are added
-    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
 
 
 @break_graphs_around

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.adapters import find_adapter
+from longspan.model.adapters.adapter import find_adapter
 from longspan.model.features import Call, Feature
-from longspan.model.frozen.formats.modules import OWN_CODES, take_over_codes
+from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
 from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered

@@ -21,7 +21,7 @@ from longspan.bridge.bridge import AHEAD, add_rows, splice_rows
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.adapters import Adapter
+from longspan.model.adapters.adapter import Adapter
 from longspan.model.execution import model_execution
 from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.layers import decoder_layers

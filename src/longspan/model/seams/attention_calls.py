@@ -100,7 +100,7 @@ def sharded_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     latents = key.shape[-1] < query.shape[-1]
     if latents:
-        from longspan.model.seams.latents import fold_queries
+        from longspan.model.seams.chosen_keys.latents import fold_queries
 
         query = fold_queries(module, query)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
@@ -120,7 +120,7 @@ def sharded_attention(
         kernel=attention_kernel,
     )
     if latents:
-        from longspan.model.seams.latents import unfold_values
+        from longspan.model.seams.chosen_keys.latents import unfold_values
 
         out = unfold_values(module, out)
     return out.unsqueeze(0), None

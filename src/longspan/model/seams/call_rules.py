@@ -4,90 +4,18 @@ A forward set on one module runs like any other when the module is called. Where
 code it would be dropped: such a module is refused by name, and so is a wrapper that is not transformers' own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError, plural
-from longspan.model.layers import decoder_layers, text_model_name
+from longspan.model.seams.position_tables import PositionTable
 from longspan.plan import MicroBatch
-from longspan.plan.shape.families import find_family
 from longspan.plan.shape.positions import LengthLimit, length_class
-
-
-def refuse_shared_layers(
-    model: PreTrainedModel, layers: Iterable[str], blocks: Sequence[Sequence[nn.Module]] = ()
-) -> None:
-    """Raise ModelError if a decoder layer shares parameters with another, or with what is around it.
-
-    FSDP2 and sequence parallelism take each layer's as its own; layers may share those of `blocks`.
-    """
-    shared_in_blocks = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
-    owner: dict[int, tuple[str, str]] = {}  # of a parameter: its first name, and its layer, "" around the layers
-    prefixes = [f"{layer}." for layer in layers]
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        first, owner_layer = owner.setdefault(id(parameter), (name, layer))
-        # parameters of a block may be in two layers, but not in a layer and around the layers
-        may_share = "" not in (layer, owner_layer) and id(parameter) in shared_in_blocks
-        if owner_layer != layer and not may_share:
-            raise ModelError(
-                f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
-                "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"
-            )
-
-
-class PositionTable(NamedTuple):
-    """A table of positions: the class of its model, its qualified name there, and how many positions it has."""
-
-    model: str
-    name: str
-    positions: int
-
-
-def position_table(model: PreTrainedModel) -> PositionTable | None:
-    """Find the table around the decoder layers with `max_position_embeddings` rows (`offset` ones are none)."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int):
-        return None
-    layer_prefixes = tuple(f"{layer}." for layer in decoder_layers(model))
-    for name, module in model.get_submodule(text_model_name(model)).named_modules():
-        full_name = f"{text_model_name(model)}.{name}".strip(".")
-        if full_name.startswith(layer_prefixes) or module is model.get_input_embeddings():
-            continue
-        if isinstance(module, nn.Embedding) and module.num_embeddings - getattr(module, "offset", 0) == positions:
-            return PositionTable(type(model).__name__, full_name, positions)
-        for buffer, table in module.named_buffers(recurse=False):
-            if table.ndim == 2 and table.is_floating_point() and len(table) == positions:
-                return PositionTable(type(model).__name__, f"{full_name}.{buffer}", positions)
-    return None
-
-
-def refuse_documents_beyond_positions(
-    table: PositionTable, micro_batches: Iterable[MicroBatch], padding_rows: int = 0
-) -> None:
-    """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
-    rows_of_documents = [
-        (f"document {document} takes {rows} rows" + ("" if rows == length else f" ({length} tokens, padded)"), rows)
-        for micro_batch in micro_batches
-        for group in micro_batch.groups
-        for document, length, rows in zip(
-            group.documents,
-            group.path_lengths,
-            group.laid_out if group.parents is None else group.path_lengths,
-            strict=True,
-        )
-    ]
-    for subject, rows in (*rows_of_documents, (f"the shard has {padding_rows} rows of padding", padding_rows)):
-        if rows > table.positions:
-            raise ModelError(
-                f"{subject}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "
-                f"{table.positions} tokens, padding included, or a model with a larger table"
-            )
 
 
 @dataclass(frozen=True)
@@ -180,16 +108,3 @@ def refuse_unprepared_model(model: nn.Module) -> None:
 def call_rules(model: nn.Module) -> CallRules:
     """Return the rules of a prepared model; for a model that is not prepared, rules that refuse nothing."""
     return getattr(model, "call_rules", None) or CallRules(type(model).__name__)
-
-
-def has_bidirectional_prefix(config: PreTrainedConfig) -> bool:
-    """Return whether rows at the start of a document see each other in both directions (PaliGemma's prompts)."""
-    return find_family(config.model_type).prefix_rows
-
-
-def make_layers_causal(model: nn.Module) -> None:
-    """Set `is_causal`, which transformers sets False in models with prefixes; the shard has their spans."""
-    config: Any = model.config
-    for module in model.modules():
-        if getattr(module, "config", None) is config.get_text_config() and hasattr(module, "is_causal"):
-            module.is_causal = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]

@@ -12,7 +12,8 @@ from longspan.model.layers import (
     architecture_name,
     reads_other_modalities,
 )
-from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions
+from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.position_tables import refuse_documents_beyond_positions
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.randomness import refuse_randomness
 

@@ -83,7 +83,7 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
         # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
         inputs_of_layer = nullcontext()
         if future_ids is not None:
-            from longspan.model.mtp import record_layer_inputs
+            from longspan.model.mtp.layer_inputs import record_layer_inputs
 
             inputs_of_layer = record_layer_inputs(model)
         with inputs_of_layer as inputs:
@@ -143,7 +143,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
             f"{doctor_hint(model)}"
         ) from error
     if depths:
-        from longspan.model.mtp import refuse_bypassing_mtp
+        from longspan.model.mtp.depths import refuse_bypassing_mtp
 
         refuse_bypassing_mtp(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
     shape = (2, find_output_embedding(model).weight.shape[0])

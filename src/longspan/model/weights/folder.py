@@ -28,7 +28,8 @@ from transformers.core_model_loading import (
 
 from longspan.errors import ModelError, plural
 from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, folder_error_text, weight_files
-from longspan.model.weights.local_tensors import LocalPart, tied_names
+from longspan.model.weights.local_tensors import LocalPart
+from longspan.model.weights.tied_names import tied_names
 
 _Slices = Mapping[str, Any]  # by file tensor: what is read, a part of it, when it is indexed
 _Join = Callable[[_Slices], dict[str, Any]]  # of tensors that make one weight in 4 or 8 bits, as a StoredWeight

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_parameters, find_adapter
+from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_adapter
+from longspan.model.adapters.leave_out import redirect_peft_model
+from longspan.model.adapters.new_adapter import adapter_is_drawn_by_prepare
 from longspan.model.features import Call, Feature
 from longspan.model.kinds import (
     base_module,
@@ -23,8 +25,7 @@ from longspan.model.kinds import (
     peft_modules,
 )
 from longspan.model.layers import expert_modules, mtp_depths
-from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
-from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
+from longspan.model.mtp.trained_depths import reasons_against_mtp, select_mtp_weights
 from longspan.model.parts import is_tied
 from longspan.model.weights.fill import find_deferred_weights
 

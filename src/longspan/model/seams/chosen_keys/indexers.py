@@ -23,8 +23,8 @@ from longspan.attention.tiles import Mask
 from longspan.comm.shard import break_graphs_around
 from longspan.model.features import Feature
 from longspan.model.kinds import find_indexers, is_indexed
-from longspan.model.seams.index_scores import ScoreOperands, choose_best_keys
-from longspan.model.seams.latents import latents_text, takes_latents
+from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
+from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
 from longspan.model.seams.model_calls import find_one_row_shard
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer

@@ -76,7 +76,7 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
 
 
 def _choose_of_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
-    kernels = import_module("longspan.model.seams.index_score_kernels")
+    kernels = import_module("longspan.model.seams.chosen_keys.index_score_kernels")
     (rows, heads, size), k = q.shape, chosen.shape[1]
     count = min(len(keys), first_position + rows)
     scores = q.new_empty((rows, count), dtype=torch.float32)

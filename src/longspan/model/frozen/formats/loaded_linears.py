@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.frozen.formats.stored import stored_weights
+from longspan.model.frozen.formats.storage_methods import stored_weights
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.kinds import is_adapted
 
