@@ -42,6 +42,7 @@ _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short c
 
 
 def refuse_unsupported_model(model: nn.Module) -> None:
+    """Raise ModelError, with every reason, for a model that declares what would not be exact; nothing is run."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
@@ -79,7 +80,10 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration."""
+    """Yield why a class cannot run, by its name and configuration.
+
+    A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration.
+    """
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -102,6 +106,11 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which forwards, set on an instance or wrapped, would be left out where longspan makes its own of the
+    class's.
+
+    It does so for the model, mixers, indexers, and rotary modules whose frequencies depend on a document's length.
+    """
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers, **find_indexers(model)}
     # Rotary modules whose frequencies depend on a document's length:
@@ -120,6 +129,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which rotary frequencies and scalings of queries read the rows of a call, and cannot be chosen by document."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     # Modules that name their type in `rope_type` can choose frequencies by document (`seams/rope.py`).
@@ -141,6 +151,7 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which types of layers, and which convolutions outside mixers, are not known to be exact."""
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
         is_known = is_indexed if kind in INDEXED else is_mixer

@@ -63,7 +63,7 @@ def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> 
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Patches (n, C · t · p²), or (n, C, p, p); `width` is C · p².
+    """Draw an image of patches (n, C · t · p²), or (n, C, p, p), with their grid; `width` is C · p².
 
     Models with `image_merge_sizes` get 1 for an even width and 2 for an odd one, so that trials have both.
     """
@@ -81,7 +81,7 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
 
 
 def _draw_padded_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """For LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
+    """Draw an image of LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
 
     Full tiles have 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
     """
@@ -94,7 +94,10 @@ def _draw_padded_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
 
 
 def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Some models cut an image only where its document has no other: a first side of 3 says that there are three."""
+    """Draw an image that the model cuts into tiles of shape `tile` (C, height, width), `side` halves of a tile large.
+
+    Some models cut an image only where its document has no other: a first side of 3 says that there are three.
+    """
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count_tiles(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
@@ -106,7 +109,10 @@ def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """As many as the shorter side; a mask of pixels hides a patch at the right of the last one of an odd width."""
+    """Draw an image of whole tiles (C, height, width), as many as its shorter side.
+
+    A mask of pixels hides a patch at the right of the last tile of an odd width.
+    """
     parameters = image_feature_parameters(base)
     tiles = min(side)
     pixels = _draw_pixels((tiles, *tile), draw)
@@ -125,6 +131,7 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rand
 
 
 def _first_side(value: Any) -> int:
+    """Return a size of a configuration, or the first of a pair; 0 for none."""
     return int(value[0] if isinstance(value, list | tuple) else value or 0)
 
 
@@ -222,7 +229,10 @@ def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dic
 def _make_document(
     tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
 ) -> TrialDocument:
-    """A prefix ends with the token after the last image, so that it holds text too."""
+    """Make a document of these words with images, each with its number of rows, at random places among them.
+
+    A prefix ends with the token after the last image, so that it holds text too.
+    """
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
     for words_between, image in zip(np.split(words, places), (*images, None), strict=True):

@@ -43,11 +43,17 @@ def reasons_against_images(config: PreTrainedConfig, *, videos: bool = False) ->
 
 
 class _ImagePass(NamedTuple):
+    """Logits (T, V) of each document, and the gradients of all parameters."""
+
     logits: list[Tensor]
     gradients: dict[str, Tensor | None]
 
 
 def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
+    """Yield how a small model with images differs from its encoder and its text model run apart; nothing if equal.
+
+    The model is taken apart between the two passes: its encoder leaves it.
+    """
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
@@ -83,6 +89,9 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
 def _run_documents(
     parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
 ) -> _ImagePass:
+    """Run documents one by one, and backward once, from a random weighting of all logits that is the same for each
+    `run`.
+    """
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
@@ -92,6 +101,10 @@ def _run_documents(
 
 
 def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: TrialDocument) -> Tensor:
+    """Return the logits (T, V) of a document from an encoder and the text model that it was split off.
+
+    Rows of images take the places of placeholders by hooks on the embedding, and are added after layers (DeepStack).
+    """
     ids = torch.from_numpy(document.ids)[None]
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [encoder([image]) for image in document.images]

@@ -117,6 +117,7 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
+    """Make a model of a small configuration, of the class for its task; "eager" attention where a class has no other."""
     settings = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = (
         AutoModelForImageTextToText if images or has_only_image_text_class(config) else AutoModelForCausalLM
@@ -144,6 +145,10 @@ def has_only_image_text_class(config: PreTrainedConfig) -> bool:
 
 
 def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: int) -> dict[str, Any]:
+    """Return a configuration's values at small sizes, those of the configurations inside it too.
+
+    A family's row of `FAMILIES` comes last: its values may be functions of the others.
+    """
     # with the configurations inside; values of a family may be functions of the others
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
@@ -156,6 +161,10 @@ def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: i
 
 
 def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
+    """Raise whatever the model raises if it cannot be made, is too large, or does not run on a few tokens.
+
+    These are more than the positions at which scalings begin.
+    """
     with torch.device("meta"), _silence_warnings():
         model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())
@@ -172,6 +181,7 @@ def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) 
 
 @contextmanager
 def _silence_warnings() -> Iterator[None]:
+    """Let transformers log errors alone inside."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

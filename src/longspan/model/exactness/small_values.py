@@ -107,9 +107,15 @@ class Sizes:
 
 
 class _Rules:
-    """The small hidden size is heads · head size, or three quarters of it where the model's differs too (`narrow`)."""
+    """The small value of each attribute of one configuration.
+
+    The small hidden size is heads · head size, or three quarters of it where the model's differs too (`narrow`).
+    """
 
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
+        """Find the sizes to which others keep their ratios: hidden size, heads, head size, experts; None where there
+        are none.
+        """
         self.values = values
         self.sizes = sizes
         self.hidden, self.heads, self.head_dim, self.experts = (
@@ -127,9 +133,10 @@ class _Rules:
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
     def small_value(self, name: str, value: Any) -> Any:
-        """Token ids beyond the small vocabulary become 2, so that a token is still set.
+        """Return the small value of an attribute: itself if no rule knows it.
 
-        Dropout is off, as trials compare passes.
+        Token ids beyond the small vocabulary become 2, so that a token is still set. Dropout is off, as trials compare
+        passes.
         """
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
@@ -153,6 +160,7 @@ class _Rules:
         return self._small_integer(name, value)
 
     def _small_integer(self, name: str, value: int) -> int:
+        """Return the small value of a positive integer: a fixed one, or one that keeps its kind."""
         true_heads = self.sizes.true_heads
         if true_heads and name in _OF_LATENTS:
             return value
@@ -176,6 +184,7 @@ class _Rules:
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
+        """Return the small value of a width, by its ratio to the hidden size; what is no width stays."""
         small = self.small_hidden
         hidden = self.hidden
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
@@ -222,12 +231,16 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _count_rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: int) -> int:
+    """Return how many pairs of features of a small head are rotated."""
     share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
     return int((small.get("qk_rope_head_dim") or small.get("head_dim") or head_size) * share) // 2
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], head_size: int) -> dict[str, Any]:
-    """Scaling begins at a length that trials exceed; M-RoPE keeps the share of frames, the others get equal shares."""
+    """Return rotary parameters for heads of this size.
+
+    Scaling begins at a length that trials exceed; M-RoPE keeps the share of frames, the others get equal shares.
+    """
     out = dict(rope)
     pairs = _count_rotary_pairs(rope, small, head_size)
     for name, value in rope.items():
@@ -394,9 +407,10 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
 
 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
-    """Towers whose layers are named by index have three, so that some are not named.
+    """Return a tower's values; `width` is the small text model's.
 
-    In Qwen2-VL `embed_dim` is the tower's width and `hidden_size` that of its outputs.
+    Towers whose layers are named by index have three, so that some are not named. In Qwen2-VL `embed_dim` is the
+    tower's width and `hidden_size` that of its outputs.
     """
     result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     result |= {name: width for name in _OF_TEXT if name in vision and width}
@@ -413,7 +427,10 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
 
 
 def _add_mrope_sections(text: dict[str, Any]) -> dict[str, Any]:
-    """The class's own default is for a large head; `small_values` scales sections that a configuration sets."""
+    """Return a text model's values with sections of M-RoPE for small heads, if it sets none itself.
+
+    The class's own default is for a large head; `small_values` scales sections that a configuration sets.
+    """
     rope = text.get("rope_parameters")
     if not isinstance(rope, dict) or "mrope_section" in rope or any(isinstance(v, dict) for v in rope.values()):
         return text

@@ -65,6 +65,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
+    """Launch a gate's kernel over rows x (S, 2 I) and what it reads or writes beside; not for empty ones."""
     rows = len(x)
     width = x.shape[1] // 2
     if rows and width:
@@ -90,7 +91,11 @@ class Loads:
 
 
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
-    """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted."""
+    """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted.
+
+    `loads` are the rows of each local expert; without a grouped product, which runs on the device alone, the host waits
+    for them. Slots without rows give their weights gradients of zeros.
+    """
     module: Any = experts
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, up_bias = _local_weight_and_bias(module, first_name)
@@ -126,7 +131,11 @@ _Adapter = tuple[Tensor, Tensor, float]
 
 
 def _find_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
-    """Find what peft adds to this parameter, if it adapts it: rows of A are sorted by expert, columns of B by rank."""
+    """Return what peft adds to this parameter of local experts, in the rows' dtype; None if it adapts it not, or is
+    left out.
+
+    Rows of A are sorted by expert, columns of B by rank, then by expert.
+    """
     wrapper = vars(experts).get(EXPERT_ADAPTERS, {}).get(name)
     if wrapper is None or wrapper.disable_adapters:
         return None
@@ -140,7 +149,10 @@ def _find_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
 
 
 class _NoRows(torch.autograd.Function):
-    """Products with no rows, one for each expert, would keep the host busy while other slots wait for its messages."""
+    """The output of experts without rows, with gradients of zeros for each weight.
+
+    Products with no rows, one for each expert, would keep the host busy while other slots wait for its messages.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
@@ -171,7 +183,10 @@ def _multiply_by_experts(
     grouped: bool,
     transposed: bool,
 ) -> Tensor:
-    """Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product."""
+    """Multiply rows (S, inputs), sorted by expert, each with its expert's matrix, and add its bias: (S, outputs).
+
+    Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product.
+    """
     counts = None if grouped else loads.host_counts()
     if float8_weight is None and counts is not None:
         biases = [None] * weight.shape[0] if bias is None else bias.unbind()
@@ -202,5 +217,6 @@ def expert_product_kind(x: Tensor, *weights: Tensor, float8: bool = False) -> Li
 
 
 def _local_weight_and_bias(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's part of a matrix (e, …, …) of experts, and of its bias (e, outputs) if there is one."""
     bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
     return local_tensor(getattr(module, name)), bias

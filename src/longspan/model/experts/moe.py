@@ -54,7 +54,10 @@ def connect_experts(model: PreTrainedModel) -> None:
 
 
 def _turn_off_router_losses(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """transformers' own loss would count only local rows, padding included."""
+    """Turn off transformers' loss of routers, which would count only local rows, padding included: a forward pre-hook.
+
+    ModelError for a call that asks for it.
+    """
     if kwargs.get("output_router_logits"):
         raise ModelError(
             f"{type(model).__name__} got output_router_logits=: a loss of the local rows would depend on the plan; "
@@ -67,6 +70,11 @@ def _turn_off_router_losses(model: nn.Module, args: Any, kwargs: Any) -> tuple[t
 def _record_routing(
     router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
+    """Record a router's output in the step's statistics, and give its weights the gradient of the routers' losses.
+
+    A forward hook; it returns the output in the order in which the router gave it, or None outside a step with
+    statistics.
+    """
     layer = running_layer()
     if layer.router is None or isinstance(layer.shard, Probe):
         return None
@@ -104,7 +112,10 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
 
 class _PlaceRows(torch.autograd.Function):
-    """Saves no tensor: to recompute one, only slots with padding would run experts' collectives once more, and wait."""
+    """Puts rows back to their places among `count`, of which the others are zeros.
+
+    It saves no tensor: to recompute one, only slots with padding would run experts' collectives once more, and wait.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -120,7 +131,10 @@ class _PlaceRows(torch.autograd.Function):
 def _mix_experts_in_tiles(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
 ) -> Tensor:
-    """With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges."""
+    """Run `mix_experts` over as many tiles of rows as the model's option says (none: at once).
+
+    With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges.
+    """
     tile_rows = int(getattr(experts, TILE_ROWS, 0))
     rows = len(x) if channel is None else shard.micro_batch.most_rows
     count = count_tiles(rows, tile_rows)
@@ -134,6 +148,7 @@ def _mix_experts_in_tiles(
 
 
 def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
+    """Return the index of real rows, not padding, among the `count` that experts got: all of the shard, or a tp rank's."""
     local = shard.local_rows
     tp = world.home.tp
     if tp > 1 and count == -(-local // tp):
@@ -169,7 +184,10 @@ def mix_experts(
 
 
 def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
-    """Rows (S, D) are sorted by expert; outputs come back in the same order."""
+    """Send rows (S, D), sorted by expert, to the members that have their experts; outputs come back in the same order.
+
+    `loads` (E,) counts this member's rows of every expert. All members of the channel enter it.
+    """
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
     sends = counts[channel.index].sum(1).tolist()  # of counts (sender, receiver, receiver's experts)
     counts_here = counts[:, channel.index]  # (sender, local experts)
@@ -235,7 +253,7 @@ class ExpertFeature(Feature):
         connect_experts(model)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Before the layers around them; the meshes are made by all ranks."""
+        """Deal experts over `ep`, and shard them, before the layers around them; all ranks enter, who make the meshes."""
         world = self.world
         home = world.home
         sharding = self.options.sharding(world)

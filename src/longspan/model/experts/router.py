@@ -117,6 +117,7 @@ class RouterStatistics:
 
 
 def _sum_over_micro_batches(micro_batches: Sequence[RouterSums], experts: int) -> list[float] | Tensor:
+    """Add what all routers recorded, (2 E + 1,); zeros without routers on this stage."""
     sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
     return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 
@@ -139,6 +140,7 @@ def _routing_sums(logits: Tensor, top_k: int, counts: Tensor | None) -> Tensor:
 
 
 def _widen_logits(logits: Tensor) -> Tensor:
+    """Return logits in float32, or float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

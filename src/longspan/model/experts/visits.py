@@ -64,6 +64,8 @@ def sum_visits(outputs: Tensor, weights: Tensor, visits: Visits) -> Tensor:
 
 
 class _SpreadRows(torch.autograd.Function):
+    """Copies of rows for each visit; backward sums over a row's visits."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         visits = ctx.visits = Visits(order, place, top_k)
@@ -76,6 +78,8 @@ class _SpreadRows(torch.autograd.Function):
 
 
 class _SumVisits(torch.autograd.Function):
+    """Weighted sums over each row's visits; the outputs of experts are saved for the gradients of weights."""
+
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         ctx.visits = Visits(order, place, top_k)
@@ -141,4 +145,5 @@ def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Vis
 
 
 def _program_columns(width: int) -> int:
+    """Return how many columns of a row a program takes at once: a power of two."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))

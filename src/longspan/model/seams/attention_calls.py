@@ -130,7 +130,10 @@ AttentionInterface.register(IMPLEMENTATION, sharded_attention)
 
 
 def _first_head_index(module: nn.Module, heads: int, shard: SequenceShard) -> int:
-    """The index of this rank's first query head among all of the layer's, by which dropout's masks go."""
+    """Return the index of this rank's first query head among all of the layer's, by which dropout's masks go.
+
+    ModelError where the `heads` that are here are not an equal part of the configuration's.
+    """
     world = world_of(shard.world_key)
     tp = world.home.tp
     all_heads = getattr(getattr(module, "config", None), "num_attention_heads", None)

@@ -41,7 +41,9 @@ def refuse_call(message: str, *args: object, **kwargs: object) -> NoReturn:
 
 @dataclass(eq=False)
 class _RefusesDDP:
-    """DistributedDataParallel reads this list of names first of all (torch 2.11 to 2.15)."""
+    """A list of names that DistributedDataParallel reads first of all (torch 2.11 to 2.15); to read it raises
+    ModelError.
+    """
 
     _name: str
 

@@ -71,6 +71,10 @@ def check_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise ModelError for arguments that a prepared model does not take, with what to give in their place.
+
+    A model that reads other modalities gets text alone here; flags and other plain values pass.
+    """
     architecture = architecture_name(model)
     reasons = {
         "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
@@ -100,7 +104,10 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 
 def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
-    """(1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) are (n, 1, T)."""
+    """Return one input as one packed row (1, T, …) of the shard's T rows, or raise ModelError.
+
+    Positions in parts (M-RoPE) are (parts, 1, T), and stay so.
+    """
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
         _make_one_row(name, x[0], shard)  # checks the rows of a part
         return x
@@ -118,4 +125,5 @@ def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def _correct_call_text(model: nn.Module) -> str:
+    """Return how this model is called, for messages."""
     return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

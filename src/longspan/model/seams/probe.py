@@ -22,6 +22,6 @@ class RecordedCall:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """In place of a shard: the attention function records its caller in `calls`, and does not attend."""
+    """Takes the place of a shard in a pass on the meta device: attention appends to `calls`, and does not attend."""
 
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])

@@ -37,7 +37,10 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
 
 
 def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
-    """No key ends a draw of one of several (`_SAMPLE`), as of experts by a router."""
+    """Say which keys of the configuration end these draws, or that none does.
+
+    No key ends a draw of one of several (`_SAMPLE`), as of experts by a router.
+    """
     is_sampled = any(f"{function} " in draws for function in _SAMPLE)
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")
@@ -68,4 +71,5 @@ def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
 
 
 def _is_positive(value: Any) -> bool:
+    """Return whether a value of a configuration is a number above 0; switches are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

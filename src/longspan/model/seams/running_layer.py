@@ -36,7 +36,7 @@ _running: ContextVar[RunningLayer] = ContextVar("longspan_running_layer", defaul
 
 
 def running_layer() -> RunningLayer:
-    """Return what the decoder layer that is running was called with; nothing outside of one."""
+    """Return what the decoder layer that is running was called with; empty fields outside of one."""
     return _running.get()
 
 
@@ -52,7 +52,11 @@ def hook_layer_arguments(model: PreTrainedModel) -> None:
 
 
 def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
-    """Whoever set the checkpointing function; in transformers 5.17 a layer's hooks ran inside its checkpoint."""
+    """Let recomputation see the running layer, whoever set the function by which a module recomputes its layers.
+
+    A forward pre-hook: the function may be set at any time before a call. In transformers 5.17 a layer's hooks ran
+    inside its checkpoint. A function is wrapped once.
+    """
     for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
         run: Any = vars(part).get("_gradient_checkpointing_func")
         function = getattr(run, "func", run)
@@ -66,6 +70,7 @@ def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
 def _checkpoint_inside_layer(
     function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
+    """Checkpoint `run`, a layer's forward, which will find its running layer also when it is recomputed."""
     return function(keep_running_layer(run), *args, **options)
 
 
@@ -89,17 +94,22 @@ def keep_running_layer(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer_from_keywords(keywords: Mapping[str, Any]) -> RunningLayer:
+    """Return the running layer that keyword arguments describe; those of the layer around it if they have no shard."""
     if keywords.get("shard") is None:  # the model does not hand keyword arguments on to its layers
         return _running.get()._replace(layer=None, outer=None)
     return RunningLayer(None, keywords["shard"], keywords.get("attention_kernel"), keywords.get("router"))
 
 
 def _enter_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
+    """Set the running layer from a module's keyword arguments: a forward pre-hook."""
     _running.set(_layer_from_keywords(kwargs)._replace(layer=layer, outer=_running.get()))
 
 
 def _leave_layer(layer: nn.Module, *_: Any) -> None:
-    """Also after an error, which may have come before the arguments were set."""
+    """Set the running layer to the one around this: a forward hook, called after an error too.
+
+    The error may have come before this layer was set, and then nothing changes.
+    """
     running = _running.get()
     if running.layer is layer and running.outer is not None:
         _running.set(running.outer)

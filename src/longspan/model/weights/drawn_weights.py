@@ -57,7 +57,7 @@ class RandomWeights(DrawnWeights):
 
 
 def _units_to_draw(model: PreTrainedModel) -> Iterator[Unit]:
-    """Each decoder layer as a whole, since its modules may scale each other's weights.
+    """Yield what is drawn whole: each decoder layer, since its modules may scale each other's weights.
 
     Each other tower, which has an initialisation of its own; each remaining module, without its children.
     """
@@ -103,13 +103,17 @@ def draw_copy(
 
 
 def _unset_parameters(module: nn.Module, *, recurse: bool = True) -> list[str]:
+    """Return the names of parameters with a NaN, as `draw_copy` fills them before it initialises."""
     parameters = dict(module.named_parameters(recurse=recurse))
     flags = torch.stack([p.isnan().any() for p in parameters.values()]).tolist() if parameters else []
     return [name for name, is_unset in zip(parameters, flags, strict=True) if is_unset]
 
 
 def _fill_class_defaults(module: nn.Module) -> None:
-    """With those of a new module, if the class takes no arguments, as Apertus' activations."""
+    """Give unset parameters of this module alone the values of a new module, if its class takes no arguments.
+
+    Apertus' activations are such.
+    """
     unset = _unset_parameters(module, recurse=False)
     arguments = signature(type(module)).parameters.values() if unset else ()
     if not unset or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):

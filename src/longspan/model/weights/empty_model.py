@@ -66,6 +66,7 @@ def image_text_class_of_architectures(config: PreTrainedConfig) -> Any:
 
 
 def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of parameters that the class keeps in another one than `dtype`, by name."""
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, globs, _ = build_glob_alternation(list(plan))
@@ -84,7 +85,10 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _register_on_meta() -> Iterator[None]:
-    """torch.device("meta") is not used: buffers would be there too, without values."""
+    """Have modules that are made inside put their parameters on the meta device.
+
+    torch.device("meta") is not used: buffers would be there too, without values.
+    """
     register = nn.Module.register_parameter
 
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -105,10 +109,7 @@ def has_meta_parameters(model: nn.Module) -> bool:
 
 
 def allocate_model(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter on the meta device undefined memory on `device`, the same objects as before.
-
-    Move buffers.
-    """
+    """Give every parameter on the meta device undefined memory on `device`, the same objects as before; move buffers."""
     for parameter in model.parameters():
         if parameter.is_meta:
             memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)

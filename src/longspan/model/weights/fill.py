@@ -71,6 +71,10 @@ class DeferredWeights:
 
     @torch.no_grad()
     def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
+        """Allocate the models' parameters, and copy this rank's part of each from the source, one at a time.
+
+        A parameter that several stages hold is read once.
+        """
         tensors = defaultdict[str, list[Tensor]](list)
         packed = dict[str, Any]()  # whose tensors are bytes
         for model in models:
@@ -92,6 +96,7 @@ class DeferredWeights:
         assert not missing, f"{self.source} lacks {', '.join(sorted(missing)[:4])}, and was not checked"
 
     def _stock_name(self, adapted_name: str) -> str:
+        """Return the name under which the source has a parameter: without its adapter, and the first of a tied one."""
         name = name_without_adapter(adapted_name)
         return self._first_name.get(name, name)
 
@@ -102,7 +107,7 @@ def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
 
 
 def fill_now(model: nn.Module) -> None:
-    """Read or draw the weights of a model that `prepare` would fill, all of them, on the CPU."""
+    """Read or draw on the CPU all weights of a model that `prepare` would fill, and forget the source."""
     if (weights := pop_deferred_weights(model)) is not None:
         weights._fill_models([model], torch.device("cpu"))
 

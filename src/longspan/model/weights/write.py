@@ -149,6 +149,7 @@ class WeightWriter:
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
     def _write_file(self) -> None:
+        """Write the tensors that wait as the next part, and drop them; nothing if none waits."""
         if not self._file:
             return
         save_file(self._file, self._partial_path(len(self._files)), metadata={"format": "pt"})
