@@ -253,7 +253,7 @@ class ExpertFeature(Feature):
         connect_experts(model)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Deal experts over `ep`, and shard them, before the layers around them; all ranks enter, who make the meshes."""
+        """Deal experts over `ep` and shard them, before the layers around them; all ranks enter, and make the meshes."""
         world = self.world
         home = world.home
         sharding = self.options.sharding(world)

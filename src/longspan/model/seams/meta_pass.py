@@ -95,7 +95,7 @@ class _MadeUpValues(TorchFunctionMode):
     """Answers reads of values on the meta device with zeros."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a function that reads values of a meta tensor, and take scalar indices for 0; others run as they are."""
+        """Answer functions that read values of a meta tensor, and take scalar indices for 0; others run as they are."""
         if func in _READS and args[0].is_meta:
             return _READS[func](*args, **(kwargs or {}))
         if func is Tensor.__getitem__:

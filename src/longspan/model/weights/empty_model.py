@@ -109,7 +109,7 @@ def has_meta_parameters(model: nn.Module) -> bool:
 
 
 def allocate_model(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter on the meta device undefined memory on `device`, the same objects as before; move buffers."""
+    """Give each parameter on the meta device undefined memory on `device`, the same objects as before; move buffers."""
     for parameter in model.parameters():
         if parameter.is_meta:
             memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)

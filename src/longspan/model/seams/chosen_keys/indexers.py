@@ -182,7 +182,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _gather_keys(keys: Tensor, members: Members) -> Tensor:
-    """Return the index keys of all rows of a group (S, head size), document after document; entered by all its members."""
+    """Return the index keys of all rows of a group (S, head size), document after document; all its members enter."""
     if members.degree == 1:
         return keys[members.document_order((0,))]
     gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
