@@ -36,6 +36,7 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 
 
 def _iterate_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
+    """Yield the outermost modules in which all parameters are `trained`; names begin with `prefix`."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         parameters = dict(child.named_parameters())

@@ -70,7 +70,11 @@ _CHANGES = (
 
 
 def redirect_peft_model(peft_model: Any, prepared: nn.Module, saves: str = SAVES) -> None:
-    """Have a PeftModel's `disable_adapter` leave the adapter out, and refuse methods that change its parts."""
+    """Have a PeftModel's `disable_adapter` leave the adapter of `prepared` out, and refuse methods that change its
+    parts.
+
+    `saves` is what a message names for saving. Another model is left as it is.
+    """
     if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
         return
     peft_model.disable_adapter = partial(disable_adapter, prepared)

@@ -23,8 +23,9 @@ from longspan.model.layers import (
 
 
 def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | None]:
-    """Return the linears outside towers and indexers, and the pattern of all modules of towers, which have linears of
-    like names.
+    """Return the linears outside towers and indexers, and a pattern of all modules of towers (None: no towers).
+
+    Towers have linears of like names, which peft must not adapt.
     """
     towers = {id(tower) for tower in towers_beside_text_model(model)}
     names = [name for name, module in model.named_modules() if id(module) in towers]
@@ -38,8 +39,9 @@ def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | No
 def _check_target_names(
     model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the targets, each once, if each ends some linear's name, and those that end the name of experts' matrices
-    alone.
+    """Return the targets, each once, that name linears, and those that name experts' matrices alone.
+
+    A target names what its name ends with it. ModelError for one that names nothing, or that peft refuses.
     """
     matrices = [
         f"{path}.{name}"
@@ -77,7 +79,10 @@ def _check_target_names(
 
 
 def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
-    """Names that peft takes for experts, or refuses, are left out with a warning."""
+    """Return the last names of all linears in decoder layers, or whole names where these are numbers.
+
+    Names that peft takes for experts, or refuses, are left out with a warning.
+    """
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name in linears if name.startswith(layers)]
     names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
@@ -95,8 +100,10 @@ def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> lis
 
 
 def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Those of `names` that peft takes for fused experts, which in transformers 4 were linears of single experts, or
-    refuses: linears of mixers whose weights kernels read directly, past an adapter.
+    """Return those of `names` that peft takes for fused experts, or refuses.
+
+    Fused experts were linears of single experts in transformers 4. Refused are linears of mixers whose weights kernels
+    read directly, past an adapter.
     """
     import peft
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # pyright: ignore[reportPrivateUsage]

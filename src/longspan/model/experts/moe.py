@@ -148,7 +148,10 @@ def _mix_experts_in_tiles(
 
 
 def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    """Return the index of real rows, not padding, among the `count` that experts got: all of the shard, or a tp rank's."""
+    """Return the index of real rows, not padding, among the `count` that experts got.
+
+    They got all rows of the shard, or a tensor-parallel rank's part of them.
+    """
     local = shard.local_rows
     tp = world.home.tp
     if tp > 1 and count == -(-local // tp):
@@ -253,7 +256,7 @@ class ExpertFeature(Feature):
         connect_experts(model)
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Deal experts over `ep` and shard them, before the layers around them; all ranks enter, and make the meshes."""
+        """Deal experts over `ep` and shard them, before the layers around them; all ranks enter, and make meshes."""
         world = self.world
         home = world.home
         sharding = self.options.sharding(world)

@@ -25,7 +25,10 @@ class MtpBlocks(nn.ModuleList):
 
 
 class MtpDepth(nn.Module):
-    """One depth: norms, a projection of twice the hidden size, and a decoder layer (or `MtpBlocks`) of the model's."""
+    """One depth: norms, a projection of twice the hidden size, and a decoder layer (or `MtpBlocks`) of the model's.
+
+    `norms` are those of embeddings, of hidden states, and behind the layer.
+    """
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
         super().__init__()

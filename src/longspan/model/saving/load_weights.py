@@ -54,6 +54,10 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
 
 @torch.no_grad()
 def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
+    """Copy an adapter's tensors, and what is trained beside it, from peft's file into this rank's parts.
+
+    The file must have exactly these tensors, in the same shapes.
+    """
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")

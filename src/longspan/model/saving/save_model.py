@@ -88,7 +88,10 @@ def _save_weights(
     tokenizer: Any,
     file_dtype: torch.dtype | None,
 ) -> None:
-    """All ranks gather a unit of weights (a layer) after another, and learn at once if the first cannot write."""
+    """Write all weights; every rank gathers a unit of weights (a layer) after another.
+
+    All learn at once if the first cannot write.
+    """
     writer: Any = _on_first_rank(world, target, lambda: _begin_files(model, target, file_dtype))
     for unit in _gathered_units(model, [encoder.module.state_dict() for encoder in encoders], world):
         _on_first_rank(world, target, partial(WeightWriter.write_unit, writer, unit))
@@ -119,6 +122,7 @@ def _save_adapter(
     tokenizer: Any,
     file_dtype: torch.dtype | None,
 ) -> None:
+    """Write an adapter and what is trained beside it, of encoders too; the first rank has all of it whole in memory."""
     modules = list[str]()  # of encoders, trained whole
     states = list[Mapping[str, Tensor]]()
     for encoder in encoders:
@@ -157,6 +161,7 @@ def _gathered_units(
 
 
 def _begin_files(model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None) -> WeightWriter:
+    """Make the folder beside `target`, and a writer of the stock model's weights; on one rank."""
     unfinished = make_partial_folder(target)
     empty = empty_stock_model(model, dtype)
     if getattr(model, "generation_config", None) is not None:  # a model that scores has none
@@ -167,7 +172,8 @@ def _begin_files(model: PreTrainedModel | PipelineModel, target: Path, dtype: to
 def write_all_but_weights(empty: PreTrainedModel, folder: Path, tokenizer: Any) -> None:
     """Write a model's configurations and what a tokenizer or processor writes by `save_pretrained`.
 
-    A generation configuration that is in the folder already, as an export copies it from the run, is not replaced.
+    `empty` is changed: its configuration names its class. A generation configuration that is in the folder already, as
+    an export copies it from the run, is not replaced.
     """
     config: Any = empty.config
     config.architectures = [type(empty).__name__]

@@ -61,6 +61,7 @@ def weights_by_name(
 
 
 def _whole(x: Tensor) -> Tensor:
+    """Return a whole tensor without a graph; of a DTensor all ranks that hold it must enter."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
@@ -160,7 +161,7 @@ class WholeWeights:
             )
 
     def _adapter_matrices(self, name: str) -> list[str]:
-        """The names of A and B of plain LoRA if this is a linear's weight, or experts'."""
+        """Return the names of A and B of plain LoRA if this is a linear's weight, or experts'; else none."""
         adapted = self._entries[name].adapted
         if self._adapter is None or adapted is None:
             return []
@@ -194,6 +195,7 @@ class WholeWeights:
 
 
 def _find_savable_encoders(model: Any) -> list[Encoder]:
+    """Return the encoders of a MultimodalModel; ModelError for one that is no encoder of transformers'."""
     if not isinstance(model, MultimodalModel):
         return []
     from longspan.model.vision.image_encoder import ImageEncoder
