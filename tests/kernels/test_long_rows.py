@@ -27,7 +27,8 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.compiled_layers import BACKEND
-from longspan.model.experts.experts import Visits, apply_silu_gate_kernel, spread_rows, sum_visits
+from longspan.model.experts.expert_products import apply_silu_gate_kernel
+from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.float8.products import Float8Weight, linear_in_float8, quantise_columns, quantise_rows
 from longspan.model.seams import norms
 from longspan.model.seams.norms import NormFormula, fuse_norms, split_long_norms

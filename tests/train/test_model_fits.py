@@ -10,7 +10,7 @@ from longspan.config.sections import ModelConfig, OptimizerSection, RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, preset_config
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from longspan.train import training as train_training
 from longspan.train.training import check_model_fits

@@ -35,20 +35,18 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hub import ADAPTER_CONFIGURATION
-from longspan.model.add_depths import add_mtp
-from longspan.model.layers import MTP, mtp_blocks
-from longspan.model.load import find_score_class, torch_dtype
-from longspan.model.lora import (
+from longspan.model.adapters.adapter_files import (
     WEIGHTS,
     write_adapter,
 )
-from longspan.model.mtp import find_published_naming
+from longspan.model.add_depths import add_mtp
+from longspan.model.layers import MTP, mtp_blocks
+from longspan.model.load import find_score_class, torch_dtype
+from longspan.model.mtp.published_names import find_published_naming
 from longspan.model.multimodal.multimodal_model import map_stock_names
-from longspan.model.saving import stock_configuration, write_all_but_weights
-from longspan.model.weights.fill import (
-    empty_model,
-    image_text_class_of_architectures,
-)
+from longspan.model.saving.save_model import write_all_but_weights
+from longspan.model.saving.stock_model import stock_configuration
+from longspan.model.weights.empty_model import empty_model, image_text_class_of_architectures
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles
 from longspan.model.weights.write import (

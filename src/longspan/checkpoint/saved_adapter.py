@@ -14,24 +14,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError
-from longspan.model.adapters import Adapter, find_adapter
+from longspan.model.adapters.adapted_weights import AdaptedWeight, adapted_weights
+from longspan.model.adapters.adapter import Adapter, find_adapter
+from longspan.model.adapters.adapter_files import entries_inside_modules, largest_trained_modules
 from longspan.model.kinds import belongs_to_adapter, name_without_adapter
 from longspan.model.load import find_score_class
-from longspan.model.lora import (
-    AdaptedWeight,
-    adapted_weights,
-    entries_inside_modules,
-    largest_trained_modules,
-)
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.weights.fill import (
-    empty_model,
-    image_text_class_of_architectures,
-    pop_deferred_weights,
-    stored_formats,
-)
+from longspan.model.weights.empty_model import empty_model, image_text_class_of_architectures
+from longspan.model.weights.fill import pop_deferred_weights, stored_formats
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.write import (
     weight_unit,

@@ -20,7 +20,7 @@ from longspan.config.keys import AUTO
 from longspan.errors import ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments
 from longspan.model.exactness.check_model import refuse_quantized
-from longspan.model.frozen.formats.modules import holds_codes
+from longspan.model.frozen.formats.loaded_linears import holds_codes
 from longspan.model.kinds import unwrap_peft_model
 from longspan.model.layers import SCORE_HEADS
 from longspan.model.replaced_parameters import refuse_gradient_hooks

@@ -81,7 +81,7 @@ class Feature:
 
 # When a feature is on, and where its class is, in the order in which features act.
 FEATURES: list[tuple[Callable[[Call], Any], str]] = [
-    (lambda call: MTP in call.model._modules, "longspan.model.mtp:MtpFeature"),
+    (lambda call: MTP in call.model._modules, "longspan.model.mtp.trained_depths:MtpFeature"),
     (
         lambda call: any(kind.__name__.endswith(SCORE_HEADS) for kind in type(call.model).__mro__),
         "longspan.model.score_heads:ScoreHeadFeature",
@@ -89,7 +89,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     (lambda call: call.options.float8, "longspan.model.float8_layers:Float8Feature"),
     (
         lambda call: any(map(is_peft_module, call.model.modules())),
-        "longspan.model.exactness.adapter_rules:AdapterFeature",
+        "longspan.model.adapters.adapter_rules:AdapterFeature",
     ),
     (
         lambda call: call.world.device.type == "cuda" or call.options.fused_norms not in ("auto", "off"),
@@ -105,7 +105,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     (lambda call: any(map(is_mixer, call.model.modules())), "longspan.model.seams.mixers:MixerFeature"),
     (
         lambda call: any(is_indexer(module) or is_indexed(module) for module in call.model.modules()),
-        "longspan.model.seams.indexers:IndexerFeature",
+        "longspan.model.seams.chosen_keys.indexers:IndexerFeature",
     ),
     (
         lambda call: call.world.home.pp > 1 or call.options.sets("virtual_stages", "pipeline_schedule"),

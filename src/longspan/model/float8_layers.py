@@ -25,7 +25,7 @@ from longspan.model.float8.products import (
 )
 from longspan.model.kinds import belongs_to_adapter, find_float8_weight
 from longspan.model.layers import MTP, decoder_layers, expert_modules, mtp_depths, router_modules
-from longspan.model.seams.call_rules import has_forward_of_others
+from longspan.model.seams.set_forwards import has_forward_of_others
 from longspan.model.tensor_parallel import plan as styles
 from longspan.model.tensor_parallel.plan import list_styles
 
@@ -77,6 +77,7 @@ class Float8Feature(Feature):
     """Linears and experts in float8."""
 
     def rank_error(self, model: PreTrainedModel) -> ModelError | None:
+        """Return why this rank's device, or the model, cannot have float8; None if it can."""
         word = self.options.float8
         if word != "rowwise":
             return ModelError(f'float8 is {word!r}; use "rowwise" (one scale a row), or "" for none')
@@ -91,6 +92,7 @@ class Float8Feature(Feature):
         raise_first_error(self.world, self.rank_error(model))
 
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
+        """Set the forwards of linears, mark experts, and describe what share of the layers' weights is in float8."""
         linears = float8_linears(model)
         experts = expert_modules(model)
         in_float8 = sum(linear.weight.numel() for linear in linears.values())
@@ -114,7 +116,10 @@ class Float8Feature(Feature):
 def _reasons_against_float8(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int
 ) -> Iterator[str]:
-    """Parameters of experts with three dims are stacked matrices, one for each expert."""
+    """Yield why a model cannot compute in float8 on this device in this dtype, with `tp` ranks.
+
+    Parameters of experts with three dims are stacked matrices, one for each expert.
+    """
     if reason := unsupported_reason(device):
         yield reason
     if reason := unsupported_dtype_reason(dtype):
@@ -147,7 +152,10 @@ def unsupported_dtype_reason(dtype: torch.dtype) -> str:
 
 
 def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
-    """Widths are checked here as well, since the parts of linears in mixers are not known before the split."""
+    """Run a linear in float8: the forward that `Float8Feature` sets.
+
+    Widths are checked here as well, since the parts of linears in mixers are not known before the split.
+    """
     weight = linear.weight
     if any(width % MULTIPLE for width in weight.shape):
         raise ModelError(
@@ -174,6 +182,10 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
 def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rows in float8 (`values`, `scales`) by a weight (N, K).
+
+    They are made of x (S, K), which gives the dtype, and which backward reads.
+    """
     return multiply_scaled_rows(
         Scaled(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias
     )
@@ -181,7 +193,7 @@ def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Ten
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
 def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """Only the dtype of dy (S, N) is read; it is `values` times `scales`, and the weight (N, K)."""
+    """Multiply dy in float8 (`values`, `scales`), (S, N), by a weight (N, K); of dy itself only the dtype is read."""
     return multiply_scaled_rows(
         Scaled(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype
     )
@@ -203,6 +215,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return gradients of x, weight and bias; values and scales get none, as they are made of x."""
     x, weight = ctx.saved_tensors
     needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
     return (

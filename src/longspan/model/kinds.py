@@ -62,7 +62,7 @@ def called_functions(forward: Any) -> set[str]:
     return {name for name, value in globals_by_name.items() if callable(value) and not isinstance(value, type)}
 
 
-# ---- indexers, which choose a few keys for each row (`seams/indexers.py`)
+# ---- indexers, which choose a few keys for each row (`seams/chosen_keys/`)
 
 _ASKS = "update_indexer"
 _CHOOSES = "topk"
@@ -98,7 +98,7 @@ def is_indexed(module: nn.Module) -> bool:
     return is_indexer(indexer) if indexer is not None else "prev_topk_indices" in forward.__code__.co_varnames
 
 
-# ---- adapters (`adapters.py`)
+# ---- adapters (`adapters/`)
 
 _OF_ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save)\.")
 # of two adapted parameters of a module the inner one's adapter is in a `base_layer`

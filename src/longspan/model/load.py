@@ -19,15 +19,14 @@ from transformers import (
 from longspan.errors import ModelError, plural
 from longspan.model.layers import SCORE_HEADS, vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.fill import (
-    RandomWeights,
+from longspan.model.weights.drawn_weights import RandomWeights
+from longspan.model.weights.empty_model import (
     choose_image_text_class,
     empty_model,
-    fill_now,
-    fill_when_prepared,
     image_text_class_of_architectures,
     new_model,
 )
+from longspan.model.weights.fill import fill_now, fill_when_prepared
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import (
     FOLDER_OPTIONS,
@@ -41,7 +40,7 @@ from longspan.model.weights.hf_folder import (
 from longspan.plain_text import items_text
 
 if TYPE_CHECKING:
-    from longspan.model.frozen.formats.stored import StoredWeights
+    from longspan.model.frozen.formats.storage_methods import StoredWeights
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -139,7 +138,7 @@ def check_folder_weights(folder: str | Path) -> None:
 def _find_stored_weights(folder: Path) -> "StoredWeights | None":
     if not (settings := quantization_settings(folder)):
         return None
-    from longspan.model.frozen.formats.stored import stored_weights
+    from longspan.model.frozen.formats.storage_methods import stored_weights
 
     try:
         return stored_weights(settings)
@@ -202,7 +201,7 @@ def checked_folder_weights(
     buffers = dict(model.named_buffers())
     known = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
     if unread.keys() - known:
-        from longspan.model.mtp import select_published_mtp_names
+        from longspan.model.mtp.published_names import select_published_mtp_names
 
         known |= select_published_mtp_names(unread, model.config.get_text_config().num_hidden_layers)
     if unknown := sorted(unread.keys() - known):  # towers of a text model

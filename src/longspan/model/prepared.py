@@ -20,28 +20,22 @@ from longspan.model.layers import score_columns
 from longspan.model.options import PrepareOptions
 from longspan.model.parts import is_tied
 from longspan.model.replaced_parameters import FORMER, name_parameters
-from longspan.model.seams.attention_calls import (
-    IMPLEMENTATION,
-    check_model_call,
-    defer_temperature,
-    hook_layer_arguments,
-    number_layers,
-)
-from longspan.model.seams.call_rules import (
-    CallRules,
-    guard_prepared_model,
-    has_bidirectional_prefix,
-    make_layers_causal,
-    position_table,
-)
+from longspan.model.seams.attention_calls import IMPLEMENTATION, number_layers
+from longspan.model.seams.call_rules import CallRules
+from longspan.model.seams.guards import guard_prepared_model
 from longspan.model.seams.meta_pass import (
     MetaRecord,
     attention_dropout,
     check_kernel_for_calls,
     record_calls_and_draws,
 )
+from longspan.model.seams.model_calls import check_model_call
+from longspan.model.seams.position_tables import position_table
+from longspan.model.seams.prefixes import has_bidirectional_prefix, make_layers_causal
+from longspan.model.seams.query_scaling import defer_temperature
 from longspan.model.seams.rope import choose_frequencies_by_document, length_limits
 from longspan.model.seams.row_loss import add_row_loss
+from longspan.model.seams.running_layer import hook_layer_arguments
 from longspan.model.weights.fill import pop_deferred_weights
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from longspan.errors import ModelError
 from longspan.model.features import Feature
 from longspan.model.layers import SCORE_HEADS, architecture_name, base_model, base_name
-from longspan.model.weights.fill import DrawnWeights, JoinedWeights, fill_when_prepared, find_deferred_weights
+from longspan.model.weights.drawn_weights import DrawnWeights
+from longspan.model.weights.fill import JoinedWeights, fill_when_prepared, find_deferred_weights
 
 _MAPPINGS: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification),

@@ -25,9 +25,9 @@ from longspan.errors import ModelError
 from longspan.model.features import Call, Feature
 from longspan.model.layers import decoder_layers, mtp_depths, towers_beside_text_model
 from longspan.model.options import Sharding
-from longspan.model.seams.call_rules import refuse_shared_layers
-from longspan.model.weights.fill import has_meta_parameters
-from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
+from longspan.model.weights.empty_model import has_meta_parameters
+from longspan.model.weights.gradients import set_earlier_gradients_aside
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.messages import SUMMED_NUMBERS
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
@@ -462,3 +462,25 @@ class ShardingFeature(Feature):
             shard_over_slots(blocks, self.world, self._sharding, root=root)
         elif not has_meta_parameters(root):  # a model without memory is filled on its device later
             nn.Module.to(root, self.world.device)
+
+
+def refuse_shared_layers(
+    model: PreTrainedModel, layers: Iterable[str], blocks: Sequence[Sequence[nn.Module]] = ()
+) -> None:
+    """Raise ModelError if a decoder layer shares parameters with another, or with what is around it.
+
+    FSDP2 and sequence parallelism take each layer's as its own; layers may share those of `blocks`.
+    """
+    shared_in_blocks = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
+    owner: dict[int, tuple[str, str]] = {}  # of a parameter: its first name, and its layer, "" around the layers
+    prefixes = [f"{layer}." for layer in layers]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        first, owner_layer = owner.setdefault(id(parameter), (name, layer))
+        # parameters of a block may be in two layers, but not in a layer and around the layers
+        may_share = "" not in (layer, owner_layer) and id(parameter) in shared_in_blocks
+        if owner_layer != layer and not may_share:
+            raise ModelError(
+                f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
+                "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"
+            )

@@ -19,9 +19,10 @@ from longspan.errors import ModelError, plural
 from longspan.model.execution import model_execution
 from longspan.model.kinds import find_language_model, unwrap_peft_model
 from longspan.model.layers import decoder_layers
-from longspan.model.saving import WholeWeights, stock_class, stock_configuration
-from longspan.model.weights.fill import empty_model
-from longspan.model.weights.local_tensors import tied_names
+from longspan.model.saving.stock_model import stock_class, stock_configuration
+from longspan.model.saving.whole_weights import WholeWeights
+from longspan.model.weights.empty_model import empty_model
+from longspan.model.weights.tied_names import tied_names
 from longspan.plain_text import gib_text
 
 _ROOM = 0.7  # of the free bytes, for weights; the rest is for what a pass and its cache take

@@ -15,18 +15,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model.adapters import find_adapter
-from longspan.model.exactness.adapter_rules import check_encoder_adapter
+from longspan.model.adapters.adapter import find_adapter
+from longspan.model.adapters.adapter_rules import check_encoder_adapter
+from longspan.model.adapters.leave_out import redirect_peft_model
 from longspan.model.exactness.image_trial import reasons_against_images
 from longspan.model.kinds import belongs_to_adapter, unwrap_peft_model
 from longspan.model.layers import base_model, is_in_projector, reads_other_modalities, towers_beside_text_model
-from longspan.model.lora import redirect_peft_model
 from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel, check_encoder_home
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
 from longspan.model.options import PrepareOptions
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.replaced_parameters import name_parameters
-from longspan.model.seams.call_rules import doctor_hint
+from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, split_off_image_encoder
 from longspan.model.vision.image_tokens import VideoTokens, image_tokens
 from longspan.model.weights.fill import DeferredWeights, find_deferred_weights

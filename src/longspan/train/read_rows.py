@@ -20,8 +20,8 @@ from longspan.data.document import NO_TARGET, Labelled, Valued
 from longspan.errors import DataError, LongspanError
 from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
-from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.model.seams.call_rules import CallRules, call_rules
+from longspan.model.seams.model_calls import PARTS_OF_POSITIONS
 from longspan.plan import MicroBatch, Plan
 from longspan.train.step_inputs import StepInputs
 

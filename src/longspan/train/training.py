@@ -210,7 +210,7 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
 def _check_before_prepare(
     config: RunConfig, world: World, configuration: PreTrainedConfig, *, images: bool
 ) -> list[str]:
-    from longspan.model.lora import adapter_lines
+    from longspan.model.adapters.new_adapter import adapter_lines
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
         model = load_run_model(config, configuration, images=images)
@@ -245,7 +245,7 @@ def make_model_without_weights(
 
 def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     """Add the new adapter that [lora] describes; the model becomes a PeftModel. Raises ModelError as `add_lora`."""
-    from longspan.model.lora import NewAdapter, add_lora
+    from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 
     lora = config.lora
     folder = Path(config.model.path).resolve()

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness import image_trial, small_copies
+from longspan.model.exactness import image_trial, trials
 from longspan.model.exactness.class_trial import (
     ClassTrial,
     needs_class_trial,
@@ -39,9 +39,9 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    small_copies._results.clear()
+    trials._results.clear()
     yield
-    small_copies._results.clear()
+    trials._results.clear()
 
 
 # AFMoE gives attention its mask by name

@@ -23,8 +23,8 @@ from transformers import (
 
 from longspan import Document, add_mtp
 from longspan.comm import World
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.layers import decoder_layers
-from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.seams import norms
 from longspan.mtp import MtpLoss
 from longspan.plan import Plan, plan_fixed

@@ -25,7 +25,7 @@ from longspan.data.run_order import make_step_order
 from longspan.data.step_order import sample_documents
 from longspan.errors import LongspanError
 from longspan.model import add_score_head, load_model
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, refusals, train_rows

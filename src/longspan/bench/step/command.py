@@ -25,7 +25,7 @@ from longspan.data.synthetic_documents import synthetic_documents
 from longspan.errors import ConfigError
 from longspan.model.execution import model_execution
 from longspan.model.layers import vocabulary_size
-from longspan.model.seams.call_rules import refuse_randomness
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops

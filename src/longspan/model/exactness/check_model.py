@@ -16,15 +16,12 @@ from longspan.model.exactness.class_trial import needs_class_trial, refuse_inexa
 from longspan.model.features import Feature
 from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_indexers, find_mixers, is_indexed, is_mixer
 from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, score_columns, text_model
-from longspan.model.seams.attention_calls import has_temperature
-from longspan.model.seams.call_rules import (
-    doctor_hint,
-    has_bidirectional_prefix,
-    is_prepared,
-    is_wrapped_by_others,
-    modules_with_instance_forward,
-)
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.doctor_hint import doctor_hint
+from longspan.model.seams.prefixes import has_bidirectional_prefix
+from longspan.model.seams.query_scaling import has_temperature
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
+from longspan.model.seams.set_forwards import is_wrapped_by_others, modules_with_instance_forward
 from longspan.model.weights.hf_folder import DEQUANTIZE
 from longspan.plain_text import items_text
 from longspan.plan.shape.layers import INDEXED
@@ -45,6 +42,7 @@ _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short c
 
 
 def refuse_unsupported_model(model: nn.Module) -> None:
+    """Raise ModelError, with every reason, for a model that declares what would not be exact; nothing is run."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
@@ -82,7 +80,10 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration."""
+    """Yield why a class cannot run, by its name and configuration.
+
+    A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration.
+    """
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -105,6 +106,11 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which forwards, set on an instance or wrapped, would be left out where longspan makes its own of the
+    class's.
+
+    It does so for the model, mixers, indexers, and rotary modules whose frequencies depend on a document's length.
+    """
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers, **find_indexers(model)}
     # Rotary modules whose frequencies depend on a document's length:
@@ -123,6 +129,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which rotary frequencies and scalings of queries read the rows of a call, and cannot be chosen by document."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     # Modules that name their type in `rope_type` can choose frequencies by document (`seams/rope.py`).
@@ -144,6 +151,7 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which types of layers, and which convolutions outside mixers, are not known to be exact."""
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
         is_known = is_indexed if kind in INDEXED else is_mixer

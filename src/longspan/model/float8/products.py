@@ -99,11 +99,12 @@ def quantise_columns(x: Tensor) -> Scaled:
 
 
 def _scaling_factors(most: Tensor) -> Tensor:
-    """A true quotient: `448.0 / most` would be torch's rounded reciprocal times 448."""
+    """Return 448 / the largest numbers, as a true quotient: `448.0 / most` is torch's rounded reciprocal times 448."""
     return torch.full_like(most, 448.0) / most
 
 
 def _find_quantise_kernels(x: Tensor) -> Any:
+    """Return the kernels' module if they take x (GPU, contiguous in the last dim); else None."""
     if not x.is_cuda or x.stride(-1) != 1:
         return None
     return kernel_module("longspan.model.float8.quantise_kernels")
@@ -256,6 +257,7 @@ class _WeightGradients(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, experts: ExpertRows | None, unread: Tensor
     ) -> Tensor:
+        """Save the rows; `unread` is returned, so that the product's gradient dy comes back here."""
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.dtype = weight.dtype
         ctx.experts = experts
@@ -281,6 +283,7 @@ class _Product(torch.autograd.Function):
         experts: ExpertRows | None,
         float8_weight: Float8Weight,
     ) -> Tensor:
+        """Multiply; the weight is kept beside the graph, and its version is checked in backward."""
         # Not by save_for_backward: a recomputed layer would have to run this product too, to save the weight again.
         ctx.weight = weight
         ctx.version = weight._version
@@ -332,7 +335,7 @@ def _multiply_scaled(
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
-    """dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
+    """Return dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
     if experts is None:
         return dy.t() @ x
     left, right = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)

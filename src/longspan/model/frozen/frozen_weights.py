@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.adapters import find_adapter
+from longspan.model.adapters.adapter import find_adapter
 from longspan.model.features import Call, Feature
-from longspan.model.frozen.formats.modules import OWN_CODES, take_over_codes
+from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
 from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
@@ -104,11 +104,13 @@ class FrozenFeature(Feature):
 
     @contextmanager
     def checks_context(self, model: nn.Module) -> Iterator[None]:
+        """Take over the codes of linears that transformers loaded in 4 or 8 bits; after an error they are as before."""
         stored = isinstance(model, PreTrainedModel) and self.options.frozen == "stored"
         with take_over_codes(model) if stored else nullcontext():  # pyright: ignore[reportArgumentType]
             yield
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Choose each weight's format, which later methods read, or raise ModelError with the reasons against it."""
         self._formats = choose_formats(model, self.options.frozen)
         if reasons := [*self._reasons(model)]:
             raise ModelError(
@@ -118,6 +120,7 @@ class FrozenFeature(Feature):
 
     @torch.no_grad()
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
+        """Make weights whole whose codes are not kept, and describe those that will be packed."""
         for name, module in model.named_modules():
             if OWN_CODES in vars(module) and f"{name}.weight" not in self._formats:  # a router, say, or the head
                 values = vars(module).pop(OWN_CODES)[...].to(model.dtype)
@@ -131,7 +134,7 @@ class FrozenFeature(Feature):
         )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Behind tensor parallelism, whose slices are packed, and before anything is sharded."""
+        """Pack the weights: behind tensor parallelism, whose slices are packed, and before anything is sharded."""
         dtype = self.options.sharding(self.world).dtype_of(model)
         sharing = defaultdict[int, list[tuple[str, nn.Module, str]]](list)  # modules that share a weight
         for name, (module, attribute) in weights_to_pack(model).items():
@@ -152,6 +155,7 @@ class FrozenFeature(Feature):
             unpack_when_gathered(model)
 
     def _reasons(self, model: PreTrainedModel) -> Iterator[str]:
+        """Yield why this model's weights cannot be frozen in the chosen formats."""
         if not self.options.shard_parameters:
             yield "a copy of all weights on every rank (shard_parameters=False) is not packed; shard them"
         if self.options.frozen == "stored" and not self._formats:
@@ -176,7 +180,10 @@ class FrozenFeature(Feature):
         yield from self._shape_reasons(model)
 
     def _shape_reasons(self, model: PreTrainedModel) -> Iterator[str]:
-        """Row-wise styles cut the columns of a weight: the part of a rank is packed by itself."""
+        """Yield the first weight whose rows no format of it fits, in this rank's part.
+
+        Row-wise styles cut the columns of a weight: the part of a rank is packed by itself.
+        """
         tp = self.world.home.tp
         cut = set[str]()
         if tp > 1:

@@ -30,6 +30,7 @@ check_fsdp_names(
 
 
 def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """Make a parameter that requires no gradient if it is of integers."""
     return nn.Parameter(data, requires_grad and data.is_floating_point())
 
 
@@ -90,6 +91,7 @@ class PackedWeight:
         return LocalPart((*rows, slice(first, first + self.columns)), self.read_dtype)
 
     def _first_column(self, held: slice) -> int:
+        """Return the first column of the bytes `held`, a slice of a row; tensor parallelism may have cut rows."""
         return held.start // self.row_bytes * self.columns  # tensor parallelism may have cut rows
 
     def pack_part(self, values: Tensor, part: LocalPart) -> Tensor:

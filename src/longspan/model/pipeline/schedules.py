@@ -28,7 +28,7 @@ from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.sharding import accumulate_gathered_gradients, fsdp_modules, reduction_groups, unshard
-from longspan.model.weights.local_tensors import add_gradient
+from longspan.model.weights.gradients import add_gradient
 
 
 class PendingWeights(NamedTuple):

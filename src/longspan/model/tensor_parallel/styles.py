@@ -26,7 +26,7 @@ from longspan.comm.tp_collectives import (
     tp_sum,
     tp_sum_split,
 )
-from longspan.model.adapters import find_adapter
+from longspan.model.adapters.adapter import find_adapter
 from longspan.model.kinds import base_module, has_trained_copy, is_adapted, is_expert_adapter, peft_modules
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
@@ -42,7 +42,7 @@ from longspan.model.tensor_parallel.plan import (
     StyledModule,
     split_block_names,
 )
-from longspan.model.weights.fill import copy_to_device
+from longspan.model.weights.empty_model import copy_to_device
 from longspan.model.weights.local_tensors import local_tensor
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)

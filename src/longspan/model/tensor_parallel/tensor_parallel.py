@@ -27,7 +27,7 @@ from longspan.comm.tp_collectives import (
     tp_sum,
 )
 from longspan.errors import ModelError, plural
-from longspan.model.experts.experts import ADAPTER_VIEW
+from longspan.model.experts.expert_products import ADAPTER_VIEW
 from longspan.model.kinds import is_adapted
 from longspan.model.layers import Absent, decoder_model, expert_modules, layers_and_mtp_blocks, mtp_depths
 from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_part_names
@@ -61,7 +61,8 @@ from longspan.model.tensor_parallel.styles import (
     sum_partial_gradients,
     wrap_forward,
 )
-from longspan.model.weights.local_tensors import local_tensor, tied_names
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.model.weights.tied_names import tied_names
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
 

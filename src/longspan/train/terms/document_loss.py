@@ -18,7 +18,7 @@ from longspan.errors import LongspanError, LossError, ModelError, plural
 from longspan.layout import Floats
 from longspan.model.kinds import adapter_of_prepared_model, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.call_rules import refuse_two_pass_dropout
+from longspan.model.seams.randomness import refuse_two_pass_dropout
 from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head

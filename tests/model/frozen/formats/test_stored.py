@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from longspan import load_model
 from longspan.errors import ModelError
 from longspan.model.frozen import packed_format
-from longspan.model.frozen.formats.stored import stored_weights
+from longspan.model.frozen.formats.storage_methods import stored_weights
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
 from longspan.model.weights.hf_folder import quantization_settings

@@ -61,6 +61,10 @@ class StoredWeight:
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
+        """Return the numbers of a part of the model's weight, float32: a slice of dim 0, and then of the others.
+
+        Only the rows (of experts) of the first slice are read and unpacked.
+        """
         first, *others = index if isinstance(index, tuple) else (index,)
         packed = self.read(None if first is ... else first)
         with torch._C.DisableTorchFunction():
@@ -71,6 +75,7 @@ class StoredWeight:
 
 
 def tensor_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or a slice of safetensors."""
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
@@ -107,7 +112,10 @@ def _checked(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, ...] |
 
 @dataclass(frozen=True)
 class Float8(PackedFormat):
-    """A product is rounded to `dtype`, and then to the weight's."""
+    """A row of C numbers is C codes, then the float32 scales of its blocks.
+
+    A product is rounded to `dtype`, and then to the weight's.
+    """
 
     rows: PackedRows
     dtype: torch.dtype
@@ -267,7 +275,9 @@ def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 
 
 def _whole_scales(name: str, tensors: Tensors, state: Mapping[str, Any]) -> Tensor:
-    """Of all blocks in float32; quantised ones are codes of values, with a maximum for each nested block."""
+    """Return the scales of all blocks in float32; quantised ones are codes of values, with a maximum for each nested
+    block.
+    """
     scales = tensors[f"{name}.absmax"][...]
     if "nested_offset" not in state:
         return scales.float()

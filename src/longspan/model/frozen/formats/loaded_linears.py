@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.frozen.formats.stored import stored_weights
+from longspan.model.frozen.formats.storage_methods import stored_weights
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.kinds import is_adapted
 
@@ -64,6 +64,7 @@ def holds_codes(model: nn.Module) -> bool:
 
 
 def _kind_of_codes(module: nn.Module) -> str:
+    """Return the class, of those in _SETTINGS, that a linear in 4 or 8 bits is of; "" for another module."""
     if is_adapted(module):  # peft's classes have the same names
         return ""
     return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _SETTINGS), "")

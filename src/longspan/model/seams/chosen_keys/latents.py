@@ -82,18 +82,18 @@ def latents_text(modules: list[Any], kernel: str | None, dtype: torch.dtype, dev
 
 
 def fold_queries(module: Any, query: Tensor) -> Tensor:
-    """Queries for latents: (1, N, T, nope + rope) -> (1, N, T, latent + rope)."""
+    """Return queries for latents: (1, N, T, nope + rope) becomes (1, N, T, latent + rope)."""
     pass_part, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat((pass_part @ _head_weights(module, query)[0], rotated), -1)
 
 
 def unfold_values(module: Any, out: Tensor) -> Tensor:
-    """Outputs of latents (T, N, latent) -> (T, N, value)."""
+    """Return the values that outputs of latents stand for: (T, N, latent) becomes (T, N, value)."""
     return (out.transpose(0, 1) @ _head_weights(module, out)[1].transpose(1, 2)).transpose(0, 1)
 
 
 def _head_weights(module: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """What expands latents to keys, (N, nope, latent), and to values, (N, value, latent)."""
+    """Return what expands latents to keys (N, nope, latent) and to values (N, value, latent), in the type of `like`."""
     sizes = [module.qk_nope_head_dim, module.v_head_dim]
     keys, values = module.kv_b_proj.weight.to(like.dtype).view(-1, sum(sizes), module.kv_lora_rank).split(sizes, 1)
     return keys, values

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_parameters, find_adapter
+from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_adapter
+from longspan.model.adapters.leave_out import redirect_peft_model
+from longspan.model.adapters.new_adapter import adapter_is_drawn_by_prepare
 from longspan.model.features import Call, Feature
 from longspan.model.kinds import (
     base_module,
@@ -23,8 +25,7 @@ from longspan.model.kinds import (
     peft_modules,
 )
 from longspan.model.layers import expert_modules, mtp_depths
-from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
-from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
+from longspan.model.mtp.trained_depths import reasons_against_mtp, select_mtp_weights
 from longspan.model.parts import is_tied
 from longspan.model.weights.fill import find_deferred_weights
 
@@ -97,6 +98,7 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
 
 
 def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
+    """Yield why an adapter of this LoraConfig is not known to be exact."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
@@ -113,6 +115,7 @@ def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield the first of peft's modules, in the order of the model, that is not known to be exact."""
     experts = expert_modules(model).values()
     indexers = tuple(f"{name}." for name in find_indexers(model))
     for name, module in peft_modules(model).items():
@@ -143,6 +146,7 @@ def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _missing_value_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield why an adapter begins without values, unless `prepare` draws it."""
     if find_deferred_weights(model) is not None:
         if not adapter_is_drawn_by_prepare(model):
             yield (
@@ -157,6 +161,7 @@ def _missing_value_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _trained_parameter_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield why the parameters that require gradients are not those of an adapter, in one type."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         yield (
@@ -213,6 +218,7 @@ class AdapterFeature(Feature):
         self._peft_model = call.given
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Find the adapter, which `finish` hands to the prepared model, and check it."""
         adapter = find_adapter(model)
         assert adapter is not None  # the model has modules of peft
         check_adapter(model, adapter, self.world)
@@ -222,5 +228,6 @@ class AdapterFeature(Feature):
         check_equal_adapters(model, self.world)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Note the adapter at the prepared model, and redirect the PeftModel that was given to `prepare`."""
         prepared.adapter = self._adapter
         redirect_peft_model(self._peft_model, prepared)

@@ -101,6 +101,7 @@ def stored_weights(config: PreTrainedConfig | Mapping[str, Any]) -> StoredWeight
 
 
 def _fine_grained_float8(settings: Mapping[str, Any]) -> StoredWeights:
+    """Read the settings of `fp8`: codes, and inverse scales of blocks or of a weight."""
     block = settings.get("weight_block_size")
     rows, columns = block or (0, 0)
     text = f"in blocks of {rows} × {columns}" if block else "with a scale for each weight"
@@ -113,6 +114,9 @@ def _fine_grained_float8(settings: Mapping[str, Any]) -> StoredWeights:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
+    """Read the settings of compressed-tensors; ModelError for all but symmetric float8 with scales of weights, rows,
+    blocks.
+    """
     blocks = list[tuple[int, int]]()  # rows and columns that share a scale; 0: all
     texts = list[str]()
     for group in settings.get("config_groups", {}).values():
@@ -147,6 +151,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> StoredWeights:
+    """Read the settings of bitsandbytes: int8, or 4 bits with a state as JSON and scales that may be quantised too."""
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         return StoredWeights(
             "int8 (bitsandbytes)",
@@ -166,6 +171,7 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> StoredWeights:
 
 
 def _mxfp4(settings: Mapping[str, Any]) -> StoredWeights:
+    """Read the settings of MXFP4: blocks and scales of stacked experts."""
     return StoredWeights(
         "experts in 4 bits (mxfp4)",
         {"_proj_blocks": "_proj", "_proj_scales": "_proj"},

@@ -7,7 +7,7 @@ and SiLU gates are Triton kernels, without atomic sums: gradients do not depend 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,145 +17,13 @@ from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from longspan.attention.rows import kernel_module
+from longspan.model.experts.visits import find_row_kernels
 from longspan.model.kinds import find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
 EXPERT_ADAPTERS = "adapters_of_experts"  # of experts: peft's module of each adapted parameter, by its name
 ADAPTER_VIEW = "adapter_view"  # of experts: how an adapter's matrix is read
 LOCAL_EXPERTS = "local_experts"  # of experts: which of them this rank has, a slice
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
-
-
-def find_row_kernels(*tensors: Tensor | None) -> Any:
-    """Find the kernels' module if they take these tensors (GPU, `_DTYPES`, contiguous in the last dim); else None."""
-    for x in tensors:
-        if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
-            return None
-    return kernel_module("longspan.model.experts.row_kernels")
-
-
-_MOST_COLUMNS = 2048
-_LEAST_COLUMNS = 16
-
-
-class Visits(NamedTuple):
-    """The order of the visits of R rows: visit j of row r has number r · top_k + j.
-
-    `order` (R · top_k,) has the number at each index of the sorted visits; `place` is its inverse.
-    """
-
-    order: Tensor
-    place: Tensor
-    top_k: int
-
-    @classmethod
-    def from_order(cls, order: Tensor, top_k: int) -> "Visits":
-        """Make the visits from their order, a permutation of their numbers."""
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        return cls(order, place, top_k)
-
-    def inverse(self) -> "Visits":
-        """Return the inverse order, which brings rows back; for one visit a row."""
-        return Visits(self.place, self.order, self.top_k)
-
-    @property
-    def rows(self) -> Tensor:
-        """The row of each visit, in the order of visits (R · top_k,)."""
-        return self.order if self.top_k == 1 else self.order // self.top_k
-
-
-def spread_rows(x: Tensor, visits: Visits) -> Tensor:
-    """Copy rows (R, D) once for each visit, in their order: (R · top_k, D)."""
-    return _SpreadRows.apply(x, *visits)  # pyright: ignore[reportReturnType]
-
-
-def sum_visits(outputs: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-    """Sum the experts' `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k): (R, D)."""
-    return _SumVisits.apply(outputs, weights, *visits)  # pyright: ignore[reportReturnType]
-
-
-class _SpreadRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
-        visits = ctx.visits = Visits(order, place, top_k)
-        return x.index_select(0, visits.rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _compute_visit_sums(gradients[0], None, ctx.visits), None, None, None
-
-
-class _SumVisits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
-        ctx.visits = Visits(order, place, top_k)
-        ctx.save_for_backward(outputs, weights)
-        return _compute_visit_sums(outputs, weights, ctx.visits)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        outputs, weights = ctx.saved_tensors
-        return *_visit_gradients(gradients[0], outputs, weights, ctx.visits), None, None, None
-
-
-def _compute_visit_sums(outputs: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
-    """Sum the `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k) or without: (R, D)."""
-    if (kernels := find_row_kernels(outputs, weights)) is None:
-        by_row = outputs.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
-        return (by_row if weights is None else by_row * weights.unsqueeze(2)).sum(1)
-    rows = len(visits.place) // visits.top_k
-    width = outputs.shape[1]
-    columns = _program_columns(width)
-    dtype = outputs.dtype if weights is None else torch.promote_types(outputs.dtype, weights.dtype)
-    out = outputs.new_empty((rows, width), dtype=dtype)
-    if out.numel():
-        row_weights = None if weights is None else weights.contiguous()
-        arguments = (out, outputs, row_weights, visits.place, width, outputs.stride(0))
-        programs = rows, -(-width // columns)
-        kernels.sum_visits_kernel[programs](
-            *arguments, TOP_K=visits.top_k, WEIGHTED=weights is not None, COLUMNS=columns
-        )
-    return out
-
-
-def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the visits' outputs (R · top_k, D) and weights (R, top_k), from `dout` (R, D)."""
-    if (kernels := find_row_kernels(outputs, weights, dout)) is None:
-        dout_rows = dout.index_select(0, visits.rows)
-        output_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
-        weight_gradients = (dout_rows * outputs).sum(1)[visits.place]
-        return output_gradients.to(outputs.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(
-            weights.dtype
-        )
-    dout = dout.contiguous()
-    weights = weights.contiguous()
-    width = outputs.shape[1]
-    output_gradients = outputs.new_empty(outputs.shape)
-    weight_gradients = torch.zeros_like(weights)
-    if outputs.numel():  # else the weights' gradients stay zeros
-        arguments = (
-            output_gradients,
-            weight_gradients,
-            dout,
-            outputs,
-            weights,
-            visits.order,
-            width,
-            outputs.stride(0),
-        )
-        kernels.visit_gradients_kernel[(len(outputs),)](
-            *arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width)
-        )
-    return output_gradients, weight_gradients
-
-
-def _program_columns(width: int) -> int:
-    return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))
 
 
 _COLUMNS = 1024  # of a row, which one program of a kernel computes
@@ -197,6 +65,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
+    """Launch a gate's kernel over rows x (S, 2 I) and what it reads or writes beside; not for empty ones."""
     rows = len(x)
     width = x.shape[1] // 2
     if rows and width:
@@ -222,7 +91,11 @@ class Loads:
 
 
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
-    """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted."""
+    """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted.
+
+    `loads` are the rows of each local expert; without a grouped product, which runs on the device alone, the host waits
+    for them. Slots without rows give their weights gradients of zeros.
+    """
     module: Any = experts
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, up_bias = _local_weight_and_bias(module, first_name)
@@ -258,7 +131,11 @@ _Adapter = tuple[Tensor, Tensor, float]
 
 
 def _find_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
-    """Find what peft adds to this parameter, if it adapts it: rows of A are sorted by expert, columns of B by rank."""
+    """Return what peft adds to this parameter of local experts, in the rows' dtype; None if it adapts it not, or is
+    left out.
+
+    Rows of A are sorted by expert, columns of B by rank, then by expert.
+    """
     wrapper = vars(experts).get(EXPERT_ADAPTERS, {}).get(name)
     if wrapper is None or wrapper.disable_adapters:
         return None
@@ -272,7 +149,10 @@ def _find_adapter(experts: nn.Module, name: str, x: Tensor) -> _Adapter | None:
 
 
 class _NoRows(torch.autograd.Function):
-    """Products with no rows, one for each expert, would keep the host busy while other slots wait for its messages."""
+    """The output of experts without rows, with gradients of zeros for each weight.
+
+    Products with no rows, one for each expert, would keep the host busy while other slots wait for its messages.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
@@ -303,7 +183,10 @@ def _multiply_by_experts(
     grouped: bool,
     transposed: bool,
 ) -> Tensor:
-    """Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product."""
+    """Multiply rows (S, inputs), sorted by expert, each with its expert's matrix, and add its bias: (S, outputs).
+
+    Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product.
+    """
     counts = None if grouped else loads.host_counts()
     if float8_weight is None and counts is not None:
         biases = [None] * weight.shape[0] if bias is None else bias.unbind()
@@ -334,5 +217,6 @@ def expert_product_kind(x: Tensor, *weights: Tensor, float8: bool = False) -> Li
 
 
 def _local_weight_and_bias(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's part of a matrix (e, …, …) of experts, and of its bias (e, outputs) if there is one."""
     bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
     return local_tensor(getattr(module, name)), bias

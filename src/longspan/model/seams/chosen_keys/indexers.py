@@ -23,9 +23,12 @@ from longspan.attention.tiles import Mask
 from longspan.comm.shard import break_graphs_around
 from longspan.model.features import Feature
 from longspan.model.kinds import find_indexers, is_indexed
-from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
-from longspan.model.seams.index_scores import ScoreOperands, choose_best_keys
-from longspan.model.seams.latents import latents_text, takes_latents
+from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
+from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
+from longspan.model.seams.model_calls import find_one_row_shard
+from longspan.model.seams.probe import Probe
+from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.separate_rows import SeparateRows
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
 _ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time
@@ -34,13 +37,17 @@ _SCORE_BYTES = 256 << 20
 
 
 class LowestFirst(TorchFunctionMode):
-    """Among equal scores (1, rows, keys) `topk` takes those of the lowest keys; with `none` a hidden key becomes −1."""
+    """Inside, `topk` of scores (1, rows, keys) takes the lowest keys among equal ones.
+
+    With `none` a key that is hidden (a score of −∞) is given out as −1.
+    """
 
     def __init__(self, *, none: bool) -> None:
         super().__init__()
         self._none = none
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sort scores, stably and descending, in place of `topk`; any other function runs as it is."""
         if func not in (Tensor.topk, torch.topk) or args[0].ndim != 3:
             return func(*args, **(kwargs or {}))
         scores, k = args
@@ -58,6 +65,7 @@ def order_ties(model: nn.Module) -> None:
 
 
 def _forward_lowest_first(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Run an indexer's class's forward so that among equal scores it takes the lowest positions."""
     with LowestFirst(none=False):
         return type(indexer).forward(indexer, *args, **kwargs)
 
@@ -69,6 +77,7 @@ class IndexerFeature(Feature):
         shard_indexers(model)
 
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
+        """Say in the description which layers gather latents, and from what length of a document on."""
         dtype = self.options.sharding(self.world).dtype_of(model)
         indexed = [module for module in model.modules() if is_indexed(module)]
         self.description["latents"] = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
@@ -89,7 +98,7 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
 
 
 def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """These classes cut the indexer's part out of a mask, which a prepared model has none of."""
+    """Give a layer that got no mask one without columns, out of which its class may cut the indexer's part."""
     if kwargs.get("attention_mask") is not None:
         return args, kwargs
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -98,7 +107,11 @@ def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str
 
 @break_graphs_around
 def _expand_or_keep(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of `expand_kv`: keys and values of all heads, or what expands to them, (1, 1, T, …) both."""
+    """Stand in for `expand_kv`: return keys and values (1, N, T, …) of all heads, or what expands to them (1, 1, T, …).
+
+    The latter are the rotated part and the latents of a row, where `takes_latents` says so; `latents.py` folds the
+    weight.
+    """
     running = running_layer()
     if takes_latents(module, running.shard, running.attention_kernel, latents):
         return rotated, latents
@@ -106,7 +119,7 @@ def _expand_or_keep(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tens
 
 
 def _choose_nothing(indexer: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """No column stands for every key."""
+    """Return indices without columns (1, T, 0), which stand for every key."""
     return hidden_states.new_empty((1, hidden_states.shape[1], 0), dtype=torch.int32)
 
 
@@ -115,8 +128,10 @@ def _choose_nothing(indexer: nn.Module, hidden_states: Tensor, *_: Any, **__: An
 def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Choose the keys of the local rows: positions in each row's document (1, T, k), int32, −1 for none.
 
-    Where no document is longer than k, every row sees every key, and there are no columns. Else index keys are gathered
-    over each group, (rows, head size), and scored by a few rows at a time. Nothing of rows × keys is whole.
+    This is an indexer's forward, entered by every rank of a group. Where no document is longer than k, every row sees
+    every key, and there are no columns. Else the class's forward runs twice: once over all rows for their index keys
+    (rows, head size), which are gathered over each group, and once over a few rows at a time, whose scores it takes.
+    Nothing of rows × keys is whole.
     """
     signature = inspect.signature(inspect.unwrap(type(indexer).forward))
     arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
@@ -167,7 +182,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _gather_keys(keys: Tensor, members: Members) -> Tensor:
-    """The index keys of all rows of a group (S, head size), document after document."""
+    """Return the index keys of all rows of a group (S, head size), document after document; all its members enter."""
     if members.degree == 1:
         return keys[members.document_order((0,))]
     gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
@@ -177,7 +192,7 @@ def _gather_keys(keys: Tensor, members: Members) -> Tensor:
 def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield runs of this member's rows, their positions, and the rows of their document among those of the group.
 
-    `heads`: whose scores are held at a time.
+    A run is short enough that the scores of `heads` heads fit _SCORE_BYTES; with 0 heads _ROWS_AT_ONCE alone bounds it.
     """
     laid_out = members.part.group.laid_out
     first_keys = list(accumulate(laid_out, initial=0))
@@ -190,7 +205,10 @@ def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slic
 
 
 def _take_rows(value: Any, count: int, rows: slice) -> Any:
-    """The part of an indexer's argument that belongs to some rows: of tensors (1, T, …) and of tuples of them."""
+    """Return the part of an indexer's argument that belongs to some of its `count` rows.
+
+    Tensors (1, count, …) and tuples of them are cut; anything else is given to every run of rows.
+    """
     if isinstance(value, tuple | list):
         return tuple(_take_rows(x, count, rows) for x in value)
     is_by_row = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count

@@ -22,7 +22,11 @@ _SCORING = ["matmul", "relu", "matmul", "squeeze", "__invert__", "masked_fill", 
 
 
 class ScoreOperands(TorchFunctionMode):
-    """Notes what an indexer multiplies, in a forward pass with no key: q (1, T, H, size) and weights (1, T, 1, H)."""
+    """Notes what an indexer multiplies, in a forward pass of its class that gets no key.
+
+    The scores of such a pass are empty, and queries (1, T, H, size) and weights (1, T, 1, H) are all that it computes.
+    Nothing is changed; `are_known` and `queries_and_weights` are asked after the pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,6 +34,7 @@ class ScoreOperands(TorchFunctionMode):
         self._widened = (torch.empty(0), torch.empty(0))  # what `float` gave last for queries, and of what
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and note it if it is a product, a cast of queries or, behind them, a step on empty scores."""
         out = func(*args, **(kwargs or {}))
         name = func.__name__
         first = args[0] if args else None
@@ -44,18 +49,22 @@ class ScoreOperands(TorchFunctionMode):
         return out
 
     def are_known(self) -> bool:
-        """Scores are Σ heads weight · relu(q · key), times a number above 0, and this GPU's kernels sum them."""
+        """Return whether the pass formed scores Σ heads weight · relu(q · key), times a number above 0, that a kernel
+        sums here.
+        """
         return self._steps == _SCORING and len(self._products) == 2 and can_score(self._products[0])
 
     def queries_and_weights(self) -> tuple[Tensor, Tensor]:
-        """q (T, H, size), in the type that it had before it was widened, and weights (T, H)."""
+        """Return q (T, H, size), in the type that it had before it was widened, and weights (T, H); for a pass that is
+        known.
+        """
         q, weights = self._products
         widened, before = self._widened
         return (before if widened is q else q)[0], weights[0, :, 0]
 
 
 def can_score(q: Tensor) -> bool:
-    """In float32, which is what classes widen q to."""
+    """Return whether a kernel can score these queries: on a GPU, in float32, which is what classes widen q to."""
     return q.is_cuda and q.dtype == torch.float32 and not find_kernel("triton_flash").unsupported_reason(q.device)
 
 
@@ -76,7 +85,11 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
 
 
 def _choose_of_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
-    kernels = import_module("longspan.model.seams.index_score_kernels")
+    """Write the keys of one run of rows, whose scores are held at once, into `chosen` (R, k).
+
+    The k-th best score of a row is its least; of keys with that score the first `ties` are chosen, so that there are k.
+    """
+    kernels = import_module("longspan.model.seams.chosen_keys.index_score_kernels")
     (rows, heads, size), k = q.shape, chosen.shape[1]
     count = min(len(keys), first_position + rows)
     scores = q.new_empty((rows, count), dtype=torch.float32)
