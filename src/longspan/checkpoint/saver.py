@@ -46,7 +46,7 @@ from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host import free_host_bytes
-from longspan.model.activations.host_offload import HostArena, range_bytes
+from longspan.model.host_arena import HostArena, range_bytes
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, excerpt
 from longspan.train.optim.offload_states import make_sharded_tensor

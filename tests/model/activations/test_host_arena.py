@@ -25,15 +25,8 @@ from longspan.host import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.activations import host_offload
-from longspan.model.activations.host_offload import (
-    HOST_OFFLOAD,
-    ON_DEVICE,
-    HostArena,
-    HostOffload,
-    HostRange,
-    ParkedLayer,
-    check_free_host_memory,
-)
+from longspan.model.activations.host_offload import HOST_OFFLOAD, ON_DEVICE, HostOffload, ParkedLayer
+from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import run_step

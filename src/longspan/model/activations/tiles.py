@@ -6,7 +6,6 @@ each tile again in backward; gradients of parameters are summed over tiles in fl
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,19 @@ from transformers import PreTrainedModel
 
 from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError
+from longspan.model.activations.pass_state import (
+    Around,
+    current_autocast_factory,
+    has_active_dropout,
+    random_states,
+    use_random_states,
+)
 from longspan.model.features import Feature
 from longspan.model.kinds import keep_float8_weights
 from longspan.model.layers import expert_modules, layers_and_mtp_blocks
 
 ROWS = -2  # the dim of rows (…, R, W)
 TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
-Around = Callable[[], AbstractContextManager[Any]]
 
 
 def count_tiles(rows: int, tile_rows: int) -> int:
@@ -173,42 +178,6 @@ def _add_tile_gradients(
             wide = torch.promote_types(gradient.dtype, torch.float32)
             # a copy, as it may share memory with the gradient of the output
             sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
-
-
-def current_autocast_factory(x: Tensor) -> Around:
-    """Return a function that makes the autocast context of now again.
-
-    Its cache is off: a tile would use the cast weights of the tile before, whose graph autograd has freed.
-    """
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype, cache_enabled=False)
-
-
-def has_active_dropout(module: nn.Module) -> bool:
-    """Return whether a module has dropout that is on."""
-    return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in module.modules())
-
-
-def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the random generators of the host and of a device (None if it is not a GPU)."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Set the random generators to these states inside, and then put the caller's back; None changes nothing."""
-    if states is None:
-        yield
-        return
-    host, of_device = states
-    with torch.random.fork_rng(devices=[] if of_device is None else [device]):
-        torch.set_rng_state(host)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
-        yield
 
 
 class TiledForward:
