@@ -23,8 +23,8 @@ from longspan.layout import Layout
 from longspan.model import load_model, save_model
 from longspan.model.activations import host_offload
 from longspan.model.host_weights import HostParam, HostStore
-from longspan.model.kinds import HOST_STORE, packed_weights, waits_on_host
 from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.marks import HOST_STORE, packed_weights, waits_on_host
 from longspan.model.saving import weights_by_name
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor

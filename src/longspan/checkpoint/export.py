@@ -34,9 +34,9 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hub import ADAPTER_CONFIGURATION
+from longspan.model.adapted_modules import belongs_to_adapter, name_without_adapter
 from longspan.model.adapters import Adapter, find_adapter
 from longspan.model.add_depths import add_mtp
-from longspan.model.kinds import belongs_to_adapter, name_without_adapter
 from longspan.model.layers import MTP, mtp_blocks
 from longspan.model.load import find_score_class, torch_dtype
 from longspan.model.lora import (

@@ -28,8 +28,8 @@ from longspan.evaluation.metrics import (
     with_sums_of_sets,
 )
 from longspan.evaluation.result import Evaluation
-from longspan.model.kinds import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.marks import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import (

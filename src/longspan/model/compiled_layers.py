@@ -23,8 +23,9 @@ from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError, plural
 from longspan.model.activations.tiles import TiledForward
 from longspan.model.features import Call, Feature
-from longspan.model.kinds import IS_COMPILED, class_forward, find_mixers
+from longspan.model.kinds import class_forward, find_mixers
 from longspan.model.layers import architecture_name, layers_and_mtp_blocks
+from longspan.model.marks import IS_COMPILED
 from longspan.model.seams.norms import restore_class_norms
 from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 

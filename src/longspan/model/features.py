@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import is_peft_module
 from longspan.model.execution import Execution
-from longspan.model.kinds import is_indexed, is_indexer, is_mixer, is_peft_module
-from longspan.model.layers import MTP, SCORE_HEADS, expert_modules
+from longspan.model.kinds import SCORE_HEADS, expert_modules, is_indexed, is_indexer, is_mixer
+from longspan.model.layers import MTP
 from longspan.model.options import PrepareOptions
 
 

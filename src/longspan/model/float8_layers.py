@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import raise_first_error
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter
 from longspan.model.features import Feature
 from longspan.model.float8.products import (
     Scaled,
@@ -23,8 +24,9 @@ from longspan.model.float8.products import (
     multiply_scaled_rows,
     quantise_by_torch,
 )
-from longspan.model.kinds import belongs_to_adapter, find_float8_weight
-from longspan.model.layers import MTP, decoder_layers, expert_modules, mtp_depths, router_modules
+from longspan.model.kinds import expert_modules, router_modules
+from longspan.model.layers import MTP, decoder_layers, mtp_depths
+from longspan.model.marks import find_float8_weight
 from longspan.model.seams.call_rules import has_forward_of_others
 from longspan.model.tensor_parallel import plan as styles
 from longspan.model.tensor_parallel.plan import list_styles

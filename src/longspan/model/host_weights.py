@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import is_peft_module
 from longspan.model.features import Call, Feature
 from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
-from longspan.model.kinds import HOST_STORE, is_peft_module, note_norm, packed_weight
 from longspan.model.layers import architecture_name
+from longspan.model.marks import HOST_STORE, note_norm, packed_weight
 from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
 from longspan.plain_text import bytes_text
 

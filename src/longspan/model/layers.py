@@ -3,14 +3,12 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.kinds import name_without_adapter
-from longspan.plan.shape.model_shape import read_experts
 
 
 def architecture_name(model: nn.Module) -> str:
@@ -170,41 +168,6 @@ def vocabulary_size(model: nn.Module) -> int | None:
     """Return how many token ids a model's input embedding has, or a PipelineModel knows of; None without one."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return getattr(embedding, "num_embeddings", getattr(model, "vocabulary_size", None))
-
-
-# how names of classes with a head of scores end
-SCORE_HEADS = ("ForSequenceClassification", "ForTokenClassification")
-
-
-def score_columns(model: nn.Module) -> int:
-    """Return how many scores a row of a prepared model has; 0 for a language model."""
-    kind: Any = getattr(model, "architecture", type(model))  # of a PipelineModel its stages'
-    return cast(Any, model).config.num_labels if getattr(kind, "makes_scores", False) else 0
-
-
-def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that hold experts, by qualified name; they have attributes of transformers' interface."""
-    return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
-
-
-def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers next to experts by name; those of multi-token prediction, with rows of no token, are out."""
-    routers = dict[str, nn.Module]()
-    experts = (name for name in expert_modules(model) if not name.startswith(f"{MTP}."))
-    for block in (name_without_adapter(name).rpartition(".")[0] for name in experts):
-        children = model.get_submodule(block).named_children()
-        routers |= {f"{block}.{n}": m for n, m in children if hasattr(m, "top_k") and hasattr(m, "num_experts")}
-    return routers
-
-
-def router_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return how many experts each router of the model chooses from."""
-    return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
-
-
-def has_experts(model: Any) -> bool:
-    """Return whether a model has experts, by its configuration or its modules."""
-    return read_experts(model.config).of_layer > 1 or bool(expert_modules(model))
 
 
 def innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.layers import SCORE_HEADS, vocabulary_size
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.fill import (
     RandomWeights,

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.bridge.bridge import embedding_arguments
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, is_adapted
 from longspan.model.features import Feature
-from longspan.model.kinds import belongs_to_adapter, has_trained_copy, is_adapted
 from longspan.model.layers import MTP, architecture_name, mtp_depths, named_layer_list
 from longspan.model.weights.folder import open_tensors
 from longspan.model.weights.hf_folder import weight_files

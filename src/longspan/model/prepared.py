@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.layout import Layout
+from longspan.model.adapted_modules import adapter_dropout, is_peft_module, unwrap_peft_model
 from longspan.model.exactness.check_model import check_model
 from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution
 from longspan.model.features import Call, features_of
-from longspan.model.kinds import adapter_dropout, is_peft_module, unwrap_peft_model
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
 from longspan.model.options import PrepareOptions
 from longspan.model.parts import is_tied
 from longspan.model.replaced_parameters import FORMER, name_parameters

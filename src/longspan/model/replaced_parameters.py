@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.errors import ModelError, plural
-from longspan.model.kinds import is_pipeline
 from longspan.model.layers import architecture_name
+from longspan.model.marks import is_pipeline
 
 FORMER = "name_before_prepare"  # an attribute of parameters
 

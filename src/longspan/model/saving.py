@@ -22,16 +22,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from longspan.comm import World, result_or_first_error
 from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter, name_without_adapter, unwrap_peft_model
 from longspan.model.adapters import Adapter, entries_trained_with_adapter
 from longspan.model.add_depths import add_mtp
-from longspan.model.kinds import (
-    adapter_of_prepared_model,
-    belongs_to_adapter,
-    find_language_model,
-    name_without_adapter,
-    packed_weights,
-    unwrap_peft_model,
-)
 from longspan.model.layers import mtp_depths
 from longspan.model.load import checked_folder_weights, torch_dtype
 from longspan.model.lora import (
@@ -43,6 +36,7 @@ from longspan.model.lora import (
     name_in_peft_files,
     write_adapter,
 )
+from longspan.model.marks import adapter_of_prepared_model, find_language_model, packed_weights
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_unprepared_model

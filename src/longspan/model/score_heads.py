@@ -23,7 +23,8 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from longspan.errors import ModelError
 from longspan.model.features import Feature
-from longspan.model.layers import SCORE_HEADS, architecture_name, base_model, base_name
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import architecture_name, base_model, base_name
 from longspan.model.weights.fill import DrawnWeights, JoinedWeights, fill_when_prepared, find_deferred_weights
 
 _MAPPINGS: tuple[tuple[Any, Any], ...] = (

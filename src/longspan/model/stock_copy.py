@@ -16,9 +16,10 @@ from longspan.comm.all_ranks import is_first_rank
 from longspan.comm.device_memory import unused_bytes
 from longspan.comm.first_rank import FirstRank
 from longspan.errors import ModelError, plural
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.execution import model_execution
-from longspan.model.kinds import find_language_model, unwrap_peft_model
 from longspan.model.layers import decoder_layers
+from longspan.model.marks import find_language_model
 from longspan.model.saving import WholeWeights, stock_class, stock_configuration
 from longspan.model.weights.fill import empty_model
 from longspan.model.weights.local_tensors import tied_names

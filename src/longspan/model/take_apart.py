@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
+from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
 from longspan.model.adapters import find_adapter
 from longspan.model.exactness.adapter_rules import check_encoder_adapter
 from longspan.model.exactness.image_trial import reasons_against_images
-from longspan.model.kinds import belongs_to_adapter, unwrap_peft_model
 from longspan.model.layers import base_model, is_in_projector, reads_other_modalities, towers_beside_text_model
 from longspan.model.lora import redirect_peft_model
 from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel, check_encoder_home

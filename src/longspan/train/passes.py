@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
-from longspan.model.kinds import is_pipeline, keep_float8_weights
 from longspan.model.layers import preserve_modes
+from longspan.model.marks import is_pipeline, keep_float8_weights
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import (
     defer_until_last_pass,

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.model.execution import model_execution
-from longspan.model.kinds import adapter_of_prepared_model
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine

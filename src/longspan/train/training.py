@@ -41,7 +41,8 @@ from longspan.model.exactness.check_model import check_unconnected
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.features import Call, features_of
 from longspan.model.float8_layers import unsupported_reason
-from longspan.model.layers import MTP, SCORE_HEADS
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import MTP
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions

@@ -15,7 +15,8 @@ from longspan.comm import World
 from longspan.doctor.stock import compute_in_float64
 from longspan.layout import Layout
 from longspan.model import disable_adapter, prepare
-from longspan.model.kinds import find_mixers, peft_modules
+from longspan.model.adapted_modules import peft_modules
+from longspan.model.kinds import find_mixers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step, token_log_probs

@@ -15,7 +15,7 @@ from longspan.comm import World
 from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
 from longspan.model.activations import host_offload
-from longspan.model.kinds import HOST_STORE
+from longspan.model.marks import HOST_STORE
 from longspan.plan.memory.settings import UPDATES_PARTS
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import (

@@ -24,8 +24,9 @@ from longspan.model.activations.pass_state import (
     use_random_states,
 )
 from longspan.model.features import Feature
-from longspan.model.kinds import keep_float8_weights
-from longspan.model.layers import expert_modules, layers_and_mtp_blocks
+from longspan.model.kinds import expert_modules
+from longspan.model.layers import layers_and_mtp_blocks
+from longspan.model.marks import keep_float8_weights
 
 ROWS = -2  # the dim of rows (…, R, W)
 TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one

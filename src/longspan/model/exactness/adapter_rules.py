@@ -11,18 +11,18 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_parameters, find_adapter
-from longspan.model.features import Call, Feature
-from longspan.model.kinds import (
+from longspan.model.adapted_modules import (
     base_module,
     belongs_to_adapter,
-    find_indexers,
     has_trained_copy,
     is_adapted,
     is_expert_adapter,
     peft_modules,
 )
-from longspan.model.layers import expert_modules, mtp_depths
+from longspan.model.adapters import Adapter, adapter_parameters, find_adapter
+from longspan.model.features import Call, Feature
+from longspan.model.kinds import expert_modules, find_indexers
+from longspan.model.layers import mtp_depths
 from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
 from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
 from longspan.model.parts import is_tied

@@ -14,8 +14,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.exactness.class_trial import needs_class_trial, refuse_inexact_class
 from longspan.model.features import Feature
-from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_indexers, find_mixers, is_indexed, is_mixer
-from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, score_columns, text_model
+from longspan.model.kinds import (
+    ROWWISE_LAYER_TYPES,
+    find_indexers,
+    find_mixers,
+    is_indexed,
+    is_mixer,
+    score_columns,
+)
+from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, text_model
 from longspan.model.seams.attention_calls import has_temperature
 from longspan.model.seams.call_rules import (
     doctor_hint,

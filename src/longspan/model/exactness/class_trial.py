@@ -18,8 +18,8 @@ from longspan.model.exactness.small_copies import (
     shrink_configuration,
     trial_error_text,
 )
-from longspan.model.kinds import find_indexers, find_mixers
-from longspan.model.layers import expert_modules, has_experts, innermost_decoder
+from longspan.model.kinds import expert_modules, find_indexers, find_mixers, has_experts
+from longspan.model.layers import innermost_decoder
 from longspan.model.seams.attention_calls import attend_separately, defer_temperature
 
 _STAND_IN = "longspan_separate_rows"

@@ -26,6 +26,7 @@ from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
+from longspan.model.adapted_modules import is_expert_adapter, peft_modules
 from longspan.model.experts.experts import (
     EXPERT_ADAPTERS,
     LOCAL_EXPERTS,
@@ -37,8 +38,8 @@ from longspan.model.experts.experts import (
 )
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics
 from longspan.model.features import Feature
-from longspan.model.kinds import is_expert_adapter, peft_modules
-from longspan.model.layers import architecture_name, expert_modules, router_modules, router_sizes
+from longspan.model.kinds import expert_modules, router_modules, router_sizes
+from longspan.model.layers import architecture_name
 from longspan.model.seams.attention_calls import Probe, running_layer
 from longspan.model.weights.fill import copy_to_device
 from longspan.plan.shape.model_shape import experts_missing_text

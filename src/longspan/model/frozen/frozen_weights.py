@@ -13,21 +13,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
+from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, name_without_adapter, peft_modules
 from longspan.model.adapters import find_adapter
 from longspan.model.features import Call, Feature
 from longspan.model.frozen.formats.modules import OWN_CODES, take_over_codes
 from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
-from longspan.model.kinds import (
-    belongs_to_adapter,
-    find_indexers,
-    find_mixers,
-    has_trained_copy,
-    name_without_adapter,
-    peft_modules,
-)
-from longspan.model.layers import architecture_name, decoder_layers, expert_modules, router_modules
+from longspan.model.kinds import expert_modules, find_indexers, find_mixers, router_modules
+from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.tensor_parallel.plan import ROWWISE, SPLIT_INPUT, list_styles, mixer_parts
 from longspan.model.weights.fill import stored_formats
 from longspan.plain_text import bytes_text

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
-from longspan.model.kinds import PACKED_WEIGHTS, packed_weight
+from longspan.model.marks import PACKED_WEIGHTS, packed_weight
 from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import LocalPart
 

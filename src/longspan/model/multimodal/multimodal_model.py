@@ -23,8 +23,8 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.adapters import Adapter
 from longspan.model.execution import model_execution
-from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.layers import decoder_layers
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.attention_calls import running_layer
 from longspan.model.seams.call_rules import call_rules, is_prepared

@@ -13,8 +13,8 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import base_module, peft_modules
 from longspan.model.exactness.split_trial import SplitTrial
-from longspan.model.kinds import base_module, peft_modules
 from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE, check_divided_sizes
 from longspan.model.tensor_parallel.styles import (
     split_linear,

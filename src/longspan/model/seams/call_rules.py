@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError, plural
-from longspan.model.kinds import adapter_of_prepared_model
-from longspan.model.layers import architecture_name, decoder_layers, score_columns, text_model_name
+from longspan.model.kinds import score_columns
+from longspan.model.layers import architecture_name, decoder_layers, text_model_name
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.plan import MicroBatch
 from longspan.plan.shape.families import find_family
 from longspan.plan.shape.positions import LengthLimit, length_class

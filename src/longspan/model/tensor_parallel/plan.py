@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.kinds import base_module, find_mixers
+from longspan.model.adapted_modules import base_module
+from longspan.model.kinds import find_mixers
 from longspan.model.layers import MTP, text_model_name
 from longspan.plan.shape.families import (
     COLWISE,

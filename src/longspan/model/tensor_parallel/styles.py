@@ -26,8 +26,14 @@ from longspan.comm.tp_collectives import (
     tp_sum,
     tp_sum_split,
 )
+from longspan.model.adapted_modules import (
+    base_module,
+    has_trained_copy,
+    is_adapted,
+    is_expert_adapter,
+    peft_modules,
+)
 from longspan.model.adapters import find_adapter
-from longspan.model.kinds import base_module, has_trained_copy, is_adapted, is_expert_adapter, peft_modules
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     GATHERED,

@@ -27,9 +27,10 @@ from longspan.comm.tp_collectives import (
     tp_sum,
 )
 from longspan.errors import ModelError, plural
+from longspan.model.adapted_modules import is_adapted
 from longspan.model.experts.experts import ADAPTER_VIEW
-from longspan.model.kinds import is_adapted
-from longspan.model.layers import Absent, decoder_model, expert_modules, layers_and_mtp_blocks, mtp_depths
+from longspan.model.kinds import expert_modules
+from longspan.model.layers import Absent, decoder_model, layers_and_mtp_blocks, mtp_depths
 from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_part_names
 from longspan.model.seams.norms import count_groups
 from longspan.model.tensor_parallel import plan as tp_style

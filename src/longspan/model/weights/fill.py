@@ -26,8 +26,9 @@ from transformers.core_model_loading import build_glob_alternation
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.kinds import name_without_adapter, packed_weights
+from longspan.model.adapted_modules import name_without_adapter
 from longspan.model.layers import decoder_layers, towers_beside_text_model
+from longspan.model.marks import packed_weights
 from longspan.model.weights.local_tensors import LocalPart, local_tensor, tied_names
 
 # what is drawn whole: its name, a module of its names and shapes, and the function that initialises it
