@@ -37,7 +37,7 @@ from longspan.hub import ADAPTER_CONFIGURATION
 from longspan.model.adapted_modules import belongs_to_adapter, name_without_adapter
 from longspan.model.adapters import Adapter, find_adapter
 from longspan.model.add_depths import add_mtp
-from longspan.model.layers import MTP, mtp_blocks
+from longspan.model.layers import MTP, is_tied, mtp_blocks
 from longspan.model.load import find_score_class, torch_dtype
 from longspan.model.lora import (
     WEIGHTS,
@@ -49,7 +49,6 @@ from longspan.model.lora import (
 )
 from longspan.model.mtp import find_published_naming
 from longspan.model.multimodal.multimodal_model import map_stock_names
-from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.saving import stock_configuration, write_all_but_weights
 from longspan.model.weights.fill import (

@@ -28,8 +28,8 @@ from longspan.model.kinds import expert_modules, router_modules
 from longspan.model.layers import MTP, decoder_layers, mtp_depths
 from longspan.model.marks import find_float8_weight
 from longspan.model.seams.call_rules import has_forward_of_others
-from longspan.model.tensor_parallel import plan as styles
-from longspan.model.tensor_parallel.plan import list_styles
+from longspan.model.tensor_parallel import module_styles as styles
+from longspan.model.tensor_parallel.module_styles import list_styles
 
 MULTIPLE = 16  # of numbers: what products in float8 need of both widths of a matrix
 _LEAST_WIDTH = 64

@@ -187,3 +187,10 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             if module.training != training:
                 vars(module)["training"] = training  # nn.Module's own assignment checks types many times
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return whether the embedding and the head are one parameter."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    return head is not None and head.weight is embedding.weight

@@ -29,10 +29,9 @@ from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted, is_expert_adapter, name_without_adapter, peft_modules
 from longspan.model.adapters import Adapter, adapter_parameters
 from longspan.model.kinds import SCORE_HEADS, expert_modules, find_indexers
-from longspan.model.layers import MTP, architecture_name, decoder_layers, towers_beside_text_model
+from longspan.model.layers import MTP, architecture_name, decoder_layers, is_tied, towers_beside_text_model
 from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.mtp import select_mtp_weights, unwrap_trained_mtp
-from longspan.model.parts import is_tied
 from longspan.model.seams.call_rules import SAVES, refuse_call
 from longspan.model.weights.fill import JoinedWeights, find_deferred_weights, has_meta_parameters
 from longspan.model.weights.local_tensors import LocalPart

@@ -21,6 +21,7 @@ from longspan.model.layers import (
     Absent,
     copy_shallow_module,
     decoder_model,
+    is_tied,
     mtp_depths,
     text_model_name,
     towers_beside_text_model,
@@ -221,10 +222,3 @@ def copy_for_stage(
         if name != text_model_name(model).partition(".")[0] and not (last or (tied and first and name != MTP)):
             stage._modules[name] = Absent()
     return stage
-
-
-def is_tied(model: PreTrainedModel) -> bool:
-    """Return whether the embedding and the head are one parameter."""
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    return head is not None and head.weight is embedding.weight

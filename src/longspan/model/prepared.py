@@ -17,8 +17,8 @@ from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution
 from longspan.model.features import Call, features_of
 from longspan.model.kinds import score_columns
+from longspan.model.layers import is_tied
 from longspan.model.options import PrepareOptions
-from longspan.model.parts import is_tied
 from longspan.model.replaced_parameters import FORMER, name_parameters
 from longspan.model.seams.attention_calls import (
     IMPLEMENTATION,

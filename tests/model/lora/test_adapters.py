@@ -21,7 +21,7 @@ from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters import find_adapter
 from longspan.model.exactness.adapter_rules import check_adapter
 from longspan.model.lora import NewAdapter, adapter_lines, add_lora
-from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
+from longspan.model.tensor_parallel.split_model import refuse_tensor_parallel
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

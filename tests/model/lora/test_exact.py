@@ -207,7 +207,11 @@ def _unscaled(family: str, adapter: str) -> Any:
     return peft_model
 
 
-SPLIT, SUMMED, SCALING = "model.tensor_parallel.styles", "sum_partial_gradients(linear, key)", "scaling forgotten"
+SPLIT, SUMMED, SCALING = (
+    "model.tensor_parallel.split_modules",
+    "sum_partial_gradients(linear, key)",
+    "scaling forgotten",
+)
 FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
 MUTATIONS: dict[str, tuple[Change | None, set[str]]] = {  # and what shows it
     "nothing": (None, set()),

@@ -75,12 +75,12 @@ def test_a_step_is_that_of_stock_peft(ranks: int) -> None:
 
 MUTATIONS = {
     "second matrices split as queries alone": (
-        "model.tensor_parallel.styles",
+        "model.tensor_parallel.split_modules",
         "elif style == QKV:",
         "elif style == QKV and linear is base:",
     ),
     "first matrices of a part of the rows": (
-        "model.tensor_parallel.styles",
+        "model.tensor_parallel.split_modules",
         "for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:",
         "for linear in ():",
     ),

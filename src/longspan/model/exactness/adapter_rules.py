@@ -22,10 +22,9 @@ from longspan.model.adapted_modules import (
 from longspan.model.adapters import Adapter, adapter_parameters, find_adapter
 from longspan.model.features import Call, Feature
 from longspan.model.kinds import expert_modules, find_indexers
-from longspan.model.layers import mtp_depths
+from longspan.model.layers import is_tied, mtp_depths
 from longspan.model.lora import adapter_is_drawn_by_prepare, redirect_peft_model
 from longspan.model.mtp import reasons_against_mtp, select_mtp_weights
-from longspan.model.parts import is_tied
 from longspan.model.weights.fill import find_deferred_weights
 
 _DORA = "DoraLinearVariant"

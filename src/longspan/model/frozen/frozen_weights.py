@@ -22,7 +22,8 @@ from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
 from longspan.model.kinds import expert_modules, find_indexers, find_mixers, router_modules
 from longspan.model.layers import architecture_name, decoder_layers
-from longspan.model.tensor_parallel.plan import ROWWISE, SPLIT_INPUT, list_styles, mixer_parts
+from longspan.model.tensor_parallel.mixer_parts import mixer_parts
+from longspan.model.tensor_parallel.module_styles import ROWWISE, SPLIT_INPUT, list_styles
 from longspan.model.weights.fill import stored_formats
 from longspan.plain_text import bytes_text
 

@@ -15,8 +15,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import base_module, peft_modules
 from longspan.model.exactness.split_trial import SplitTrial
-from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE, check_divided_sizes
-from longspan.model.tensor_parallel.styles import (
+from longspan.model.tensor_parallel.module_styles import COLWISE, QKV, ROWWISE, check_divided_sizes
+from longspan.model.tensor_parallel.split_modules import (
     split_linear,
     sum_input_gradients,
     sum_partial_gradients,
