@@ -34,7 +34,7 @@ OFF = (
         "seams.indexers",
         "seams.latents",
     ),
-    *("seams.mixers", "seams.norms", "take_apart", "tensor_parallel", "tensor_parallel_feature", "vision"),
+    *("seams.mixers", "seams.norms", "tensor_parallel", "tensor_parallel_feature", "vision"),
 )
 TEXT_ONLY = """
 import os, sys

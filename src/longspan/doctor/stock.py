@@ -36,8 +36,9 @@ from longspan.model.exactness.image_trial import (
 )
 from longspan.model.exactness.small_copies import EXPERT_GROUPS, PICKED, make_tiny_model
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.multimodal.image_modules import refuse_model_without_images
+from longspan.model.multimodal.video_tokens import video_tokens
 from longspan.model.seams.indexers import order_ties
-from longspan.model.take_apart import refuse_model_without_images, video_tokens
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
 

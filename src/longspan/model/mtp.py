@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.bridge.bridge import embedding_arguments
+from longspan.bridge.item_rows import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, is_adapted
 from longspan.model.features import Feature

@@ -46,8 +46,8 @@ from longspan.model.weights.fill import pop_deferred_weights
 
 if TYPE_CHECKING:
     from longspan.model.multimodal.multimodal_model import MultimodalModel
+    from longspan.model.multimodal.take_apart import EncoderHome
     from longspan.model.pipeline.pipeline import PipelineModel
-    from longspan.model.take_apart import EncoderHome
 
 
 @overload
@@ -126,7 +126,7 @@ def prepare(
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
         return prepare_language_model(model, world, options)
-    from longspan.model.take_apart import take_encoder_apart
+    from longspan.model.multimodal.take_apart import take_encoder_apart
 
     with take_encoder_apart(model, world, encoder, options) as join:
         return join(prepare_language_model(model, world, options))

@@ -82,7 +82,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.num_layers)
         if encoder is not None:
-            from longspan.model.take_apart import find_trained_part
+            from longspan.model.multimodal.image_modules import find_trained_part
             from longspan.plan.items.encoder_shape import EncoderShape
 
             trained = find_trained_part(encoder)

@@ -11,7 +11,7 @@ from torch import nn
 from longspan import Layout, World, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model.layers import is_in_projector, towers_beside_text_model
-from longspan.model.take_apart import freeze_image_modules
+from longspan.model.multimodal.image_modules import freeze_image_modules
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from longspan.train import disable_adapter

@@ -204,12 +204,15 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
             unsummed.append(sum(any(x is not None for x in whole) for whole in wholes))
             accumulate(groups)
 
-        for patched in (nullcontext(), patch.object(sharding, "leave_out_idle_hooks", lambda *_, **__: nullcontext())):
+        for patched in (
+            nullcontext(),
+            patch.object(fsdp_passes, "leave_out_idle_hooks", lambda *_, **__: nullcontext()),
+        ):
             with (
                 patched,
                 patch.object(pipeline, "leave_out_idle_hooks", fsdp_passes.leave_out_idle_hooks),
                 patch.object(FSDPParamGroup, "pre_forward", begin),
-                patch.object(sharding, "accumulate_gathered_gradients", add),
+                patch.object(fsdp_passes, "accumulate_gathered_gradients", add),
             ):
                 run_step(model, plan, documents, world)
             results.append({name: gradient.clone() for name, gradient in gradients_of(model).items()})

@@ -29,19 +29,17 @@ from longspan.model.exactness.small_copies import (
 from longspan.model.layers import base_model, decoder_layers
 from longspan.model.seams.call_rules import has_bidirectional_prefix
 from longspan.model.vision.image_encoder import ImageEncoder, encode_images, pack_attention, split_off_image_encoder
-from longspan.model.vision.image_tokens import (
+from longspan.model.vision.image_inputs import (
     GRIDS,
     IN_DOCUMENT,
     MASK,
     SIZES,
     ImageInput,
-    ImageTokens,
-    Video,
-    VideoTokens,
     image_arguments,
     image_feature_parameters,
-    image_tokens,
 )
+from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+from longspan.model.vision.videos import Video, VideoTokens
 from longspan.plan.shape.families import find_family
 
 Side = tuple[int, int]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.bridge import AHEAD, add_rows, splice_rows
+from longspan.bridge.item_rows import AHEAD, add_rows, splice_rows
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout

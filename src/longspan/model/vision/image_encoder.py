@@ -18,7 +18,7 @@ from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import base_model, base_name, copy_shallow_module, text_model, towers_beside_text_model
-from longspan.model.vision.image_tokens import ImageInput, encoding_order, image_arguments
+from longspan.model.vision.image_inputs import ImageInput, encoding_order, image_arguments
 from longspan.plan import Group, MicroBatch
 
 
