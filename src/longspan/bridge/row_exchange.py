@@ -20,7 +20,7 @@ from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
 from longspan.layout.exchange import Groups, RowMoves, plan_moves
 
-Pair = tuple[Tensor, Tensor]
+IndexPair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +36,8 @@ class DeviceMoves:
     stays: Tensor
     places: Tensor
     summed_rows: Tensor
-    folds: tuple[Pair, ...]
-    further_addends: tuple[Pair, ...]
+    folds: tuple[IndexPair, ...]
+    further_addends: tuple[IndexPair, ...]
     widened: bool
 
 
@@ -162,7 +162,7 @@ class RowExchange:
         back = () if self._moves_back is None else self._moves_back.receives
         return sum(self._moves_there.receives), sum(back)
 
-    def back(self, gradient: Tensor) -> Tensor:
+    def carry_back(self, gradient: Tensor) -> Tensor:
         """Bring the gradient of this rank's rows of `need` back to its rows of `have`; entered by all ranks.
 
         For a caller who runs backward passes himself, after a call under `torch.no_grad()`.
@@ -183,5 +183,5 @@ class _ExchangeRows(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        gradient = ctx.move.back(gradients[0])
+        gradient = ctx.move.carry_back(gradients[0])
         return gradient, gradient.new_zeros(ctx.anchor_shape), None

@@ -47,7 +47,7 @@ def adapter_dropout(model: nn.Module) -> float:
     return max((m.p for path, m in dropouts if ".lora_dropout." in path), default=0.0)
 
 
-def base_module(module: nn.Module) -> nn.Module:
+def unadapted_module(module: nn.Module) -> nn.Module:
     """Return the model's own module inside an adapted one; a module that is not adapted is returned as it is."""
     return module.base_layer if is_adapted(module) else module  # pyright: ignore[reportReturnType]
 

@@ -16,7 +16,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_peft_module
 from longspan.model.execution import Execution
-from longspan.model.kinds import SCORE_HEADS, expert_modules, is_indexed, is_indexer, is_mixer
+from longspan.model.kinds import SCORE_HEADS, attends_to_chosen_keys, expert_modules, is_indexer, is_mixer
 from longspan.model.layers import MTP
 from longspan.model.options import PrepareOptions
 
@@ -105,11 +105,11 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     ),
     (lambda call: any(map(is_mixer, call.model.modules())), "longspan.model.seams.mixers:MixerFeature"),
     (
-        lambda call: any(is_indexer(module) or is_indexed(module) for module in call.model.modules()),
+        lambda call: any(is_indexer(module) or attends_to_chosen_keys(module) for module in call.model.modules()),
         "longspan.model.seams.indexers:IndexerFeature",
     ),
     (
-        lambda call: call.world.home.pp > 1 or call.options.sets("virtual_stages", "pipeline_schedule"),
+        lambda call: call.world.home.pp > 1 or call.options.changes_any("virtual_stages", "pipeline_schedule"),
         "longspan.model.pipeline.pipeline:PipelineFeature",
     ),
     (
@@ -120,12 +120,12 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
     (
         lambda call: (
             call.options.activation_checkpointing not in (False, "none")
-            or call.options.sets("offload_activations", "checkpoint_policies", "segment_layers")
+            or call.options.changes_any("offload_activations", "checkpoint_policies", "segment_layers")
         ),
         "longspan.model.activations.recompute:RecomputationFeature",
     ),
     (
-        lambda call: call.options.sets("frozen"),
+        lambda call: call.options.changes_any("frozen"),
         "longspan.model.frozen.frozen_weights:FrozenFeature",
     ),
     (

@@ -82,7 +82,7 @@ class Float8Feature(Feature):
         word = self.options.float8
         if word != "rowwise":
             return ModelError(f'float8 is {word!r}; use "rowwise" (one scale a row), or "" for none')
-        dtype = self.options.sharding(self.world).dtype_of(model)
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
         if reasons := [*_reasons_against_float8(model, self.world.device, dtype, self.world.home.tp)]:
             return ModelError(
                 f'float8 is "rowwise" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'

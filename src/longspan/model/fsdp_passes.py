@@ -163,7 +163,7 @@ class _BlockHooks:
         )
         dtype = self._input_dtype
         inputs = (*args, *kwargs.values())
-        casts = self._casts_outputs or not (dtype is None or all(_has_dtype(x, dtype) for x in inputs))
+        casts = self._casts_outputs or not (dtype is None or all(_stays_uncast(x, dtype) for x in inputs))
         self._runs_fsdp_hooks = busy or casts
         if self._trains and not busy and self._gradient_hook is None:
             whole = (parameter._unsharded_param for group in self._groups for parameter in group.fsdp_params)
@@ -183,12 +183,12 @@ class _BlockHooks:
             accumulate_gathered_gradients(self._later._groups)
 
 
-def _has_dtype(x: object, dtype: torch.dtype) -> bool:
+def _stays_uncast(x: object, dtype: torch.dtype) -> bool:
     """Whether FSDP2 would surely leave an argument as it is; it also casts in mappings, sets and dataclasses."""
     if isinstance(x, Tensor):
         return x.dtype == dtype or not x.is_floating_point()
     if isinstance(x, tuple | list):
-        return all(_has_dtype(value, dtype) for value in x)
+        return all(_stays_uncast(value, dtype) for value in x)
     return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
 
 

@@ -85,7 +85,7 @@ def find_indexers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_indexer(module)}
 
 
-def is_indexed(module: nn.Module) -> bool:
+def attends_to_chosen_keys(module: nn.Module) -> bool:
     """Return whether a module attends to keys that a known indexer chose: its own, or that of a layer before."""
     forward = class_forward(module)
     indexer = getattr(module, "indexer", None)

@@ -44,7 +44,7 @@ def copy_shallow_module(module: Any) -> Any:
     return twin
 
 
-def base_name(model: PreTrainedModel) -> str:
+def base_model_name(model: PreTrainedModel) -> str:
     """Return where the base model is, "" if nowhere: transformers' attribute, or else the one headless model inside.
 
     Llama4ForCausalLM keeps its base model at `model`, and transformers names "language_model".
@@ -58,7 +58,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 def base_model(model: PreTrainedModel) -> Any:
     """Return the model below the output embedding, from token ids to the last hidden states; without one the model."""
-    return model.get_submodule(base_name(model))
+    return model.get_submodule(base_model_name(model))
 
 
 def reads_other_modalities(model: PreTrainedModel) -> bool:
@@ -69,7 +69,7 @@ def reads_other_modalities(model: PreTrainedModel) -> bool:
 def text_model_name(model: PreTrainedModel) -> str:
     """Return where the text model in a wrapper of several modalities is; of other models, where the base model is."""
     if not reads_other_modalities(model):
-        return base_name(model)
+        return base_model_name(model)
     embedding = model.get_input_embeddings()
     inner = ""
     for name, module in model.named_modules():

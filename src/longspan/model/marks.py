@@ -60,7 +60,7 @@ def keep_float8_weights(model: nn.Module) -> AbstractContextManager[None]:
 PACKED_WEIGHTS = "packed_weights"
 
 
-def packed_weight(module: nn.Module, name: str) -> Any:
+def find_packed_weight(module: nn.Module, name: str) -> Any:
     """Return the PackedWeight of a module's frozen weight in 4 or 8 bits; None if the weight is whole."""
     return vars(module).get(PACKED_WEIGHTS, {}).get(name)
 
@@ -88,7 +88,7 @@ def has_weights_on_host(model: nn.Module) -> bool:
     return HOST_STORE in vars(model)
 
 
-def note_norm(gradient: Any, norm: Tensor) -> None:
+def record_norm_on_device(gradient: Any, norm: Tensor) -> None:
     """Note the 2-norm of this rank's part of a gradient on the host, for `norm_on_device`."""
     vars(gradient)[_NORM] = norm, (gradient._version, gradient._local_tensor._version)
 

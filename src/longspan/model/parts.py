@@ -84,7 +84,7 @@ def parts_with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
     """Return the parts with the `outputs`, of 0, 1 and 2, with which the base model's forward runs."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
-            _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
+            _, out, (x, *_) = _run_with_stand_ins(model, candidate := replace(parts, outputs=outputs))
             if out.shape == x.shape:  # a forward that indexes a tensor as if it were a tuple returns other shapes
                 return candidate
     return parts
@@ -108,13 +108,13 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 
     And whether its output is exactly what the last part returned; on the meta device only shapes are compared.
     """
-    calls, out, returned = _trace_calls(model, parts, **more)
+    calls, out, returned = _run_with_stand_ins(model, parts, **more)
     x = returned[0]
     equal = out.shape == x.shape and (x.is_meta or torch.equal(out, x))
     return calls, equal and not _depends_on([out], returned[:-1])
 
 
-def _trace_calls(
+def _run_with_stand_ins(
     model: PreTrainedModel, parts: ModelParts, **more: Any
 ) -> tuple[list[PartCall], Tensor, list[Tensor]]:
     bare = decoder_model(copy_for_stage(model, parts, range(0), first=False, last=False))

@@ -147,7 +147,7 @@ def prepare_language_model(
         feature.connect(model)
     record = record_calls_and_draws(model, class_draws)
     sharding = options.sharding(world)
-    dtype = sharding.dtype_of(model)
+    dtype = sharding.compute_dtype_of(model)
     calls = check_kernel_for_calls(model, options.attention_kernel, record.calls, device=world.device, dtype=dtype)
     name_parameters(model)
     _set_configuration(model)

@@ -307,7 +307,9 @@ def _save_adapter(
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
         trained = {name for name, p in parameters if p.requires_grad and not belongs_to_adapter(name)}
-        trained_modules = largest_trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
+        trained_modules = largest_trained_modules(
+            encoder.module, trained, inside=str(encoder.module.base_model_name)
+        )
         modules += trained_modules
         state = encoder.module.state_dict()
         of_adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}

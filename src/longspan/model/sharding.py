@@ -198,10 +198,10 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
         for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
-            _sum_over_slots(bucket, world)
+            _sum_flat_over_slots(bucket, world)
 
 
-def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
+def _sum_flat_over_slots(gradients: Sequence[Tensor], world: World) -> None:
     """A reduce-scatter and an all-gather of one flat buffer; half precision is summed in float32."""
     channel = world.channels.find_channel(tuple(range(world.home.slots)))
     flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))

@@ -34,7 +34,7 @@ class StockCopy:
 
     >>> tokens = StockCopy(model, world).run(lambda stock: stock.generate(ids), "tokens")
 
-    Layers beyond `room` bytes (None: of what is free) are gathered again whenever they run. Raises ModelError, on every
+    Layers beyond `room` bytes (None: of what is free) are gathered_bytes again whenever they run. Raises ModelError, on every
     rank, for an adapter that cannot be merged, and `run` where there is no room for two layers.
     """
 
@@ -44,9 +44,9 @@ class StockCopy:
         self._weights = WholeWeights(inside, world)
         self._weights.check_mergeable()
         self._names = self._weights.merged_names()
-        self._first = FirstRank(world, {"weights": self._gather})
+        self._first = FirstRank(world, {"weights": self._gather_weights})
         self._room = room
-        self.gathered = 0  # bytes, on the first rank
+        self.gathered_bytes = 0  # bytes, on the first rank
         self.layers = self.staying = 0
         if is_first_rank(world):
             config = stock_configuration(inside.config)
@@ -70,11 +70,11 @@ class StockCopy:
         return self._first.run_on_first(run_with_weights, what)
 
     @torch.no_grad()
-    def _gather(self, names: Sequence[str]) -> list[Tensor]:
+    def _gather_weights(self, names: Sequence[str]) -> list[Tensor]:
         return [self._weights.gather_merged(self._names[name], first_only=True) for name in names]
 
     def _place_weights(self) -> None:
-        """Gather what is around the layers and those for which there is room; others are gathered when they run."""
+        """Gather what is around the layers and those for which there is room; others are gathered_bytes when they run."""
         device = self._world.device
         layers = decoder_layers(self._stock)
         shared = {*self._tied.values()}
@@ -99,33 +99,33 @@ class StockCopy:
                 module._parameters[name] = None if parameter is None else _placeholder(parameter.dtype, device)
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        self._fetch(around)
+        self._fetch_weights(around)
         for path, layer in layers.items():
             room -= sizes[path]
             if room >= 0:
-                self._fetch(names[path])
+                self._fetch_weights(names[path])
                 self.staying += 1
                 continue
-            layer.register_forward_pre_hook(partial(self._fetch, names[path]))
-            layer.register_forward_hook(partial(self._drop, names[path]))
+            layer.register_forward_pre_hook(partial(self._fetch_weights, names[path]))
+            layer.register_forward_hook(partial(self._drop_weights, names[path]))
         self.layers = len(layers)
 
     def _count_bytes(self, names: Sequence[str]) -> int:
         return sum(self._targets[name].nbytes for name in names)
 
-    def _fetch(self, names: Sequence[str], *_: Any) -> None:
+    def _fetch_weights(self, names: Sequence[str], *_: Any) -> None:
         with self._first.call_on_others("weights", names):
-            weights = self._gather(names)
+            weights = self._gather_weights(names)
         for name, weight in zip(names, weights, strict=True):
             same = [name, *(other for other, first in self._tied.items() if first == name)]
-            self._set(same, weight.to(self._world.device, self._targets[name].dtype))
-            self.gathered += self._targets[name].nbytes
+            self._set_tensors(same, weight.to(self._world.device, self._targets[name].dtype))
+            self.gathered_bytes += self._targets[name].nbytes
 
-    def _drop(self, names: Sequence[str], *_: Any) -> None:
+    def _drop_weights(self, names: Sequence[str], *_: Any) -> None:
         for name in names:
-            self._set([name], _placeholder(self._targets[name].dtype, self._world.device))
+            self._set_tensors([name], _placeholder(self._targets[name].dtype, self._world.device))
 
-    def _set(self, names: Sequence[str], value: Tensor) -> None:
+    def _set_tensors(self, names: Sequence[str], value: Tensor) -> None:
         """Put one tensor in place of parameters or buffers of these names."""
         parameter = nn.Parameter(value, requires_grad=False)
         for name in names:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Around = Callable[[], AbstractContextManager[Any]]
+MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
-def current_autocast_factory(x: Tensor) -> Around:
+def current_autocast_factory(x: Tensor) -> MakeContext:
     """Return a function that makes the autocast context of now again.
 
     Its cache is off: a tile would use the cast weights of the tile before, whose graph autograd has freed.

@@ -1,6 +1,6 @@
 """MLPs and experts that run over tiles of rows (tokens), so that only one tile's intermediate tensors exist at a time.
 
-`_Keep` alone saves the rows, so that recomputation of a layer that ends here stops before `_Tiles` runs. `_Tiles` runs
+`_KeepRows` alone saves the rows, so that recomputation of a layer that ends here stops before `_RunTiles` runs. `_RunTiles` runs
 each tile again in backward; gradients of parameters are summed over tiles in float32 or wider, and returned once.
 """
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError
 from longspan.model.activations.pass_state import (
-    Around,
+    MakeContext,
     current_autocast_factory,
     has_active_dropout,
     random_states,
@@ -63,16 +63,16 @@ def run_in_tiles(
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
         with around():
-            return _run_each_tile(run, rows, count)
+            return _run_tile_by_tile(run, rows, count)
     nodes: list[Any] = []
-    # if only parameters need gradients, an empty tensor that needs one makes `_Keep` a node of the graph
+    # if only parameters need gradients, an empty tensor that needs one makes `_KeepRows` a node of the graph
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
-    same_rows = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
+    same_rows = _KeepRows.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
     contexts = current_autocast_factory(rows[0]), around
-    return _Tiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
+    return _RunTiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
 
 
-def _run_each_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -93,14 +93,14 @@ def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]
     return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
-class _Keep(torch.autograd.Function):
-    """The identity on rows; it saves them for `_Tiles`, the node behind, which saves nothing itself."""
+class _KeepRows(torch.autograd.Function):
+    """The identity on rows; it saves them for `_RunTiles`, the node behind, which saves nothing itself."""
 
     @staticmethod
     def forward(
         ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor
     ) -> tuple[Tensor, ...]:
-        """`nodes` hands this context to `_Tiles`; `anchor`, empty, needs a gradient where no row does, for a node."""
+        """`nodes` hands this context to `_RunTiles`; `anchor`, empty, needs a gradient where no row does, for a node."""
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
@@ -113,8 +113,8 @@ class _Keep(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-class _Tiles(torch.autograd.Function):
-    """A function of rows over tiles; backward runs each tile again, from the rows that `_Keep` saved."""
+class _RunTiles(torch.autograd.Function):
+    """A function of rows over tiles; backward runs each tile again, from the rows that `_KeepRows` saved."""
 
     @staticmethod
     def forward(
@@ -123,7 +123,7 @@ class _Tiles(torch.autograd.Function):
         nodes: list[Any],
         count: int,
         row_tensors: int,
-        contexts: tuple[Around, Around],
+        contexts: tuple[MakeContext, MakeContext],
         *tensors: Tensor,
     ) -> Tensor:
         ctx.run = run
@@ -132,13 +132,13 @@ class _Tiles(torch.autograd.Function):
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[row_tensors:]
         with ctx.around():
-            return _run_each_tile(run, tensors[:row_tensors], count)
+            return _run_tile_by_tile(run, tensors[:row_tensors], count)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = ctx.node.saved_tensors
-        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_Keep`
+        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_KeepRows`
         trained = [p for p in ctx.parameters if p.requires_grad]
         row_gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)

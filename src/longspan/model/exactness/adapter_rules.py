@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import (
-    base_module,
     belongs_to_adapter,
     has_trained_copy,
     is_adapted,
     is_expert_adapter,
     peft_modules,
+    unadapted_module,
 )
 from longspan.model.adapters import Adapter, adapter_parameters, find_adapter
 from longspan.model.features import Call, Feature
@@ -183,7 +183,7 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
             f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
             "it is saved as one of modules_to_save"
         )
-    adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
+    adapted = {name: unadapted_module(module) for name, module in modules.items() if is_adapted(module)}
     if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
         reasons.append(
             f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them"

@@ -16,9 +16,9 @@ from longspan.model.exactness.class_trial import needs_class_trial, refuse_inexa
 from longspan.model.features import Feature
 from longspan.model.kinds import (
     ROWWISE_LAYER_TYPES,
+    attends_to_chosen_keys,
     find_indexers,
     find_mixers,
-    is_indexed,
     is_mixer,
     score_columns,
 )
@@ -153,7 +153,7 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
 def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        is_known = is_indexed if kind in INDEXED else is_mixer
+        is_known = attends_to_chosen_keys if kind in INDEXED else is_mixer
         layers = [
             index
             for index, layer in enumerate(decoder_layers(model).values())

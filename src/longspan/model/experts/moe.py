@@ -273,7 +273,7 @@ class ExpertFeature(Feature):
         world = self.world
         home = world.home
         sharding = self.options.sharding(world)
-        if not sharding.parameters or home.ep == home.tp == 1:
+        if not sharding.shard_parameters or home.ep == home.tp == 1:
             return
         policy = sharding.mixed_precision_policy(model)
         mesh = world.meshes.expert

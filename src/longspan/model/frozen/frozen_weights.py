@@ -127,7 +127,7 @@ class FrozenFeature(Feature):
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Behind tensor parallelism, whose slices are packed, and before anything is sharded."""
-        dtype = self.options.sharding(self.world).dtype_of(model)
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
         sharing = defaultdict[int, list[tuple[str, nn.Module, str]]](list)  # modules that share a weight
         for name, (module, attribute) in weights_to_pack(model).items():
             if name in self._formats:

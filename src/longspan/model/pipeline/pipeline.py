@@ -244,7 +244,7 @@ class PipelineFeature(Feature):
         """
         if self._settings.pp == 1:
             return ()
-        self._dtype = self.options.sharding(self.world).dtype_of(model)
+        self._dtype = self.options.sharding(self.world).compute_dtype_of(model)
         parts = find_parts(model)
         layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), self._settings.stages)
         refuse_inexact_stages(model, parts)

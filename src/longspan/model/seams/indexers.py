@@ -22,7 +22,7 @@ from longspan.attention.call import Members
 from longspan.attention.tiles import Mask
 from longspan.comm.shard import break_graphs_around
 from longspan.model.features import Feature
-from longspan.model.kinds import find_indexers, is_indexed
+from longspan.model.kinds import attends_to_chosen_keys, find_indexers
 from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
 from longspan.model.seams.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.latents import latents_text, takes_latents
@@ -69,8 +69,8 @@ class IndexerFeature(Feature):
         shard_indexers(model)
 
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
-        dtype = self.options.sharding(self.world).dtype_of(model)
-        indexed = [module for module in model.modules() if is_indexed(module)]
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
+        indexed = [module for module in model.modules() if attends_to_chosen_keys(module)]
         self.description["latents"] = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
 
 
@@ -82,7 +82,7 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
     for indexer in find_indexers(model).values():
         indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
     for module in model.modules():
-        if is_indexed(module):
+        if attends_to_chosen_keys(module):
             module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
             if not alone and hasattr(module, "expand_kv"):
                 vars(module)["expand_kv"] = partial(_expand_or_keep, module)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapted_modules import base_module
+from longspan.model.adapted_modules import unadapted_module
 from longspan.model.kinds import find_mixers
 from longspan.model.layers import MTP, text_model_name
 from longspan.model.tensor_parallel.mixer_parts import mixer_parts
@@ -97,7 +97,7 @@ def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
     return {name for name in blocks if not any(name[: dot.start()] in blocks for dot in re.finditer(r"\.", name))}
 
 
-def layer_experts(layer: nn.Module) -> dict[str, nn.Module]:
+def modules_named_experts(layer: nn.Module) -> dict[str, nn.Module]:
     """Return the experts of a decoder layer by name: modules named "experts"."""
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
@@ -153,7 +153,7 @@ def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModul
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
         elif parameter is None and style in (COLWISE, ROWWISE, PACKED, SPLIT_INPUT):
-            linear = base_module(module)
+            linear = unadapted_module(module)
             if not isinstance(linear, nn.Linear):
                 raise ModelError(
                     f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"

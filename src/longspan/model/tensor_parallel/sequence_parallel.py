@@ -14,7 +14,7 @@ from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted
 from longspan.model.layers import Absent, decoder_model, layers_and_mtp_blocks, mtp_depths
 from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_part_names
-from longspan.model.tensor_parallel.module_styles import StyledModule, layer_experts, split_block_names
+from longspan.model.tensor_parallel.module_styles import StyledModule, modules_named_experts, split_block_names
 from longspan.model.tensor_parallel.split_modules import ROWS, sum_partial_gradients, wrap_forward
 
 
@@ -58,7 +58,9 @@ def single_and_full_row_modules(
     blocks = split_block_names(styled_modules)
     for child, module in layer.named_children():
         child_name = f"{name}.{child}"
-        if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
+        if modules_named_experts(module) or (
+            child_name not in blocks and type(module).__name__.endswith("Attention")
+        ):
             full_row_modules.append(module)
         elif is_adapted(module) or not any(
             True for _ in module.children()

@@ -29,8 +29,8 @@ from longspan.model.tensor_parallel.module_styles import (
     MIXER,
     StyledModule,
     check_divided_sizes,
-    layer_experts,
     list_styles,
+    modules_named_experts,
     refuse_unnamed_parameters,
     sizes_divided_by_tp,
     split_block_names,
@@ -93,7 +93,7 @@ def split_over_ranks(
         f"{name}.{child}."
         for name, layer in layers_and_mtp_blocks(model).items()
         for child, module in layer.named_children()
-        if layer_experts(module)
+        if modules_named_experts(module)
     )
     head = model.get_output_embeddings()  # which is split already, or stays whole
     for name, module, style, parameter in styled_modules:

@@ -26,7 +26,7 @@ from longspan.comm.tp_collectives import (
     tp_sum_split,
 )
 from longspan.model.adapted_modules import (
-    base_module,
+    unadapted_module,
 )
 from longspan.model.tensor_parallel.module_styles import (
     COLWISE,
@@ -285,7 +285,7 @@ def split_linear(
     """
     layer: Any = module
     key = world.key
-    base: Any = base_module(module)
+    base: Any = unadapted_module(module)
     first = layer.lora_A.values() if base is not module else ()
     second = layer.lora_B.values() if base is not module else ()
     if style in (ROWWISE, SPLIT_INPUT):

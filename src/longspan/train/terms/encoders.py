@@ -261,7 +261,7 @@ class ModalityPass:
                     finish()
                 output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
-                gradient = wave.bridge.back(_row_gradient(wave, output))
+                gradient = wave.bridge.carry_back(_row_gradient(wave, output))
                 torch.autograd.backward(output, gradient)
                 wave.output = None
                 wave.deliveries = []
