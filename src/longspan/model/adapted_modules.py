@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 
-_OF_ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save)\.")
-# of two adapted parameters of a module the inner one's adapter is in a `base_layer`
-_STANDS_FOR = re.compile(r"\.(base_layer(?!.*\.lora_)|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+# names of parameters that are trained: matrices of LoRA, and copies of whole modules
+_TRAINED_NAME = re.compile(r"(^|\.)(lora_\w+|modules_to_save)\.")
+# What peft puts into names of the model's own modules. Of two adapted parameters of a module the inner one's adapter is
+# in a `base_layer`.
+_INSERTED_NAME = re.compile(r"\.(base_layer(?!.*\.lora_)|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -71,7 +73,7 @@ def belongs_to_adapter(name: str) -> bool:
     >>> belongs_to_adapter("layers.0.q_proj.lora_A.default.weight"), belongs_to_adapter("q_proj.base_layer.weight")
     (True, False)
     """
-    return bool(_OF_ADAPTER.search(name))
+    return bool(_TRAINED_NAME.search(name))
 
 
 def name_without_adapter(name: str) -> str:
@@ -82,4 +84,4 @@ def name_without_adapter(name: str) -> str:
     >>> name_without_adapter("lm_head.modules_to_save.default.weight")
     'lm_head.weight'
     """
-    return _STANDS_FOR.sub("", name)
+    return _INSERTED_NAME.sub("", name)

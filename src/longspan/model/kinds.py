@@ -23,6 +23,7 @@ def class_forward(module: nn.Module) -> FunctionType:
 
 # ---- mixers (`seams/mixers.py`)
 
+# names of the functions that forwards of mixers call: the convolution, one of the scans, and others that are known
 CONVOLUTION = "causal_conv1d_fn"
 SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
 _IN_MIXERS = frozenset({
@@ -51,7 +52,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def called_functions(forward: Any) -> set[str]:
-    """Return the names of the functions outside of a class that its forward calls."""
+    """Return the names of module-level functions that a forward mentions; none if it is no plain function."""
     if not isinstance(forward, FunctionType):
         return set()
     globals_by_name = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
@@ -60,11 +61,11 @@ def called_functions(forward: Any) -> set[str]:
 
 # ---- indexers, which choose a few keys for each row (`seams/indexers.py`)
 
-_ASKS = "update_indexer"
-_CHOOSES = "topk"
+_CACHE_CALL = "update_indexer"  # appends index keys to a cache, and returns all
+_TOP_KEYS = "topk"
 _IN_INDEXERS = frozenset({
-    _ASKS,
-    _CHOOSES,
+    _CACHE_CALL,
+    _TOP_KEYS,
     *("wq_b", "wk", "k_norm", "weights_proj", "q_input_norm", "softmax_scaling"),  # modules, each by rows
     *("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "relu", "matmul", "masked_fill"),
     *("head_dim", "index_topk", "layer_idx", "n_heads", "qk_rope_head_dim", "softmax_scale", "use_rope", "weight"),
@@ -74,10 +75,13 @@ _IN_INDEXERS = frozenset({
 
 
 def is_indexer(module: nn.Module) -> bool:
-    """Return whether a class's forward scores the index keys of a cache, token by token, and does nothing unknown."""
+    """Return whether a module chooses the keys that each row attends to, in a way that is known.
+
+    Its forward must score the index keys of a cache and take the best, and name nothing outside of `_IN_INDEXERS`.
+    """
     forward = class_forward(module)
     names = {*forward.__code__.co_names} if isinstance(forward, FunctionType) else set[str]()
-    return {_ASKS, _CHOOSES} <= names <= _IN_INDEXERS
+    return {_CACHE_CALL, _TOP_KEYS} <= names <= _IN_INDEXERS
 
 
 def find_indexers(model: nn.Module) -> dict[str, nn.Module]:
@@ -101,7 +105,7 @@ SCORE_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 def score_columns(model: nn.Module) -> int:
-    """Return how many scores a row of a prepared model has; 0 for a language model."""
+    """Return how many scores a row of a prepared model has (num_labels); 0 for a language model."""
     kind: Any = getattr(model, "architecture", type(model))  # of a PipelineModel its stages'
     return cast(Any, model).config.num_labels if getattr(kind, "makes_scores", False) else 0
 

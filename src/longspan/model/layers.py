@@ -1,4 +1,7 @@
-"""The base model and its decoder layers: finding them, what stands in for those elsewhere, and their modes."""
+"""Where the parts of a transformers model are: base and text model, decoder layers, norm, depths, towers beside them.
+
+Also what stands in for a part that another rank holds.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -179,7 +182,10 @@ def innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of the `with` block the mode, training or evaluation, that every module had before."""
+    """Restore at the end of the `with` block the mode, training or evaluation, that every module had before.
+
+    Modes may differ inside a model: a frozen tower may be in evaluation.
+    """
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield

@@ -33,16 +33,19 @@ def find_language_model(model: Any) -> nn.Module:
 
 
 def modules_and_worlds(model: Any, world: World) -> list[tuple[nn.Module, World]]:
-    """Return (module, its world) of each part of a model with a layout of its own, the language model first."""
+    """List (module, its world) of each part of a model with a layout of its own: the language model, then encoders.
+
+    `world` is the language model's.
+    """
     if not is_multimodal(model):
         return [(model, world)]
     encoders = [(encoder.module, encoder.world) for encoder in model.encoder_settings.values()]
     return [(model.language_model, world), *encoders]
 
 
-IS_COMPILED = "is_compiled_layer"
+IS_COMPILED = "is_compiled_layer"  # an attribute of decoder layers
 
-FLOAT8_WEIGHTS = "float8_weights"
+FLOAT8_WEIGHTS = "float8_weights"  # an attribute of modules: Float8Weight by name of a parameter
 
 
 def find_float8_weight(module: nn.Module, name: str) -> Any:
@@ -51,13 +54,16 @@ def find_float8_weight(module: nn.Module, name: str) -> Any:
 
 
 def keep_float8_weights(model: nn.Module) -> AbstractContextManager[None]:
-    """Keep a model's weights in float8, if it has any, for passes between which no weight changes."""
+    """Return a context that makes a model's weights in float8 once for all passes inside; they must not change there.
+
+    A null context for a model without any.
+    """
     if not any(FLOAT8_WEIGHTS in vars(module) for module in model.modules()):
         return nullcontext()
     return import_module("longspan.model.float8.products").keep_quantised_weights(model)
 
 
-PACKED_WEIGHTS = "packed_weights"
+PACKED_WEIGHTS = "packed_weights"  # an attribute of modules: PackedWeight by name of a parameter
 
 
 def find_packed_weight(module: nn.Module, name: str) -> Any:
@@ -75,7 +81,7 @@ def packed_weights(model: nn.Module) -> dict[str, Any]:
 
 
 HOST_STORE = "host_store"  # an attribute of parameters, and of prepared models
-_NORM = "norm_on_device"
+_NORM = "norm_on_device"  # an attribute of gradients
 
 
 def waits_on_host(parameter: nn.Parameter) -> bool:
@@ -89,11 +95,14 @@ def has_weights_on_host(model: nn.Module) -> bool:
 
 
 def record_norm_on_device(gradient: Any, norm: Tensor) -> None:
-    """Note the 2-norm of this rank's part of a gradient on the host, for `norm_on_device`."""
+    """Leave on a gradient (DTensor) in the host's memory the 2-norm of this rank's part, a tensor on the device.
+
+    `norm_on_device` returns it as long as nothing has written to the gradient since.
+    """
     vars(gradient)[_NORM] = norm, (gradient._version, gradient._local_tensor._version)
 
 
 def norm_on_device(gradient: Any) -> Tensor | None:
-    """Return the 2-norm that was noted, if nothing has written to the gradient since, nor to its part on this rank."""
+    """Return the norm of `record_norm_on_device`; None without one, or if the gradient or its part here was changed."""
     norm, versions = vars(gradient).get(_NORM, (None, None))
     return norm if norm is not None and versions == (gradient._version, gradient._local_tensor._version) else None

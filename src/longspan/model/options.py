@@ -38,7 +38,7 @@ class Sharding:
             )
 
     def compute_dtype_of(self, model: nn.Module) -> torch.dtype:
-        """Return the dtype that the model computes in."""
+        """Return the dtype in which the model computes: `compute_dtype`, or that of its parameters."""
         return self.compute_dtype or model.dtype  # pyright: ignore[reportReturnType]
 
     def check_compute_dtype(self, dtype: torch.dtype) -> None:
@@ -52,7 +52,7 @@ class Sharding:
             )
 
     def mixed_precision_policy(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """Return how FSDP2 computes and sums: in float32 if parameters or arithmetic are in half precision."""
+        """Return how FSDP2 casts: it computes in `compute_dtype`, and sums gradients in float32 if any type is half."""
         dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
         low = self.shard_parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)

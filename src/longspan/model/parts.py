@@ -30,7 +30,10 @@ from longspan.model.layers import (
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Where a model's parts are, by name in its base model; layers return `outputs` values in a tuple, 0: a tensor."""
+    """Names of a model's parts in its base model, in the order in which they run: before the layers, layers, after.
+
+    `layers` names the list of layers; each returns a tuple of `outputs` values, with 0 a tensor.
+    """
 
     before: tuple[str, ...]
     layers: str
@@ -117,6 +120,11 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 def _run_with_stand_ins(
     model: PreTrainedModel, parts: ModelParts, **more: Any
 ) -> tuple[list[PartCall], Tensor, list[Tensor]]:
+    """Run a copy of the base model without parts on two rows of hidden states, with `more` keywords.
+
+    Returns the calls of its stand-ins in order, its output (1, 2, D), and the hidden states: the first, and what each
+    call returned.
+    """
     bare = decoder_model(copy_for_stage(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
@@ -125,7 +133,7 @@ def _run_with_stand_ins(
     calls = list[PartCall]()
 
     def record_call(part: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """What a part returns becomes a leaf, so that `_depends_on` can trace later calls back to it."""
+        """Note a part's call, and make what it returns a leaf, to which `_depends_on` traces later calls back."""
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _argument_with_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
@@ -144,7 +152,10 @@ def _run_with_stand_ins(
 def _argument_with_first_states(
     args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]
 ) -> int | str | None:
-    """None also if an argument was made of other states too, or several of earlier states: stages hand on neither."""
+    """Return the position or keyword at which a part gets the first of the `returned` states, unchanged; else None.
+
+    None also if an argument was made of other states too, or several of earlier states: stages hand on neither.
+    """
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
     if len(earlier) != 1 or earlier[0] == 0:
@@ -158,6 +169,7 @@ def _argument_with_first_states(
 
 
 def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return whether any tensor in these (nested) values was computed from one of the leaves `tensors`."""
     sums = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums or not tensors:
         return False
@@ -177,9 +189,11 @@ class _StageEntry(Absent):
         return super().forward(x if self.rows is None else self.rows)
 
     def take_rows(self, base: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep the hidden states with which the base model is called; a hook before its forward."""
         self.rows = kwargs.get("inputs_embeds")
 
     def forget_rows(self, base: nn.Module, args: object, out: object) -> None:
+        """Let them go; a hook after its forward, also after an error in it."""
         self.rows = None
 
 

@@ -185,6 +185,10 @@ def prepare_language_model(
 
 
 def _connect_operations(model: PreTrainedModel) -> None:
+    """Let a model's attention call longspan, and its masks and positions be those of shards; changes it in place.
+
+    Layers are numbered, by which a call of attention finds its own.
+    """
     config = model.config
     text = model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -203,6 +207,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
 
 
 def _set_configuration(model: PreTrainedModel) -> None:
+    """Change a model's configuration: no cache, and no tied embeddings where embedding and head are two parameters."""
     model.config.use_cache = False  # no call goes on from keys and values of an earlier one
     is_whole = not any(map(is_peft_module, model.modules()))
     if is_whole and not is_tied(model) and not score_columns(model):
@@ -214,6 +219,10 @@ def _set_configuration(model: PreTrainedModel) -> None:
 def _make_call_rules(
     model: PreTrainedModel, record: MetaRecord, options: PrepareOptions, world: World
 ) -> CallRules:
+    """Return what later calls of the model are checked by: what it cannot have, in words, and its tables and limits.
+
+    `record` is of the pass on the meta device.
+    """
     rates = [attention_dropout(call.module) for call in record.calls]
     separate = {
         "keys that an indexer chooses": any(call.indexed for call in record.calls),

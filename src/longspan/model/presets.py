@@ -36,12 +36,15 @@ class Preset:
 
     @property
     def embedding_rows(self) -> int:
-        """Rows of the embedding of a published model; 0: as many as the tokenizer has ids."""
+        """How many rows the embedding of a published model has; 0 for a tiny one, which gets the tokenizer's ids."""
         return self.values.get("vocab_size", 0)
 
     @property
     def model_type(self) -> str:
-        """The model type of its class, an underscore before each capital, but for Granite's; without transformers."""
+        """The `model_type` of its configuration class, by the class's name, so that transformers is not imported.
+
+        Qwen3MoeConfig is qwen3_moe; Granite's classes have no underscores.
+        """
         name = self.config_class.removesuffix("Config")
         if name.startswith("Granite"):
             return name.lower()
@@ -51,6 +54,7 @@ class Preset:
 def _qwen3_values(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
 ) -> dict[str, Any]:
+    """Return the values of a published Qwen3 configuration; `more` replaces or adds to them."""
     return {
         "vocab_size": 151936,
         "hidden_size": hidden,

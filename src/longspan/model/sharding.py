@@ -249,13 +249,13 @@ class ShardingFeature(Feature):
 
     def refuse(self, model: PreTrainedModel) -> None:
         self._sharding.check_compute_dtype(model.dtype)
-        if self._sharding.parameters or self.options.sequence_parallel:
+        if self._sharding.shard_parameters or self.options.sequence_parallel:
             layers = decoder_layers(model)
             refuse_shared_layers(model, layers, shared_blocks(layers))
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Blocks come before the layers around them."""
-        if self._sharding.parameters:
+        if self._sharding.shard_parameters:
             layers = decoder_layers(model)
             blocks = (
                 *shared_blocks(layers),

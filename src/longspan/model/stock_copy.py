@@ -34,7 +34,7 @@ class StockCopy:
 
     >>> tokens = StockCopy(model, world).run(lambda stock: stock.generate(ids), "tokens")
 
-    Layers beyond `room` bytes (None: of what is free) are gathered_bytes again whenever they run. Raises ModelError, on every
+    Layers beyond `room` bytes (None: of what is free) are gathered again whenever they run. Raises ModelError, on every
     rank, for an adapter that cannot be merged, and `run` where there is no room for two layers.
     """
 
@@ -46,8 +46,10 @@ class StockCopy:
         self._names = self._weights.merged_names()
         self._first = FirstRank(world, {"weights": self._gather_weights})
         self._room = room
-        self.gathered_bytes = 0  # bytes, on the first rank
-        self.layers = self.staying = 0
+        # on the first rank, from the first run on
+        self.gathered_bytes = 0
+        self.layers = 0
+        self.staying = 0  # layers whose weights stay
         if is_first_rank(world):
             config = stock_configuration(inside.config)
             dtype = model_execution(inside).compute_dtype
@@ -71,10 +73,15 @@ class StockCopy:
 
     @torch.no_grad()
     def _gather_weights(self, names: Sequence[str]) -> list[Tensor]:
+        """Return the merged weights of these names on the first rank, nothing that counts elsewhere; by all ranks."""
         return [self._weights.gather_merged(self._names[name], first_only=True) for name in names]
 
     def _place_weights(self) -> None:
-        """Gather what is around the layers and those for which there is room; others are gathered_bytes when they run."""
+        """Empty the stock model, gather what is around its layers and the first layers for which there is room, and
+        hook the others, which gather their weights before they run and drop them after.
+
+        Runs on the first rank, while the others answer its calls. Counts `layers` and `staying`.
+        """
         device = self._world.device
         layers = decoder_layers(self._stock)
         shared = {*self._tied.values()}
@@ -111,9 +118,11 @@ class StockCopy:
         self.layers = len(layers)
 
     def _count_bytes(self, names: Sequence[str]) -> int:
+        """Return the bytes of the stock model's tensors of these names."""
         return sum(self._targets[name].nbytes for name in names)
 
     def _fetch_weights(self, names: Sequence[str], *_: Any) -> None:
+        """Call the other ranks to gather these weights, and put them into the stock model; also a layer's hook."""
         with self._first.call_on_others("weights", names):
             weights = self._gather_weights(names)
         for name, weight in zip(names, weights, strict=True):
@@ -122,6 +131,7 @@ class StockCopy:
             self.gathered_bytes += self._targets[name].nbytes
 
     def _drop_weights(self, names: Sequence[str], *_: Any) -> None:
+        """Free the weights of these names; a forward hook of a layer that does not stay."""
         for name in names:
             self._set_tensors([name], _placeholder(self._targets[name].dtype, self._world.device))
 
@@ -138,4 +148,5 @@ class StockCopy:
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return a parameter of no elements, which stands for a weight that is not here now."""
     return nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)

@@ -1,7 +1,8 @@
 """MLPs and experts that run over tiles of rows (tokens), so that only one tile's intermediate tensors exist at a time.
 
-`_KeepRows` alone saves the rows, so that recomputation of a layer that ends here stops before `_RunTiles` runs. `_RunTiles` runs
-each tile again in backward; gradients of parameters are summed over tiles in float32 or wider, and returned once.
+`_KeepRows` alone saves the rows, so that recomputation of a layer that ends here stops before `_RunTiles` runs.
+`_RunTiles` runs each tile again in backward; gradients of parameters are summed over tiles in float32 or wider, and
+returned once.
 """
 
 import inspect
@@ -100,7 +101,7 @@ class _KeepRows(torch.autograd.Function):
     def forward(
         ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor
     ) -> tuple[Tensor, ...]:
-        """`nodes` hands this context to `_RunTiles`; `anchor`, empty, needs a gradient where no row does, for a node."""
+        """Append this context to `nodes`, for `_RunTiles`; `anchor`, empty, needs a gradient where no row does."""
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
