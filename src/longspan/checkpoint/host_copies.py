@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.model.activations.host_offload import HostArena, range_bytes
+from longspan.model.activations.host_offload import HostArena
+from longspan.model.host_arena import range_bytes
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.offload_states import make_sharded_tensor
 

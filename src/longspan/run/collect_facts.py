@@ -15,7 +15,7 @@ from longspan.errors import plural
 from longspan.files import read_json
 from longspan.host import usable_cores
 from longspan.model.execution import Execution, model_execution
-from longspan.model.kinds import packed_weights
+from longspan.model.marks import packed_weights
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts

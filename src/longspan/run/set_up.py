@@ -29,8 +29,8 @@ from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
 from longspan.files import read_json, write_atomically
-from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
+from longspan.model.marks import find_language_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars

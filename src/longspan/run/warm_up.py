@@ -27,8 +27,9 @@ from longspan.data.synthetic_documents import SyntheticDocument
 from longspan.errors import plural
 from longspan.layout import Integers
 from longspan.model.compiled_layers import compiled_graphs_text
-from longspan.model.kinds import find_language_model
-from longspan.model.layers import score_columns, vocabulary_size
+from longspan.model.kinds import score_columns
+from longspan.model.layers import vocabulary_size
+from longspan.model.marks import find_language_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
 from longspan.resolve.choice import StepPlanner

@@ -37,7 +37,8 @@ from longspan.model.exactness.check_model import check_unconnected
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.features import Call, features_of
 from longspan.model.float8_layers import unsupported_reason
-from longspan.model.layers import MTP, SCORE_HEADS
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import MTP
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions
@@ -220,7 +221,7 @@ def _check_before_prepare(
     options = _prepare_options(config, world, model, None, training=True)
     with ExitStack() as forms:
         if images:
-            from longspan.model.take_apart import take_apart_or_undo
+            from longspan.model.multimodal.take_apart import take_apart_or_undo
 
             forms.enter_context(take_apart_or_undo(model))
         features = features_of(Call(model, model, world, options))
@@ -336,7 +337,7 @@ def check_model_fits(
 def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: bool, training: bool = True) -> Any:
     adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     if images:
-        from longspan.model.take_apart import freeze_image_modules
+        from longspan.model.multimodal.image_modules import freeze_image_modules
 
         freeze_image_modules(model, config.encoder.trainable or encoder_default(config))
     if training:

@@ -20,13 +20,14 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error, to_devi
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.execution import model_execution
-from longspan.model.kinds import IS_COMPILED, is_pipeline
-from longspan.model.layers import decoder_layers, has_experts, mtp_depths, preserve_modes
+from longspan.model.fsdp_passes import reshard
+from longspan.model.kinds import has_experts
+from longspan.model.layers import decoder_layers, mtp_depths, preserve_modes
+from longspan.model.marks import IS_COMPILED, is_pipeline
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import preserve_attributes
 from longspan.model.seams.separate_rows import SeparateRows
-from longspan.model.sharding import reshard
 from longspan.plan import Group, MicroBatch
 
 # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many
@@ -204,7 +205,7 @@ class _ObservedPass:
         return places, earlier[to_device(earlier_indices, x.device)]
 
     def _relative_error(self, x: Tensor, earlier: Tensor, inputs: Tensor | None) -> Tensor:
-        """Return what differs beyond rounding over what was added to `inputs`, in norm, as a share of what is allowed."""
+        """Return what differs beyond rounding over what was added to `inputs`, in norm, as a share of the allowed."""
         rounding = self.allowed.epsilons * max(torch.finfo(x.dtype).eps, torch.finfo(self.allowed.dtype).eps)
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
         added = b if inputs is None else b - inputs.flatten(1)

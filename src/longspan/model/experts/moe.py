@@ -26,11 +26,11 @@ from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
+from longspan.model.adapted_modules import is_expert_adapter, peft_modules
 from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, Loads, run_experts
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.features import Feature
-from longspan.model.kinds import is_expert_adapter, peft_modules
-from longspan.model.layers import expert_modules, router_modules
+from longspan.model.kinds import expert_modules, router_modules
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.weights.empty_model import copy_to_device
@@ -260,7 +260,7 @@ class ExpertFeature(Feature):
         world = self.world
         home = world.home
         sharding = self.options.sharding(world)
-        if not sharding.parameters or home.ep == home.tp == 1:
+        if not sharding.shard_parameters or home.ep == home.tp == 1:
             return
         policy = sharding.mixed_precision_policy(model)
         mesh = world.meshes.expert

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attention.rows import kernel_module
-from longspan.model.kinds import FLOAT8_WEIGHTS
+from longspan.model.marks import FLOAT8_WEIGHTS
 from longspan.model.weights.local_tensors import local_tensor
 
 FLOAT8 = torch.float8_e4m3fn

@@ -5,7 +5,7 @@ wrapped, with a world's key and no group. Of an adapted linear, W x + s B (A x),
 wise ones W and A; what stays whole gets partial gradients, which are summed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.comm.tp_collectives import (
@@ -26,24 +25,14 @@ from longspan.comm.tp_collectives import (
     tp_sum,
     tp_sum_split,
 )
-from longspan.model.adapters.adapter import find_adapter
-from longspan.model.kinds import base_module, has_trained_copy, is_adapted, is_expert_adapter, peft_modules
-from longspan.model.tensor_parallel.plan import (
-    COLWISE,
-    GATHERED,
-    MIXER,
-    PACKED,
-    PARTIAL_GRADIENT,
-    QKV,
-    ROWWISE,
-    SPLIT_INPUT,
-    EvenRows,
-    FusedRows,
-    StyledModule,
-    split_block_names,
+from longspan.model.adapted_modules import (
+    unadapted_module,
 )
+from longspan.model.tensor_parallel.module_styles import GATHERED, QKV, SPLIT_INPUT
+from longspan.model.tensor_parallel.rows import EvenRows, FusedRows
 from longspan.model.weights.empty_model import copy_to_device
 from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan.shape.families import COLWISE, PACKED, PARTIAL_GRADIENT, ROWWISE
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)
 View = Callable[[Tensor], Tensor | None]
@@ -289,7 +278,7 @@ def split_linear(
     """
     layer: Any = module
     key = world.key
-    base: Any = base_module(module)
+    base: Any = unadapted_module(module)
     first = layer.lora_A.values() if base is not module else ()
     second = layer.lora_B.values() if base is not module else ()
     if style in (ROWWISE, SPLIT_INPUT):
@@ -322,32 +311,3 @@ def split_linear(
             enter=partial(tp_copy, world_key=key),
             leave=partial(tp_gather, world_key=key, dim=-1, gradient="identical"),
         )
-
-
-def reasons_against_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
-    """Yield why an adapter would not be exact under tensor parallelism.
-
-    Each adapted linear needs a style; adapters of the embedding and of the head stay whole.
-    """
-    adapter = find_adapter(model)
-    if adapter is None:
-        return
-    if adapter.dropout:
-        yield f"lora_dropout is {adapter.dropout:g}, and tensor-parallel ranks would drop different inputs"
-    for key in ("use_dora", "lora_bias"):
-        if getattr(adapter.config, key, False):
-            yield f"{key} is set, which is not shown to be exact there"
-    modules = peft_modules(model)
-    if copied := [name for name, module in modules.items() if has_trained_copy(module)]:
-        yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
-    styles = {entry.name: entry.style for entry in styled_modules}
-    embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
-    blocks = split_block_names(styled_modules)
-    elsewhere = {module for module in modules.values() if is_expert_adapter(module)} | {*embedding_and_head}
-    linears = [name for name, module in modules.items() if is_adapted(module) and module not in elsewhere]
-    # A linear with a style is split by it. Without one, it is split by a mixer around it, or stays whole outside of
-    # split blocks; inside attention or an MLP that is split, its gradient would be partial.
-    around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
-    in_mixer = {name for name, outer in around.items() if all(styles.get(block) == MIXER for block in outer)}
-    if unplaced := [n for n in linears if not (styles[n] in LINEAR_STYLES if n in styles else n in in_mixer)]:
-        yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"
