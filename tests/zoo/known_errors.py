@@ -122,7 +122,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "the last token of an odd length": KnownError(
             checks.attention((7, 3, 1), True, False),
-            "attention.call",
+            "attention.members",
             "        if group.pad_to is None:\n            return segments\n"
             "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])",
             "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document] // 2 * 2)",

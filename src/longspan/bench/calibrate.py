@@ -28,7 +28,7 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import prints_results, run_on_ranks
 from longspan.comm import SequenceShard, World, bind
 from longspan.comm.channel import Channel
-from longspan.comm.device_memory import device_name
+from longspan.comm.device import device_name
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import load_model, prepare

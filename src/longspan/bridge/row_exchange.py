@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm.channel import Channel, widen_half_precision
-from longspan.comm.shard import to_device
+from longspan.comm.device import to_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
 from longspan.layout.exchange import Groups, RowMoves, plan_moves

@@ -17,12 +17,12 @@ from longspan.checkpoint.storage import read_metadata
 from longspan.comm import World
 from longspan.comm.all_ranks import (
     LogLine,
-    StopSignal,
     is_first_rank,
     run_on_every_rank,
     run_on_first_rank,
     silence_warnings_of_other_ranks,
 )
+from longspan.comm.received_signals import StopSignal
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from longspan.comm import World, raise_first_error
-from longspan.comm.device_memory import measure_added_peak, unused_bytes
+from longspan.comm.device import measure_added_peak, unused_bytes
 from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import (

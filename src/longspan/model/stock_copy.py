@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank
-from longspan.comm.device_memory import unused_bytes
+from longspan.comm.device import unused_bytes
 from longspan.comm.first_rank import FirstRank
 from longspan.errors import ModelError, plural
 from longspan.model.adapted_modules import unwrap_peft_model

@@ -14,15 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longspan.comm import World, raise_first_error
-from longspan.comm.all_ranks import (
-    LogLine,
-    StopSignal,
-    is_first_rank,
-    result_or_error,
-    run_on_every_rank,
-    signal_of_any_rank,
-)
-from longspan.comm.device_memory import peak_memory_bytes
+from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
+from longspan.comm.device import peak_memory_bytes
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel

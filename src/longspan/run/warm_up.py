@@ -18,8 +18,7 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
-from longspan.comm.device_memory import peak_memory_bytes
-from longspan.comm.watch import is_out_of_memory
+from longspan.comm.device import is_out_of_memory, peak_memory_bytes
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import NO_TARGET, count_targets
 from longspan.data.scored_document import ScoredDocument

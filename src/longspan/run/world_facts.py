@@ -20,7 +20,7 @@ from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
 from longspan.resolve.facts import Facts
 from longspan.resolve.memory import run_machine
 from longspan.resolve.resolved import Resolved, resolve
-from longspan.ssm.kernels.packages import fla_unsupported_reason
+from longspan.ssm.kernels.fla import fla_unsupported_reason
 from longspan.train.optim.state_numbers import optimizer_state_numbers
 
 

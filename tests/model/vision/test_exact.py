@@ -66,7 +66,7 @@ def test_a_step_is_that_of_the_stock_model(ranks: int, cases: Sequence[Case]) ->
 
 # ---- what images could get wrong without an error
 
-PASS, READ, MEMBERS = ("train.terms.encoders", "train.read_rows", "attention.call")
+PASS, READ, MEMBERS = ("train.terms.encoders", "train.read_rows", "attention.members")
 INPUT_CODE, VIDEO_CODE = ("model.vision.image_inputs", "model.vision.videos")
 MUTATIONS: dict[str, Change] = {
     "a part for a deeper layer is dropped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[:-1])"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError
 from longspan.model.activations.pass_state import (
     MakeContext,

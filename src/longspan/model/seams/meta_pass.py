@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.attention import AttendCall, Mask, choose_kernel
-from longspan.attention.call import Dropout
+from longspan.attention.dropout import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.kinds import ROWWISE_LAYER_TYPES, attends_to_chosen_keys, find_mixers

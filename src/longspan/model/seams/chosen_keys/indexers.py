@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from longspan.attention.attend import find_members
-from longspan.attention.call import Members
-from longspan.attention.tiles import Mask
-from longspan.comm.shard import break_graphs_around
+from longspan.attention.masks import Mask
+from longspan.attention.members import Members
+from longspan.comm.autograd import break_graphs_around
 from longspan.model.features import Feature
 from longspan.model.kinds import attends_to_chosen_keys, find_indexers
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys

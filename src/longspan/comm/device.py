@@ -1,13 +1,17 @@
-"""A rank's device: its name, and the bytes that are free there, that were held, and that its allocator took."""
+"""A rank's device: which it is, how arrays get there, and the bytes that are free, held, and taken by its allocator."""
 
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from longspan.errors import CommError, plural
 from longspan.host import free_host_bytes
 
 # the peak of each GPU before `measure_added_peak` reset its allocator's figure
@@ -63,3 +67,49 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
+    """Return an array as a tensor on `device`; on a CPU it shares the array's memory.
+
+    To a GPU the array goes through page-locked memory, and the host does not wait. From ordinary memory CUDA would let
+    all queued work end first, so that every micro-batch would begin with an empty queue.
+    """
+    tensor: Any = torch.from_numpy(x)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
+
+
+def choose_device(backend: str | None, device: torch.device | str | None, local_rank: int) -> torch.device:
+    """Choose the device of this rank: the requested one, else its GPU, else the CPU; a GPU becomes the current one.
+
+    Raises CommError for a backend that longspan does not use, and where this host has no GPU of the device's index.
+    """
+    if backend not in (None, "gloo", "nccl", BOTH):
+        raise CommError(f"backend {backend!r} is not known; use 'gloo' (CPU), 'nccl' (GPU) or None")
+    if device is None:
+        gpu = torch.cuda.is_available() if backend is None else backend != "gloo"
+        device = f"cuda:{local_rank}" if gpu else "cpu"
+    result = torch.device(device)
+    if result.type == "cuda":
+        count = torch.cuda.device_count()
+        index = local_rank if result.index is None else result.index
+        if index >= count:
+            raise CommError(
+                f"local rank {local_rank} needs cuda:{index}, but this host shows {plural(count, 'CUDA device')}; "
+                f"start at most {plural(count, 'rank')} per host, or use backend='gloo' (--device cpu)"
+            )
+        result = torch.device("cuda", index)
+        torch.cuda.set_device(result)
+    return result
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """No memory was left, on a device or on the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -1,14 +1,11 @@
-"""Rows to members that only their senders know: counts travel first, then rows, and their gradients back."""
+"""Rows that routers send to experts of other members: counts travel first, then rows, and their gradients back."""
 
-import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from longspan.comm.autograd import apply_with_gradient
 from longspan.comm.channel import Channel
-from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.errors import CommError
 
 
@@ -18,7 +15,7 @@ def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
     return handle.wait().tolist()
 
 
-def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], channel: Channel) -> Tensor:
+def send_routed_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], channel: Channel) -> Tensor:
     """Send the first `sends[0]` rows of x to member 0, the next `sends[1]` to member 1, …; return what arrives.
 
     x (sum of sends, …) to (sum of receives, …): `receives[m]` rows from each member m in turn. Differentiable: a row
@@ -27,7 +24,7 @@ def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], ch
     """
     if len(sends) != channel.degree or len(receives) != channel.degree or x.shape[0] != sum(sends):
         raise CommError(
-            f"all_to_all_rows got {x.shape[0]} rows to send as {tuple(sends)} and to receive as {tuple(receives)} "
+            f"send_routed_rows got {x.shape[0]} rows to send as {tuple(sends)} and to receive as {tuple(receives)} "
             f"among {channel.degree} members; give one count for each member, and that many rows"
         )
 
@@ -38,20 +35,3 @@ def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], ch
         return channel.all_to_all_rows(gradient, receives, sends, "gradients of experts' rows").wait()
 
     return apply_with_gradient(x, forward, backward)
-
-
-def exchange_tensors(
-    tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
-) -> Generator[None, None, list[Tensor]]:
-    """Send `tensors[m]` to member m of an axis of a mesh; return what each member sends here, of these shapes.
-
-    It yields once, when all is on its way.
-    """
-    sends = [tensor.numel() for tensor in tensors]
-    receives = [math.prod(shape) for shape in shapes]
-    leaving = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    arriving = leaving.new_empty(sum(receives))
-    work = group.alltoall_base(arriving, leaving, receives, sends)
-    yield
-    work.wait()
-    return [part.view(*shape) for part, shape in zip(arriving.split(receives), shapes, strict=True)]

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns
+from longspan.lazy import import_triton_kernels
+from longspan.ssm.kernels.interface import Inputs
+from longspan.ssm.kernels.local_runs import CHUNK, LocalRuns
 
 
 def add_batch_dim(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -98,7 +100,7 @@ def fla_function(module: str, name: str) -> Any:
 
 def triton_kernel(name: str) -> Any:
     """Return one of our Triton kernels of this name; imported on first use, since Triton may not be installed."""
-    return getattr(import_module("longspan.ssm.kernels.triton_kernels"), name)
+    return getattr(import_triton_kernels("longspan.ssm.kernels.triton_kernels"), name)
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
