@@ -38,7 +38,9 @@ from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, home_of, query_heads
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.run_model.load import load_run_model
+from longspan.train.run_model.prepare import prepare_run_model
+from longspan.train.training import Training, make_optimizer
 from longspan.versions import versions
 
 

@@ -32,14 +32,10 @@ from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.model.float8_layers import unsupported_reason
 from longspan.plan import Cost
+from longspan.train.run_model.load import load_run_model, read_model_configuration
+from longspan.train.run_model.prepare import prepare_run_model
 from longspan.train.step import run_step
-from longspan.train.training import (
-    Training,
-    load_run_model,
-    make_optimizer,
-    prepare_run_model,
-    read_model_configuration,
-)
+from longspan.train.training import Training, make_optimizer
 from longspan.versions import versions
 
 BOUND = 0.02

@@ -16,12 +16,13 @@ from trl import SFTConfig, SFTTrainer
 import longspan
 from longspan import Layout, World
 from longspan.hf import steps, with_longspan
-from longspan.hf.facade import AheadBatch, Offset, document_entries, write_counts
-from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step_documents
+from longspan.hf.ahead import AheadBatch, BatchesAhead, ComingStep, Offset, read_step_documents
+from longspan.hf.batch_entries import document_entries, write_counts
+from longspan.hf.steps import CollectedTokens, documents_digest
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossTokens
-from longspan.train.terms.token_loss import Distributions
+from longspan.train.terms.loss_tokens import Distributions
 from tests.hf.stock import Run
 from tests.hf.tiny import completions, model_of, tokenizer
 

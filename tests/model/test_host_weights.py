@@ -46,7 +46,7 @@ MUTATIONS: dict[str, Change] = {
         "pass",
     ),
     "the norm without gradients on the host": (
-        "train.step_end",
+        "train.gradient_norm",
         "return [next(others) if norm is None else norm for norm in norms]",
         "return [next(others) if norm is None else 0 * norm for norm in norms]",
     ),

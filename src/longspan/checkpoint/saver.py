@@ -49,7 +49,7 @@ from longspan.host import free_host_bytes
 from longspan.model.activations.host_offload import HostArena, range_bytes
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, excerpt
-from longspan.train.optim.offload_states import make_sharded_tensor
+from longspan.train.optim.state_buckets import sharded_state
 
 PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
 SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
@@ -144,7 +144,7 @@ class HostCopies:
                 target.copy_(source)
             else:
                 on_host.append((target, source))
-            staged[group][name] = make_sharded_tensor(value, target)
+            staged[group][name] = sharded_state(value, target)
         copied = None
         stream = self._arena.copies
         if stream is not None and on_gpu:  # after what the GPU computes now

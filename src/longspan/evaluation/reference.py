@@ -29,7 +29,7 @@ from longspan.layout import Floats
 from longspan.model import disable_adapter
 from longspan.plain_text import seconds_text
 from longspan.resolve.choice import PlannerConfig
-from longspan.train.training import AnyModel
+from longspan.train.run_model.prepare import AnyModel
 
 _STEPS = 16  # whose tokens are evaluated at a time
 _NEWS_SECONDS = 30.0

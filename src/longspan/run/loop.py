@@ -44,7 +44,7 @@ from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 
 
 class Agreement(NamedTuple):

@@ -32,7 +32,7 @@ from longspan.model.sharding import (
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
-from longspan.train.read_rows import LocalBatch, padding_batch, read_local_batches
+from longspan.train.rows.read_rows import LocalBatch, padding_batch, read_local_batches
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:

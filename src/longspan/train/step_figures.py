@@ -22,7 +22,7 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops
 
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape, Trained
-    from longspan.train.terms.encoders import EncoderTimes
+    from longspan.train.terms.encoding import EncoderTimes
 
 
 @dataclass(frozen=True, kw_only=True)

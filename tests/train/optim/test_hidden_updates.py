@@ -171,7 +171,7 @@ MUTATIONS: dict[str, Change] = {
         "return self.host_states",
     ),
     "an update under the next step's settings": (
-        "train.optim.offload_states",
+        "train.optim.state_buckets",
         "group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}",
         "pass",
     ),

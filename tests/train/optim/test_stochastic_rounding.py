@@ -16,7 +16,8 @@ from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend
-from longspan.train.optim.one_pass_adamw import (
+from longspan.train.optim.optimizer import OptimizerChoice
+from longspan.train.optim.stochastic_rounding import (
     STREAMS,
     RandomKey,
     RoundingBits,
@@ -24,7 +25,6 @@ from longspan.train.optim.one_pass_adamw import (
     round_stochastically,
     rounding_noise,
 )
-from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.training import make_optimizer
 from tests.train.multimodal.encoders import encoder_of
 from tests.train.multimodal.reference import HIDDEN, language_model_of

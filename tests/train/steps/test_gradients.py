@@ -26,7 +26,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, run_step
-from longspan.train.step_end import clip_gradients, gradient_square_sum
+from longspan.train.gradient_norm import clip_gradients, gradient_square_sum
 from tests.model.deep import answer, deep
 from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 

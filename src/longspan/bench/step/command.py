@@ -38,7 +38,9 @@ from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu
 from longspan.run.watches import allocator_retries_text
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.run_model.load import load_run_model
+from longspan.train.run_model.prepare import prepare_run_model
+from longspan.train.training import Training, make_optimizer
 from longspan.versions import versions
 
 Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
+from longspan.train.optim.adamw_updates import Factors, Update, numbers_per_chunk
 from longspan.train.optim.moment_codes import (
     MEAN_SCALE_BYTES,
     NEAREST,
@@ -15,8 +16,9 @@ from longspan.train.optim.moment_codes import (
     PackedMoments,
     packed_bytes,
 )
-from longspan.train.optim.offload_states import make_sharded_tensor
-from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Places, RandomKey, Update, numbers_per_chunk
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.optim.state_buckets import sharded_state
+from longspan.train.optim.stochastic_rounding import Places, RandomKey
 
 MEAN = "exp_avg"
 SQUARE = "exp_avg_sq"
@@ -104,7 +106,7 @@ def _unpack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]
     for start, stop in _chunks(local):
         for moment, numbers in zip(moments.values(), packed.read(start, stop), strict=True):
             moment.view(-1)[start:stop] = numbers
-    return {name: make_sharded_tensor(parameter.detach(), moment) for name, moment in moments.items()}
+    return {name: sharded_state(parameter.detach(), moment) for name, moment in moments.items()}
 
 
 def _chunks(local: Tensor) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from longspan.comm.all_to_all import exchange_tensors
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import BUNDLE_NUMBERS
-from longspan.train.optim.one_pass_adamw import OnePassAdamW, Update
+from longspan.train.optim.adamw_updates import Update
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 
 EPS = 1e-7  # least norm of a matrix, as in torch
 HALVED = 2048  # rows from which symmetric products are computed in halves: a quarter fills a GPU

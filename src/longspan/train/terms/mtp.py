@@ -26,7 +26,8 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.plain_text import short_text
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import LossFn, Passes, Term
-from longspan.train.read_rows import LocalBatch, text_digest
+from longspan.train.rows.agreed_reading import text_digest
+from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
 
 

@@ -17,7 +17,7 @@ from longspan.config.defaults import loss_arguments
 from longspan.config.sections import TrainConfig
 from longspan.data.documents import CorpusDocuments
 from longspan.layout import Floats
-from longspan.train.read_rows import WEIGHTS
+from longspan.train.rows.read_rows import WEIGHTS
 from longspan.train.terms.document_loss import DocumentLoss
 
 

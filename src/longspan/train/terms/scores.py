@@ -20,10 +20,12 @@ from longspan.layout import Floats
 from longspan.model.layers import architecture_name, score_columns
 from longspan.plan import Plan
 from longspan.train.passes import Passes, read_batches, run_passes
-from longspan.train.read_rows import WEIGHTS
+from longspan.train.rows.read_rows import WEIGHTS
 from longspan.train.step_inputs import check_step_arguments
+from longspan.train.terms.collected_log_probs import CollectedLogProbs
 from longspan.train.terms.document_loss import DocumentLoss
-from longspan.train.terms.token_loss import CollectedLogProbs, LossFunction, LossTokens
+from longspan.train.terms.loss_tokens import LossTokens
+from longspan.train.terms.token_loss import LossFunction
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 _PROBLEMS: tuple[ProblemType, ...] = ("regression", "single_label_classification", "multi_label_classification")

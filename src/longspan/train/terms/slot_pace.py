@@ -12,7 +12,7 @@ from longspan.data.document import NO_TARGET
 from longspan.train.device_clock import DeviceClock
 from longspan.train.loss import Head
 from longspan.train.passes import LossFn, Passes, Term
-from longspan.train.read_rows import LocalBatch
+from longspan.train.rows.read_rows import LocalBatch
 
 LEAST_LOGITS = 1 << 27  # of a micro-batch that is timed: on fewer the launches of kernels count
 

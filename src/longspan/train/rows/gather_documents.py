@@ -22,15 +22,9 @@ from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Exchange, Integers, Partition
 from longspan.plain_text import excerpt, short_text
 from longspan.plan import Plan
-from longspan.train.read_rows import (
-    WEIGHTS,
-    NamesOfValues,
-    check_integers,
-    count_prefix_rows,
-    read_and_compare_digest,
-    reading_error,
-    text_digest,
-)
+from longspan.train.rows.agreed_reading import read_and_compare_digest, reading_error, text_digest
+from longspan.train.rows.read_rows import WEIGHTS, NamesOfValues, check_integers
+from longspan.train.rows.visible_spans import count_prefix_rows
 
 IDS = "ids"
 LABELS = "labels"
