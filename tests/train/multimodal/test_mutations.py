@@ -78,7 +78,8 @@ MUTATIONS = {
         LABELLED, "PlanError",
     ),
     "the norm leaves the encoders out": Mutation(
-        "train.gradient_norm", "modules_and_worlds(model, world)", "modules_and_worlds(model, world)[:1]", FAN_IN, "loss"
+        "train.gradient_norm", "modules_and_worlds(model, world)",
+        "modules_and_worlds(model, world)[:1]", FAN_IN, "loss",
     ),
 }  # fmt: skip
 
