@@ -160,7 +160,7 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _FittedSubject:
     checked: CheckedWeights
     sets: Sets
     config: RunConfig
@@ -168,7 +168,9 @@ class _Fit:
     changes: tuple[Change, ...]
 
 
-def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, world: World, log: LogLine) -> _Fit:
+def _fit_subject(
+    request: EvalRequest, checked: CheckedWeights, *, sets: Sets, world: World, log: LogLine
+) -> _FittedSubject:
     longest, origin = max(
         (length, documents.origins[i]) for documents in sets.values() for i, length in enumerate(documents.lengths)
     )
@@ -195,7 +197,9 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     is_cap_fixed = "evaluation.max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
     for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else longest):
         at_degree.check_longest_document(longest, world.home, f"the longest document ({longest} tokens)")
-    return _Fit(checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config)))
+    return _FittedSubject(
+        checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config))
+    )
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ class _Evaluator:
     log: LogLine
     progress: Progress
 
-    def evaluate_subject(self, fit: _Fit) -> SubjectResult:
+    def evaluate_subject(self, fit: _FittedSubject) -> SubjectResult:
         images = any(getattr(documents, "items", ()) for documents in fit.sets.values())
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
@@ -225,7 +229,7 @@ class _Evaluator:
         return SubjectResult(fit.checked.subject.weights, fit.config, sets, fit.changes)
 
     def _evaluate_sets(
-        self, fit: _Fit, model: AnyModel, step: int, cost: Cost, stop: StopSignal
+        self, fit: _FittedSubject, model: AnyModel, step: int, cost: Cost, stop: StopSignal
     ) -> Iterator[SetResult]:
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         weights = fit.checked.subject.weights.title.rpartition("/")[2]

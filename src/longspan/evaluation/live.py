@@ -59,7 +59,7 @@ def evaluate(
     """
     started = time.perf_counter()
     options = options or EvaluationOptions()
-    inputs = _checked_step_inputs(model, documents, choice, world, share_prefixes=options.share_prefixes)
+    inputs = _plan_and_check(model, documents, choice, world, share_prefixes=options.share_prefixes)
     inputs = bring_gathered_rows(inputs, 0)
     if options.loss is not None and score_columns(inputs.language_model) > 1:
         raise EvaluationError(
@@ -93,7 +93,7 @@ def evaluate(
     )
 
 
-def _checked_step_inputs(
+def _plan_and_check(
     model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World, *, share_prefixes: bool
 ) -> StepInputs:
     if isinstance(choice, Plan):
@@ -106,7 +106,7 @@ def _checked_step_inputs(
     if lengths is None:
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
-    choice = _choice_for_evaluation(choice, language_model, documents)
+    choice = _forward_choice(choice, language_model, documents)
     read: Any = documents
     if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
         shared, plan = share_where_faster(
@@ -210,7 +210,7 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
     return totals._replace(documents=losses, hits=hits, rows=len(sets)), Mean(math.fsum(values), len(sets))
 
 
-def _choice_for_evaluation(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
+def _forward_choice(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
     multiple = call_rules(model).row_multiple
     options = choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple

@@ -17,7 +17,7 @@ from longspan.plan import Plan
 from longspan.train import TokenLogProbs
 
 
-class Offset(NamedTuple):
+class OffsetValues(NamedTuple):
     """Values of tokens of documents that are numbered from `first` on in a longer list."""
 
     values: TokenLogProbs
@@ -33,7 +33,7 @@ class AheadBatch(NamedTuple):
 
     entries: Mapping[str, Any]  # by `document_entries`
     rows: BatchDocuments
-    values: Offset
+    values: OffsetValues
     versions: tuple[int, ...]  # of the entries, by `write_counts`
 
     def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:

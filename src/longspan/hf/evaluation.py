@@ -13,7 +13,7 @@ from longspan.hf.refusals import has_cross_entropy_loss
 from longspan.plan import Plan
 from longspan.train.families import cached_plan
 from longspan.train.loss import Head
-from longspan.train.passes import Passes, read_batches, run_passes
+from longspan.train.passes import Passes, read_step_batches, run_passes
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import check_step_arguments
 from longspan.train.terms.step_terms import encoder_terms
@@ -53,7 +53,7 @@ def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: 
     """Return logits (length, V) of all of a plan's documents, in the model's dtype, on every rank; all enter."""
     inputs = check_step_arguments(model, plan, documents, world, backward=False)
     terms = encoder_terms(inputs)
-    batches = read_batches(inputs, terms)
+    batches = read_step_batches(inputs, terms)
     parts: list[Tensor] = []
 
     def keep_logits(batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.data.batch_documents import BatchDocuments
 from longspan.data.document import NO_TARGET, Document
 from longspan.errors import ConfigError, ModelError
-from longspan.hf.ahead import AheadBatch, Offset
+from longspan.hf.ahead import AheadBatch, OffsetValues
 from longspan.hf.batch_entries import IGNORED, read_documents_of_batch
 from longspan.hf.refusals import NAMES_TO_READ, refuse_hooks
 from longspan.hf.scores import CalledScores, make_leaf, read_scored_batch, stock_loss
@@ -177,7 +177,7 @@ class Facade:
         scored = [d for d, document in enumerate(rows.documents) if document.targets]  # indices into the documents
         values = None if ahead is None else ahead.values
         if values is None and scored:
-            values = Offset(self._token_values(self, [rows.documents[d] for d in scored]), 0)
+            values = OffsetValues(self._token_values(self, [rows.documents[d] for d in scored]), 0)
         dtype = torch.float64 if self.inner_model.dtype == torch.float64 else torch.float32
         device = torch.as_tensor(input_ids).device
 

@@ -42,7 +42,7 @@ def resolve_trainer(trainer: Any) -> Resolved:
     document is known, planner and degree stay open: each step gets a dynamic plan, or the fewest slots that hold its
     documents.
     """
-    config = _run_config(trainer)
+    config = _config_with_arguments(trainer)
     args = trainer._stock_arguments
     default = {key.name: key.default for key in fields(args)}
     if asks_for_recomputation(args) and any(
@@ -95,7 +95,7 @@ def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, t
     return replace(options, compiled=config.train.compile, frozen=frozen, **measures)
 
 
-def _run_config(trainer: Any) -> RunConfig:
+def _config_with_arguments(trainer: Any) -> RunConfig:
     # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
     # memory does not depend on the learning rate.
     config = trainer.longspan.config()

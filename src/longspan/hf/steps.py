@@ -16,7 +16,14 @@ from transformers.training_args import ParallelMode
 from longspan.comm import World, to_device
 from longspan.data.document import Document
 from longspan.errors import NonFiniteError
-from longspan.hf.ahead import AheadBatch, BatchesAhead, ComingStep, Offset, coefficients_agree, read_step_documents
+from longspan.hf.ahead import (
+    AheadBatch,
+    BatchesAhead,
+    ComingStep,
+    OffsetValues,
+    coefficients_agree,
+    read_step_documents,
+)
 from longspan.hf.batch_entries import document_entries, move_to_device, write_counts
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
@@ -44,9 +51,9 @@ from longspan.train import (
     token_scores,
 )
 from longspan.train.families import share_where_faster
-from longspan.train.gradient_norm import clip_gradients
+from longspan.train.gradient_norm import scale_to_norm
 from longspan.train.nonfinite import check_finite
-from longspan.train.step_end import gather_and_add, sums_on_device
+from longspan.train.step_end import sum_over_home_on_device, sums_stay_on_device
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +94,8 @@ class CollectedTokens:
             documents, positions, values = (torch.cat(parts, -1) for parts in zip(*self._parts, strict=True))
             at = to_device(starts, world.device)[documents] + positions + 1  # of the token that a row predicts
             table[:, at] = values.double()
-        if sums_on_device(world):
-            sums = gather_and_add(table.flatten(), world).view_as(table).cpu().numpy()
+        if sums_stay_on_device(world):
+            sums = sum_over_home_on_device(table.flatten(), world).view_as(table).cpu().numpy()
         else:
             flat = table.flatten().cpu().numpy()
             sums = world.control.sum_array_over_ranks(flat, "values of tokens").reshape(table.shape)
@@ -265,7 +272,7 @@ class StepsPart(StockTrainer):
         self._guessed_documents = [*self._guessed_documents, *step.documents]
         all_entries = [document_entries(moved) for _, moved in self._moved]
         self._facade.ahead = [
-            AheadBatch(entries, rows, Offset(values, first), write_counts(entries))
+            AheadBatch(entries, rows, OffsetValues(values, first), write_counts(entries))
             for entries, rows, first in zip(all_entries, step.rows, step.firsts, strict=True)
         ]
 
@@ -389,7 +396,7 @@ class StepsPart(StockTrainer):
         if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)
         check_finite(model, self.world, norm=norm)
-        clip_gradients(model.parameters(), limit, norm)
+        scale_to_norm(model.parameters(), limit, norm)
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:

@@ -48,7 +48,7 @@ from longspan.train.run_model.load import load_run_model, make_model_without_wei
 from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model
 from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.start.start_times import Starts
-from longspan.train.training import make_optimizer
+from longspan.train.training import build_run_optimizer
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -404,7 +404,7 @@ def set_up(
         share_none(data.order, log, *rules.separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
-    optimizer = make_optimizer(config, world, model, memory=memory)
+    optimizer = build_run_optimizer(config, world, model, memory=memory)
     if not has_references:
         choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration))
         compute_references(model, compared, config, choice, world, log, stopped)

@@ -49,7 +49,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
         )
     norm = grad_norm(model, world)
     check_finite(model, world, norm=norm)
-    clip_gradients(model.parameters(), max_norm, norm)
+    scale_to_norm(model.parameters(), max_norm, norm)
     return norm
 
 
@@ -59,13 +59,13 @@ def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _FirstCopies(world)
     parts = [
-        torch.stack([norm.to(world.device) for norm in _norms(alike, dtype)]).double().square().sum()
+        torch.stack([norm.to(world.device) for norm in _gradient_norms(alike, dtype)]).double().square().sum()
         for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
     ]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
 
 
-def _norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _gradient_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Those of gradients on the host were taken while they were on the device."""
     norms = [norm_on_device(gradient) for gradient in gradients]
     here = [local_tensor(gradient) for gradient, norm in zip(gradients, norms, strict=True) if norm is None]
@@ -87,7 +87,7 @@ def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
+def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
     """Scale gradients, in place, by max_norm / norm where that is below 1; half precision is rounded once."""
     factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
     if factor < 1:

@@ -21,7 +21,7 @@ from longspan.comm.channel import Channel
 from longspan.data.document import NO_TARGET
 from longspan.errors import PlanError
 from longspan.model.kinds import is_pipeline
-from longspan.train.gradient_norm import clip_gradients, model_gradient_square_sum
+from longspan.train.gradient_norm import model_gradient_square_sum, scale_to_norm
 from longspan.train.nonfinite import check_finite
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
@@ -60,34 +60,34 @@ class StepEnd:
         Raises PlanError where targets are missing, NonFiniteError where the loss or the norm is not finite, on every
         rank: weights and the optimizer's state are as before the step.
         """
-        pieces = self._pieces_to_sum(loss_sum)
+        pieces = self._numbers_to_sum(loss_sum)
         inner = self.optimizer.inner if isinstance(self.optimizer, OffloadedStates) else self.optimizer
         one_pass = inner if isinstance(inner, OnePassAdamW) else None
-        if one_pass is not None and sums_on_device(self.world):
-            return self._finish_on_device(one_pass, pieces)
+        if one_pass is not None and sums_stay_on_device(self.world):
+            return self._sum_and_update_on_device(one_pass, pieces)
         self.host_work()
         values = [x for piece in pieces for x in piece.tolist()]
-        sums = self._check_sums(self.world.control.sum_over_ranks(values, SUMS_NAME), pieces)
+        sums = self._split_and_check_sums(self.world.control.sum_over_ranks(values, SUMS_NAME), pieces)
         self._update_weights(one_pass, sums)
         return sums
 
-    def _finish_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor]) -> StepSums:
+    def _sum_and_update_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor]) -> StepSums:
         """An update that goes on behind the next forward pass begins once the host has checked the sums."""
         assert self.optimizer is not None
         device = self.world.device
         on_device = [x if x.device == device else to_device(x.numpy(), device) for x in pieces]
-        values = gather_and_add(torch.cat(on_device), self.world)
+        values = sum_over_home_on_device(torch.cat(on_device), self.world)
         copy = HostCopy(values)
         with _scaled_gradients(one_pass, self._clip_factor(values)):
             if isinstance(self.optimizer, OffloadedStates) and self.optimizer.hides_updates:
                 self.host_work()
-                sums = self._check_sums(copy.wait(), pieces)
+                sums = self._split_and_check_sums(copy.wait(), pieces)
                 self.optimizer.step()
                 return sums
             self.optimizer.step()
         self.host_work()
         try:
-            return self._check_sums(copy.wait(), pieces)
+            return self._split_and_check_sums(copy.wait(), pieces)
         except BaseException:
             one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
             raise
@@ -101,7 +101,7 @@ class StepEnd:
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
-    def _pieces_to_sum(self, loss_sum: Tensor) -> list[Tensor]:
+    def _numbers_to_sum(self, loss_sum: Tensor) -> list[Tensor]:
         """Numbers (n,) in float64: squares of gradients, loss, targets, and those of each term.
 
         Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
@@ -120,7 +120,7 @@ class StepEnd:
             squares = model_gradient_square_sum(self.model, self.world).flatten()
         return [squares, *slot_sums]
 
-    def _check_sums(self, values: Sequence[float], pieces: Sequence[Tensor]) -> StepSums:
+    def _split_and_check_sums(self, values: Sequence[float], pieces: Sequence[Tensor]) -> StepSums:
         squares, loss_sum, targets, *of_terms = values
         if targets != self.passes.plan.targets:
             raise PlanError(
@@ -144,7 +144,7 @@ class StepEnd:
             return
         if one_pass is None:
             if self.max_grad_norm is not None:
-                clip_gradients(self.model.parameters(), self.max_grad_norm, sums.norm)
+                scale_to_norm(self.model.parameters(), self.max_grad_norm, sums.norm)
             self.optimizer.step()
             return
         factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)  # as torch clips
@@ -163,20 +163,20 @@ def _scaled_gradients(optimizer: OnePassAdamW, scale: Tensor | None) -> Iterator
         optimizer.gradient_scale = None
 
 
-def sums_on_device(world: World) -> bool:
+def sums_stay_on_device(world: World) -> bool:
     """Return whether a step's sums stay on the device until the update is launched; a pipeline adds them on hosts."""
     return world.device.type == "cuda" and world.home.pp == 1
 
 
-def gather_and_add(values: Tensor, world: World) -> Tensor:
+def sum_over_home_on_device(values: Tensor, world: World) -> Tensor:
     """Add values (n,) of all ranks of a home without pipeline, on the device: the same bits on every rank."""
     channels = world.channels
     if world.home.slots > 1:
-        values = _gather_and_sum(channels.find_channel(range(world.home.slots)), values)
-    return _gather_and_sum(channels.tp, values) if world.home.tp > 1 else values
+        values = _sum_over_channel(channels.find_channel(range(world.home.slots)), values)
+    return _sum_over_channel(channels.tp, values) if world.home.tp > 1 else values
 
 
-def _gather_and_sum(channel: Channel, values: Tensor) -> Tensor:
+def _sum_over_channel(channel: Channel, values: Tensor) -> Tensor:
     """Gather the values (n,) of a channel's ranks and add them in the order of ranks: the same bits on every rank."""
     return torch.stack(channel.all_gather(values[None], [1] * channel.degree, SUMS_NAME).wait()).sum(0)[0]
 

@@ -70,7 +70,7 @@ class StepFigures:
         return figures
 
 
-def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
+def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
     """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device = world_device_name(world)
     shape = None

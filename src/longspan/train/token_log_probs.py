@@ -9,7 +9,7 @@ from longspan.comm import World
 from longspan.errors import LossError
 from longspan.model.layers import score_columns
 from longspan.plan import Plan
-from longspan.train.passes import Passes, read_batches, run_passes
+from longspan.train.passes import Passes, read_step_batches, run_passes
 from longspan.train.rows.agreed_reading import text_digest
 from longspan.train.step_inputs import check_step_arguments, check_temperature
 from longspan.train.terms.step_terms import encoder_terms
@@ -57,7 +57,7 @@ def token_log_probs(
     hint = "Give every rank the same names in the same order"
     world.control.compare_digests(text_digest(" ".join(also)), what="lists also=", hint=hint)
     terms = encoder_terms(inputs)
-    batches = read_batches(inputs, terms, temperature)
+    batches = read_step_batches(inputs, terms, temperature)
     log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also, bases=plan.bases)
     run_passes(Passes.with_terms(inputs, terms, log_probs, temperature=temperature), batches)
     return log_probs.sum_over_ranks(world)

@@ -29,7 +29,7 @@ from longspan.train.optim.sharded_trial import check_sharded_update
 from longspan.train.optim.stochastic_rounding import RoundingBits
 from longspan.train.run_model.prepare import AnyModel
 from longspan.train.step import StepResult, run_step
-from longspan.train.step_figures import StepFigures, model_figures
+from longspan.train.step_figures import StepFigures, make_step_figures
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from longspan.train.terms.mtp import MtpLoss
 
 
-def make_optimizer(
+def build_run_optimizer(
     config: RunConfig, world: World, model: AnyModel, *, memory: "MemoryPlan | None" = None
 ) -> Optimizer:
     """Make the configuration's optimizer over the parameters of a prepared model; entered by all ranks.
@@ -104,7 +104,7 @@ class Training:
 
     @cached_property
     def figures(self) -> StepFigures:
-        return model_figures(self.config, self.model, self.world, self.cost)
+        return make_step_figures(self.config, self.model, self.world, self.cost)
 
     def take_step(
         self, plan: Plan, documents: Any, step: int, host_work: Callable[[], None] | None = None

@@ -25,7 +25,7 @@ from longspan.train.optim.stochastic_rounding import (
     round_stochastically,
     rounding_noise,
 )
-from longspan.train.training import make_optimizer
+from longspan.train.training import build_run_optimizer
 from tests.train.multimodal.encoders import encoder_of
 from tests.train.multimodal.reference import HIDDEN, language_model_of
 
@@ -109,7 +109,7 @@ def test_an_encoder_has_its_own_learning_rate() -> None:
         encoder = Encoder(module=prepare_encoder(encoder_of("image", HIDDEN, torch.bfloat16), world), world=world)
         model = MultimodalModel({"image": encoder}, language_model, world)
         keys = {"optimizer.lr": 2.0**-6, "encoder.lr": 2.0**-9, "optimizer.class": "sgd", "optimizer.weight_decay": 0.0}
-        optimizer = make_optimizer(load_config(None, keys), world, model)
+        optimizer = build_run_optimizer(load_config(None, keys), world, model)
         assert {group["initial_lr"] for group in optimizer.param_groups} == {2.0**-9, 2.0**-6}
         for parameter in model.parameters():
             local_tensor(parameter.detach()).zero_()

@@ -57,9 +57,9 @@ def _on_device(*, chosen: bool) -> Iterator[list[str]]:
         patched.setattr(OnePassAdamW, "step", update)
         of_mesh = gradient_norm._FirstCopies._is_first_copy  # a mesh is a tensor of the host
         patched.setattr(gradient_norm._FirstCopies, "_is_first_copy", _uncounted(of_mesh, counting))
-        patched.setattr(step_end, "sums_on_device", lambda world: chosen)
+        patched.setattr(step_end, "sums_stay_on_device", lambda world: chosen)
         if chosen:
-            patched.setattr(step_end, "_gather_and_sum", _uncounted(step_end._gather_and_sum, counting))
+            patched.setattr(step_end, "_sum_over_channel", _uncounted(step_end._sum_over_channel, counting))
         yield reads
 
 

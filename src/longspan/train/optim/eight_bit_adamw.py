@@ -60,7 +60,7 @@ class EightBitAdamW(OnePassAdamW):
             if _SCALE_BYTES.keys() <= states.get(key, {}).keys():
                 self.state[parameter] |= _pack(states[key], parameter)
 
-    def _count_step(self, parameter: nn.Parameter) -> float:
+    def _begin_update(self, parameter: nn.Parameter) -> float:
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
                 f"moments in eight bits were given a parameter {tuple(parameter.shape)} in {parameter.dtype}; use "
@@ -68,7 +68,7 @@ class EightBitAdamW(OnePassAdamW):
             )
         if not self.state[parameter]:
             self.state[parameter] = {"step": torch.tensor(0.0)} | _allocate(local_tensor(parameter.detach()))
-        return super()._count_step(parameter)
+        return super()._begin_update(parameter)
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
         count = self.state[parameter]["step"].item()

@@ -109,13 +109,13 @@ class OffloadedStates(Optimizer):
         bucket_bytes: int = STATE_BUCKET_BYTES,
         hidden_in: nn.Module | None = None,
     ) -> None:
-        self._update: _Update | None = None
+        self._update: _OffloadedUpdate | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
         self._model = hidden_in
         optimizer.param_groups = self.param_groups
-        self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
+        self._copies, self._arena = _StateCopies(device), HostArena(device, total_state_bytes(optimizer))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states = optimizer.state
         optimizer.state = defaultdict(dict)
@@ -162,7 +162,7 @@ class OffloadedStates(Optimizer):
             for parameter in [p for group in with_states for p in group["params"] if p.grad is not None]:
                 self.host_states[parameter]  # takes its place: files of checkpoints have states in this order
             buckets.sort(key=lambda bucket: places[bucket.parts[0].parameter])
-        self._update = _Update(self, self._copies, buckets)
+        self._update = _OffloadedUpdate(self, self._copies, buckets)
         if hidden:
             self._update.begin(groups)
         else:
@@ -245,14 +245,16 @@ class _Fetched:
     arrived: torch.cuda.Event | None
 
 
-class _Update:
+class _OffloadedUpdate:
     """One step of an optimizer with states on the host: its buckets, those that are launched and those that wait.
 
     What a bucket's update needs is kept here as it was when the step was taken: gradients, settings, the scale, and
     `before`, the states, so that all parts of a parameter start from the same count of steps.
     """
 
-    def __init__(self, optimizer: "OffloadedStates", copies: "_Copies", buckets: Sequence[StateBucket]) -> None:
+    def __init__(
+        self, optimizer: "OffloadedStates", copies: "_StateCopies", buckets: Sequence[StateBucket]
+    ) -> None:
         self._optimizer = optimizer
         self._copies = copies
         self._waiting = deque(buckets)
@@ -289,7 +291,7 @@ class _Update:
         """Update what waits; the current stream waits for it, and the host for the states."""
         if self.failure:
             raise ModelError(self.failure)
-        self._leave_replaced()
+        self._restore_methods()
         try:
             self._launch_buckets(self._total)
             self._buckets.close()
@@ -300,23 +302,23 @@ class _Update:
     def _ahead(self) -> int:
         return AHEAD if self._stream is not None else 0
 
-    def _leave_replaced(self) -> None:
+    def _restore_methods(self) -> None:
         for waiter, method in self._replaced.items():
             vars(waiter).pop(method, None)
 
     def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
         parameters = [*parameters]
-        self._make_current(parameters)
+        self._wait_for_updates_of(parameters)
         type(store).fetch(store, parameters)
 
     def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
         del group.unshard
-        self._make_current(group.fsdp_params)
+        self._wait_for_updates_of(group.fsdp_params)
         if self._event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
             group._wait_all_gather_streams_on_event(self._event)
         return group.unshard(*args, **keywords)
 
-    def _make_current(self, parameters: Iterable[Any]) -> None:
+    def _wait_for_updates_of(self, parameters: Iterable[Any]) -> None:
         """Let the current stream wait for the updates of these; gradients of those that it waited for are free."""
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
         count = last + 1
@@ -340,7 +342,7 @@ class _Update:
                     "are updated, the others are not; start again from a checkpoint"
                 )
                 error.add_note(self.failure)
-                self._leave_replaced()
+                self._restore_methods()
                 self._copies.wait_for_all()
             raise
 
@@ -434,7 +436,7 @@ class _Update:
         return [value for _, value in pairs]
 
 
-class _Copies:
+class _StateCopies:
     """Copies each way on a stream of its own; the GPU's memory is taken and freed on the stream that updates."""
 
     def __init__(self, device: torch.device) -> None:

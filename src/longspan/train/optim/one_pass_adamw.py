@@ -67,7 +67,7 @@ class OnePassAdamW(AdamW):
             for parameter in group["params"]:
                 if parameter.grad is None or group.get("is_matrix"):
                     continue
-                count = self._count_step(parameter)
+                count = self._begin_update(parameter)
                 if (index, count) not in factors:
                     factors[index, count] = Factors.from_parameter_group(group, count)
                 updates.append(self._make_update(parameter, factors[index, count]))
@@ -117,7 +117,7 @@ class OnePassAdamW(AdamW):
                     if self._rounding is not None:
                         self._rounding.draws[parameter] -= 1
 
-    def _count_step(self, parameter: nn.Parameter) -> float:
+    def _begin_update(self, parameter: nn.Parameter) -> float:
         """The count is kept on the CPU, also of states that torch's fused AdamW saved: no step waits for a GPU."""
         assert parameter.grad is not None
         if parameter.grad.is_sparse or not parameter.is_floating_point():

@@ -67,7 +67,7 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
     return np.concatenate(documents), np.concatenate(positions)
 
 
-def rows_before(micro_batch: MicroBatch, documents: Integers) -> Integers | int:
+def shared_rows_before(micro_batch: MicroBatch, documents: Integers) -> Integers | int:
     """Return, for rows of these documents (n,), the rows before each document's own: those of prefixes."""
     if all(group.parents is None for group in micro_batch.groups):
         return 0

@@ -210,7 +210,7 @@ _HINT = (
 )
 
 
-def read_local_batches(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
+def read_rows_of_step(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are

@@ -67,7 +67,7 @@ def _check_before_prepare(
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
         model = load_run_model(config, configuration, images=images)
-        _choose_trained_parts(config, model, images=images)
+        _add_adapter_and_freeze(config, model, images=images)
     lines = [*adapter_lines(model)] if config.lora.rank else []
     _check_comm_types_fit_layers(config, model)
     options = _prepare_options(config, world, model, None, training=True)
@@ -102,8 +102,8 @@ def prepare_run_model(
     """
     _check_comm_types_fit_layers(config, model)
     with silence_warnings_of_other_ranks(world):  # about the adapter
-        adapted_model = _choose_trained_parts(config, model, images=images, training=training)
-    frozen, saved = _choose_frozen_weights(config, model) if config.lora.rank else ("whole", 0)
+        adapted_model = _add_adapter_and_freeze(config, model, images=images, training=training)
+    frozen, saved = _frozen_form_and_saving(config, model) if config.lora.rank else ("whole", 0)
     options = replace(_prepare_options(config, world, model, memory, training=training), frozen=frozen)
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training, saved=saved)
@@ -111,7 +111,9 @@ def prepare_run_model(
     return prepare(adapted_model, world, encoder=encoder, options=options)
 
 
-def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: bool, training: bool = True) -> Any:
+def _add_adapter_and_freeze(
+    config: RunConfig, model: PreTrainedModel, *, images: bool, training: bool = True
+) -> Any:
     adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     if images:
         from longspan.model.take_apart import freeze_image_modules
@@ -148,7 +150,7 @@ def _prepare_options(
     )
 
 
-def _choose_frozen_weights(
+def _frozen_form_and_saving(
     config: RunConfig, model: PreTrainedModel
 ) -> tuple[Literal["whole", "nf4", "stored"], int]:
     """Return how frozen weights lie, and how many bytes less than whole ones they take."""

@@ -19,7 +19,7 @@ from longspan.train.log_probs import (
     target_log_probs,
 )
 from longspan.train.loss import Head, Targets, chunked_values
-from longspan.train.rows.positions import documents_and_positions, rows_before
+from longspan.train.rows.positions import documents_and_positions, shared_rows_before
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
 
 
@@ -116,7 +116,7 @@ class BatchTargets:
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
         self.positions = positions  # among the document's own rows
-        self.path_positions: Integers = positions + rows_before(batch.shard.micro_batch, self.documents)
+        self.path_positions: Integers = positions + shared_rows_before(batch.shard.micro_batch, self.documents)
         self.targets: Targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device

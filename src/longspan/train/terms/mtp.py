@@ -82,9 +82,9 @@ class DepthsTerm(Term):
         divisor = passes.divisor
         # What the loss returns is divided by the step's divisor afterwards.
         shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
-        return replace(passes, loss_fn=partial(self._measure_losses, passes.loss_fn, shares), depths=self.depths)
+        return replace(passes, loss_fn=partial(self._add_depth_losses, passes.loss_fn, shares), depths=self.depths)
 
-    def _measure_losses(
+    def _add_depth_losses(
         self, main: LossFn, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
         total = main(batch, hidden, head)

@@ -19,7 +19,7 @@ from longspan.errors import LossError, plural
 from longspan.layout import Floats
 from longspan.model.layers import architecture_name, score_columns
 from longspan.plan import Plan
-from longspan.train.passes import Passes, read_batches, run_passes
+from longspan.train.passes import Passes, read_step_batches, run_passes
 from longspan.train.rows.read_rows import WEIGHTS
 from longspan.train.step_inputs import check_step_arguments
 from longspan.train.terms.collected_log_probs import CollectedLogProbs
@@ -161,7 +161,7 @@ def token_scores(
             f"{architecture_name(inputs.language_model)} predicts tokens and has no scores; use token_log_probs, or "
             "prepare a model with a head of scores"
         )
-    batches = read_batches(inputs, ())
+    batches = read_step_batches(inputs, ())
     collected = CollectedLogProbs(plan.lengths, loss_chunk_rows, scores=columns)
     run_passes(Passes.with_terms(inputs, (), collected), batches)
     values, sums = collected.gather_tables(world)

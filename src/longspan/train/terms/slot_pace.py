@@ -27,11 +27,9 @@ class SlotPaceTerm(Term):
         self._seconds = 0.0
 
     def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, loss_fn=partial(self._measure_and_time, passes.loss_fn))
+        return replace(passes, loss_fn=partial(self._time_loss, passes.loss_fn))
 
-    def _measure_and_time(
-        self, measure: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
-    ) -> Tensor:
+    def _time_loss(self, measure: LossFn, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)
