@@ -17,7 +17,7 @@ from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_encoder_adapter
-from longspan.model.adapters.leave_out import redirect_peft_model
+from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.exactness.image_trial import reasons_against_images
 from longspan.model.kinds import belongs_to_adapter, unwrap_peft_model
 from longspan.model.layers import base_model, is_in_projector, reads_other_modalities, towers_beside_text_model

@@ -37,7 +37,7 @@ from longspan.host import free_host_bytes
 from longspan.hub import hub_name
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
-from longspan.model.exactness.check_model import check_unconnected
+from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.features import Call, features_of
 from longspan.model.float8_layers import unsupported_reason
@@ -214,12 +214,12 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
 def _check_before_prepare(
     config: RunConfig, world: World, configuration: PreTrainedConfig, *, images: bool
 ) -> list[str]:
-    from longspan.model.adapters.new_adapter import adapter_lines
+    from longspan.model.adapters.new_adapter import lines_about_adapter
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
         model = load_run_model(config, configuration, images=images)
         _choose_trained_parts(config, model, images=images)
-    lines = [*adapter_lines(model)] if config.lora.rank else []
+    lines = [*lines_about_adapter(model)] if config.lora.rank else []
     _check_comm_types_fit_layers(config, model)
     options = _prepare_options(config, world, model, None, training=True)
     with ExitStack() as forms:
@@ -230,7 +230,7 @@ def _check_before_prepare(
         features = features_of(Call(model, model, world, options))
         for feature in features:
             forms.enter_context(feature.checks_context(model))
-        check_unconnected(model, features)
+        check_model_on_this_rank(model, features)
         for feature in features:
             if error := feature.rank_error(model):
                 raise error

@@ -129,7 +129,7 @@ def _call_results(
 
 
 def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
-    """Return the slice of the unsplit result that this rank's `result`, if it is a DTensor, stands for; else the whole."""
+    """Return the slice of the unsplit result for which this rank's `result`, a DTensor, stands; else the whole."""
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements
