@@ -398,8 +398,8 @@ def test_norms_of_long_inputs_take_some_rows_at_a_time(monkeypatch: pytest.Monke
         encoder = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.RMSNorm(5))
         norms.split_long_norms(encoder)
         shard, results = bind(plan.micro_batches[0], world), []
-        for most in (norms.MOST, 100):
-            monkeypatch.setattr(norms, "MOST", most)
+        for most in (norms.MOST_ELEMENTS, 100):
+            monkeypatch.setattr(norms, "MOST_ELEMENTS", most)
             sizes.clear()
             logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits
             results.append((logits, encoder(x)))

@@ -120,7 +120,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     matrix_a, matrix_b = (
         saved.tensors[f"{adapted.module}.lora_{matrix_name}.{adapter}.weight"].to(dtype) for matrix_name in "AB"
     )
-    return weight.to(dtype) + adapted.sum_of(matrix_a, matrix_b)
+    return weight.to(dtype) + adapted.added_matrix(matrix_a, matrix_b)
 
 
 def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> None:

@@ -39,7 +39,7 @@ from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.multimodal.image_modules import refuse_model_without_images
 from longspan.model.multimodal.video_tokens import video_tokens
-from longspan.model.seams.chosen_keys.indexers import order_ties
+from longspan.model.seams.chosen_keys.indexers import order_equal_scores
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
 
@@ -233,7 +233,7 @@ def make_stock_model(
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # the model's own code computes its experts: there is no choice
             model.set_experts_implementation("eager")
-    order_ties(model)
+    order_equal_scores(model)
     return model.train()
 
 

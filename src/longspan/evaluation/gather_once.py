@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
-from longspan.model.marks import find_float8_weight, has_weights_on_host, keep_float8_weights
+from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
 from longspan.model.sharding import fsdp_modules, reduction_groups, reshards_after_forward
 
 

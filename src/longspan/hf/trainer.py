@@ -34,7 +34,7 @@ from longspan.hf.resolve_trainer import CHECKPOINTING, options_of_prepare, resol
 from longspan.hf.steps import StepsPart
 from longspan.layout import Layout
 from longspan.model.adapted_modules import unwrap_peft_model
-from longspan.model.adapters.leave_out import redirect_peft_model
+from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.layers import architecture_name
 from longspan.model.marks import waits_on_host
 from longspan.model.replaced_parameters import refuse_other_parameters

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.model.adapters.leave_out import disable_adapter as disable_adapter
+    from longspan.model.adapters.disable_adapter import disable_adapter as disable_adapter
     from longspan.model.add_depths import add_mtp as add_mtp
     from longspan.model.load import load_model as load_model
     from longspan.model.multimodal.multimodal_model import Encoder as Encoder, MultimodalModel as MultimodalModel

@@ -17,7 +17,7 @@ from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter
 from longspan.model.features import Feature
 from longspan.model.float8.products import (
-    Scaled,
+    ScaledRows,
     add_float8_weights,
     find_or_make_float8_weight,
     linear_in_float8,
@@ -167,7 +167,7 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
         )
     if torch.compiler.is_compiling():  # by an operator, as torch.compile traces none of the code below
         rows = input.reshape(-1, input.shape[-1])
-        y = _linear(rows, *quantise_by_torch(rows.detach()), weight, linear.bias)
+        y = _multiply_rows(rows, *quantise_by_torch(rows.detach()), weight, linear.bias)
         return y.view(*input.shape[:-1], weight.shape[0])
     float8_weight = find_float8_weight(linear, "weight")
     assert float8_weight is not None
@@ -183,30 +183,30 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
-def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_rows(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply rows in float8 (`values`, `scales`) by a weight (N, K).
 
     They are made of x (S, K), which gives the dtype, and which backward reads.
     """
     return multiply_scaled_rows(
-        Scaled(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias
+        ScaledRows(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias
     )
 
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
-def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+def _multiply_row_gradients(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     """Multiply dy in float8 (`values`, `scales`), (S, N), by a weight (N, K); of dy itself only the dtype is read."""
     return multiply_scaled_rows(
-        Scaled(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype
+        ScaledRows(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype
     )
 
 
-@_linear.register_fake
+@_multiply_rows.register_fake
 def _(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@_row_gradient.register_fake
+@_multiply_row_gradients.register_fake
 def _(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     return dy.new_empty((dy.shape[0], weight.shape[1]))
 
@@ -216,12 +216,12 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
 
-def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients_of_inputs(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Return gradients of x, weight and bias; values and scales get none, as they are made of x."""
     x, weight = ctx.saved_tensors
     needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
     return (
-        _row_gradient(dy, *quantise_by_torch(dy), weight) if needs_rows else None,
+        _multiply_row_gradients(dy, *quantise_by_torch(dy), weight) if needs_rows else None,
         None,
         None,
         (dy.t() @ x).to(weight.dtype) if needs_weight else None,
@@ -229,4 +229,4 @@ def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_linear.register_autograd(_input_gradients, setup_context=_save_inputs)
+_multiply_rows.register_autograd(_gradients_of_inputs, setup_context=_save_inputs)

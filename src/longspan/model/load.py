@@ -41,7 +41,7 @@ from longspan.model.weights.hf_folder import (
 from longspan.plain_text import items_text
 
 if TYPE_CHECKING:
-    from longspan.model.frozen.formats.storage_methods import StoredWeights
+    from longspan.model.frozen.formats.storage_methods import StorageMethod
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -141,14 +141,14 @@ def check_folder_weights(folder: str | Path) -> None:
         load_model(folder, sharded=True)
 
 
-def _find_stored_weights(folder: Path) -> "StoredWeights | None":
+def _find_stored_weights(folder: Path) -> "StorageMethod | None":
     """Return how a folder has weights in 4 or 8 bits; None if it has not. ModelError for a format that is not read."""
     if not (settings := quantization_settings(folder)):
         return None
-    from longspan.model.frozen.formats.storage_methods import stored_weights
+    from longspan.model.frozen.formats.storage_methods import find_storage_method
 
     try:
-        return stored_weights(settings)
+        return find_storage_method(settings)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
 
@@ -193,7 +193,7 @@ _TABLES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 
 def checked_folder_weights(
-    folder: Path, model: PreTrainedModel, stored: "StoredWeights | None" = None
+    folder: Path, model: PreTrainedModel, stored: "StorageMethod | None" = None
 ) -> FolderWeights:
     """Return a folder as the source of a model's weights, after its headers are compared with the model's names.
 

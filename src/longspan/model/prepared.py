@@ -26,13 +26,13 @@ from longspan.model.seams.guards import guard_prepared_model
 from longspan.model.seams.meta_pass import (
     MetaRecord,
     attention_dropout,
-    check_kernel_for_calls,
+    checked_attend_calls,
     record_calls_and_draws,
 )
-from longspan.model.seams.model_calls import check_model_call
+from longspan.model.seams.model_calls import complete_model_call
 from longspan.model.seams.position_tables import position_table
 from longspan.model.seams.prefixes import has_bidirectional_prefix, make_layers_causal
-from longspan.model.seams.query_scaling import defer_temperature
+from longspan.model.seams.query_scaling import defer_query_scaling
 from longspan.model.seams.rope import choose_frequencies_by_document, length_limits
 from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.seams.running_layer import hook_layer_arguments
@@ -142,7 +142,7 @@ def prepare_language_model(
     record = record_calls_and_draws(model, class_draws)
     sharding = options.sharding(world)
     dtype = sharding.compute_dtype_of(model)
-    calls = check_kernel_for_calls(model, options.attention_kernel, record.calls, device=world.device, dtype=dtype)
+    calls = checked_attend_calls(model, options.attention_kernel, record.calls, device=world.device, dtype=dtype)
     name_parameters(model)
     _set_configuration(model)
     reduce_dtype = sharding.mixed_precision_policy(model).reduce_dtype or dtype
@@ -171,7 +171,7 @@ def prepare_language_model(
     prepared.execution = execution
     guard_prepared_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
-    prepared.register_forward_pre_hook(check_model_call, with_kwargs=True, prepend=True)
+    prepared.register_forward_pre_hook(complete_model_call, with_kwargs=True, prepend=True)
     prepared.register_forward_pre_hook(try_rows_before_call, prepend=True, with_kwargs=True)
     for parameter in prepared.parameters():  # that were not replaced
         vars(parameter).pop(FORMER, None)
@@ -193,7 +193,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
     if has_bidirectional_prefix(config):
         make_layers_causal(model)
     choose_frequencies_by_document(model)
-    defer_temperature(model)
+    defer_query_scaling(model)
     hook_layer_arguments(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):  # to look for padding waits for the device, and a shard has none

@@ -171,7 +171,7 @@ def check_step_arguments(
         )
     documents.check_targets(plan)
     if plan.parents is not None:
-        rules.check_families(plan.micro_batches, training=backward)
+        rules.check_shared_prefixes(plan.micro_batches, training=backward)
         if is_multimodal(model):
             raise ModelError(
                 "documents of the plan share prefixes, and a MultimodalModel takes whole documents; plan them before "

@@ -24,7 +24,7 @@ from tests.mutation import Change, mutated
 
 PATH = "model.frozen.packed_param"
 MUTATIONS: dict[str, Change] = {  # noticed by the weights that a model gives out
-    "columns of the first rank": (PATH, "held.start // self.row_bytes * self.columns", "0"),
+    "columns of the first rank": (PATH, "held_bytes.start // self.row_bytes * self.columns", "0"),
     "rounded before they are packed": (PATH, "self.read_dtype)", "torch.bfloat16)"),
 }
 HOMES: Mapping[str, tuple[str, Layout]] = {

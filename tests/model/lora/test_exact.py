@@ -219,7 +219,7 @@ MUTATIONS: dict[str, tuple[Change | None, set[str]]] = {  # and what shows it
     "no sum of B's gradient, row-wise": ((SPLIT, f"{SECOND}{SUMMED}", f"{SECOND}pass"), {"lora_B"}),
     "bias on every rank": ((SPLIT, '"bias": return_none', '"bias": local_tensor'), {"loss"}),
     SCALING: (None, {"loss", "lora_A", "lora_B"}),  # peft's own term
-    "adapter not left out": (("model.adapters.leave_out", "module._disable_adapters = True", "pass"), {"base"}),
+    "adapter not left out": (("model.adapters.disable_adapter", "module._disable_adapters = True", "pass"), {"base"}),
 }
 
 

@@ -50,7 +50,7 @@ def choices_of_the_class(family: str) -> list[Choices]:
     """Of each indexer, in float64: what the class itself chooses of what a row sees, documents one by one."""
     model, by_indexer = tiny(family), list[Choices]()
     if MANY_HEADS not in family:
-        indexers.order_ties(model)
+        indexers.order_equal_scores(model)
     for indexer in find_indexers(model).values():
         by_indexer.append([])
 

@@ -15,7 +15,7 @@ class AdaptedWeight(NamedTuple):
     experts: int = 0
     transposed: bool = False  # an expert's matrix is (inputs, outputs)
 
-    def sum_of(self, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
+    def added_matrix(self, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
         """Return s B A, for experts (E, …): rows of A are sorted by expert, columns of B by rank, then by expert."""
         if not self.experts:
             return self.scaling * (matrix_b @ matrix_a)
@@ -26,18 +26,20 @@ class AdaptedWeight(NamedTuple):
 
 def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
     """Return what peft adds to the weights of an adapted model that is not prepared or is, by qualified name."""
-    found = dict[str, AdaptedWeight]()
+    adapted_by_name = dict[str, AdaptedWeight]()
     for name, module in peft_modules(model).items():
         if not is_adapted(module):
             continue
         wrapper: Any = module
         (scaling,) = wrapper.scaling.values()
         if not is_expert_adapter(module):
-            found[f"{name}.base_layer.weight"] = AdaptedWeight(name, scaling)
+            adapted_by_name[f"{name}.base_layer.weight"] = AdaptedWeight(name, scaling)
             continue
         path = name
         while hasattr(model.get_submodule(path), "base_layer"):  # a matrix is adapted around another's adapter
             path += ".base_layer"
         transposed = not wrapper._did_swap_in_out_features
-        found[f"{path}.{wrapper.parameter_name}"] = AdaptedWeight(name, scaling, wrapper.num_experts, transposed)
-    return found
+        adapted_by_name[f"{path}.{wrapper.parameter_name}"] = AdaptedWeight(
+            name, scaling, wrapper.num_experts, transposed
+        )
+    return adapted_by_name

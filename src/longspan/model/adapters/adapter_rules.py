@@ -1,4 +1,7 @@
-"""Rules for adapters of peft: which ones are shown to be exact in a model, or in an encoder, under a home."""
+"""Rules for adapters of peft: which ones are shown to be exact in a model, or in an encoder, under a home.
+
+`AdapterFeature` has `prepare` check them, and note the adapter at the model.
+"""
 
 import reprlib
 import zlib
@@ -20,7 +23,7 @@ from longspan.model.adapted_modules import (
     unadapted_module,
 )
 from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_adapter
-from longspan.model.adapters.leave_out import redirect_peft_model
+from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.adapters.new_adapter import adapter_is_drawn_by_prepare
 from longspan.model.features import Call, Feature
 from longspan.model.kinds import expert_modules, find_indexers

@@ -30,7 +30,7 @@ from longspan.model.weights.fill import JoinedWeights, find_deferred_weights
 from longspan.model.weights.local_tensors import LocalPart
 
 
-def adapter_lines(model: PreTrainedModel) -> Iterator[str]:
+def lines_about_adapter(model: PreTrainedModel) -> Iterator[str]:
     """Yield lines about what has no adapter in the decoder layers of an adapted model, and where none can be merged."""
     adapted = adapted_weights(model)
     sizes = Counter[str]()

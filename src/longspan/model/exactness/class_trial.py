@@ -15,7 +15,7 @@ from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
 from longspan.model.kinds import expert_modules, find_indexers, find_mixers, has_experts
 from longspan.model.layers import innermost_decoder
-from longspan.model.seams.query_scaling import defer_temperature
+from longspan.model.seams.query_scaling import defer_query_scaling
 from longspan.model.seams.separate_rows import attend_separately
 
 _STAND_IN = "longspan_separate_rows"
@@ -33,7 +33,7 @@ class ClassTrial:
     draws: tuple[str, ...] = ()
 
 
-def refuse_inexact_class(model: PreTrainedModel) -> tuple[str, ...]:
+def draws_of_exact_class(model: PreTrainedModel) -> tuple[str, ...]:
     """Raise ModelError, with every reason, for a model of a class that would not be exact; returns its random draws."""
     trial = try_small_model_of_class(model)
     if trial.reasons:
@@ -68,8 +68,8 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
             with torch.no_grad():
                 outs.append(model(input_ids=ids, position_ids=positions, use_cache=False)[0])
         draws = not torch.equal(*outs)
-        seen = ("numbers by which a small model of its class differs from seed to seed",) if draws else ()
-        return ClassTrial(tuple(_row_reasons(model.train(not draws))), seen)
+        draws_text = ("numbers by which a small model of its class differs from seed to seed",) if draws else ()
+        return ClassTrial(tuple(_row_reasons(model.train(not draws))), draws_text)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
@@ -86,7 +86,7 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
-    defer_temperature(model)  # attention's business: it is not tried here
+    defer_query_scaling(model)  # attention's business: it is not tried here
     if find_indexers(model):
         from longspan.model.seams.chosen_keys.indexers import shard_indexers
 

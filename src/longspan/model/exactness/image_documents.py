@@ -29,10 +29,10 @@ from longspan.model.vision.videos import Video, VideoTokens
 from longspan.plan.shape.families import find_family
 
 Side = tuple[int, int]
-_FINE = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
+_MASK_OF_TILES = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
 _SHAPES = "spatial_shapes"
 _MERGES = "image_merge_sizes"
-_FINER = "high_res_pixel_values"
+_FINER_PIXELS = "high_res_pixel_values"
 
 
 def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
@@ -113,16 +113,16 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rand
     tiles = min(side)
     pixels = _draw_pixels((tiles, *tile), draw)
     fields = dict[str, Tensor]()
-    if _FINE in parameters:
+    if _MASK_OF_TILES in parameters:
         fields[MASK] = torch.ones(tiles, dtype=torch.bool)
     elif MASK in parameters:
         padding = _first_side(base.config.vision_config.patch_size) * (side[1] % 2)
         fields[MASK] = torch.ones(tiles, *tile[1:], dtype=torch.int64)
         fields[MASK][-1, :, tile[2] - padding :] = 0
         pixels = pixels * fields[MASK][:, None]
-    if _FINER in parameters:
+    if _FINER_PIXELS in parameters:
         finer = _first_side(base.config.high_res_vision_config.image_size)
-        fields[_FINER] = _draw_pixels((tiles, tile[0], finer, finer), draw)
+        fields[_FINER_PIXELS] = _draw_pixels((tiles, tile[0], finer, finer), draw)
     return ImageInput(pixels, fields=fields)
 
 

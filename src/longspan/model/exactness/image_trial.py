@@ -1,7 +1,7 @@
 """A trial of what a model does with images: a small model of its class runs on the host, whole and in its two parts.
 
 Images must enter the text model only as rows in the places of their placeholders (DeepStack: after layers too) and as
-positions: logits and every gradient are compared. Documents are of random ids and pixels, with images of several sizes.
+positions: logits and every gradient are compared.
 """
 
 from collections.abc import Callable, Iterator

@@ -26,7 +26,7 @@ from longspan.model.layers import decoder_layers, mtp_depths, preserve_modes
 from longspan.model.marks import IS_COMPILED, is_pipeline
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
-from longspan.model.seams.meta_pass import preserve_attributes
+from longspan.model.seams.meta_pass import restore_attributes_after
 from longspan.model.seams.separate_rows import SeparateRows
 from longspan.plan import Group, MicroBatch
 
@@ -101,7 +101,7 @@ def _compared_mask(numbers: Integers) -> Integers:
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
-class _Allowed(NamedTuple):
+class _AllowedDifference(NamedTuple):
     """How far the compared rows of two passes may differ: `error`, relative to what a module adds to a row.
 
     A single number may differ by `epsilons` of the coarser of its type and `dtype`. With `median` a tensor's error is
@@ -130,7 +130,7 @@ class _ObservedPass:
     by its own effect. `errors` are shares of what is allowed, on the device.
     """
 
-    def __init__(self, rows: _TrialRows, allowed: _Allowed, before: "_ObservedPass | None") -> None:
+    def __init__(self, rows: _TrialRows, allowed: _AllowedDifference, before: "_ObservedPass | None") -> None:
         self.rows = rows
         self.allowed = allowed
         self.before = before
@@ -371,18 +371,18 @@ class _RowTrial:
                 self._run_pass(stage, observed)
         return observed
 
-    def _allowed_difference(self, *, same_shapes: bool) -> _Allowed:
+    def _allowed_difference(self, *, same_shapes: bool) -> _AllowedDifference:
         """Return how far rows may differ between two passes, of the same shapes or of other ones.
 
         1e-4 is for float32, in which norms and routers may be, whatever the model's type. In coarse types it is least
         where every product has the same shapes, and most where rounding may choose other experts.
         """
         if same_shapes and not self.experts:
-            return _Allowed(self.dtype, 0.01 if self.coarse else 1e-4, 0, median=False)
+            return _AllowedDifference(self.dtype, 0.01 if self.coarse else 1e-4, 0, median=False)
         if not self.coarse:
-            return _Allowed(self.dtype, 1e-4, 16, median=False)
+            return _AllowedDifference(self.dtype, 1e-4, 16, median=False)
         other_experts = self.experts and not same_shapes
-        return _Allowed(self.dtype, 0.1 if other_experts else 0.05, 2, median=other_experts)
+        return _AllowedDifference(self.dtype, 0.1 if other_experts else 0.05, 2, median=other_experts)
 
     def _run_pass(self, stage: Any, observed: _ObservedPass) -> None:
         """Call a model or a stage with the pass's rows, and observe the hidden states and logits behind its layers."""
@@ -431,7 +431,7 @@ def _preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore attributes of modules, and the values of buffers that were written to inside."""
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
-        with preserve_attributes(model):
+        with restore_attributes_after(model):
             yield
     finally:
         for buffer, version, value in values:

@@ -1,7 +1,7 @@
 """Small copies of models: a configuration of the same class and kinds of layers at widths of tens, and weights for it.
 
-Widths keep whole ratios to the hidden size, head counts their kind, rotary scalings their type; attributes that no rule
-knows stay. Not shown: what needs true sizes (`true_heads` keeps those of heads), or trained weights.
+`small_values.py` has the widths. Not shown: what needs true sizes (`true_heads` keeps those of heads), or trained
+weights.
 """
 
 import logging
@@ -117,7 +117,7 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """Make a model of a small configuration, of its task's class; "eager" attention where a class has no other."""
+    """Make a model of a small configuration, of the class for its task; "eager" where a class has no `attention`."""
     settings = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = (
         AutoModelForImageTextToText if images or has_only_image_text_class(config) else AutoModelForCausalLM

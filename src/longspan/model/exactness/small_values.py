@@ -106,7 +106,7 @@ class Sizes:
     narrow: bool = True  # the hidden size may differ from the heads' widths together, where it did
 
 
-class _Rules:
+class _SmallAttributes:
     """The small value of each attribute of one configuration.
 
     The small hidden size is heads · head size, or three quarters of it where the model's differs too (`narrow`).
@@ -132,7 +132,7 @@ class _Rules:
         latent = values.get("kv_lora_rank") is not None
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
-    def small_value(self, name: str, value: Any) -> Any:
+    def shrink_value(self, name: str, value: Any) -> Any:
         """Return the small value of an attribute: itself if no rule knows it.
 
         Token ids beyond the small vocabulary become 2, so that a token is still set. Dropout is off, as trials compare
@@ -140,7 +140,7 @@ class _Rules:
         """
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
-            return [self.small_value(name, entry) for entry in value] if sized else value
+            return [self.shrink_value(name, entry) for entry in value] if sized else value
         if name == "pad_token_id" and value is None:
             return self.sizes.pad
         if _TOKEN.search(name):
@@ -218,11 +218,11 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     >>> small_values({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}, Sizes())
     {'hidden_size': 64, 'num_attention_heads': 4, 'num_key_value_heads': 2}
     """
-    rules = _Rules(values, sizes)
-    small = {name: rules.small_value(name, value) for name, value in values.items()}
+    rules = _SmallAttributes(values, sizes)
+    small = {name: rules.shrink_value(name, value) for name, value in values.items()}
     if isinstance(layers := values.get("per_layer_config"), Mapping):
         small["per_layer_config"] = {
-            layer: {name: rules.small_value(name, value) for name, value in entry.items()}
+            layer: {name: rules.shrink_value(name, value) for name, value in entry.items()}
             for layer, entry in layers.items()
         }
     if isinstance(rope := values.get("rope_parameters"), Mapping):

@@ -1,7 +1,7 @@
-"""What experts compute from rows (tokens): copies for every visit, two linears around the model's gate, weighted sums.
+"""What experts compute from rows (tokens) that are sorted by expert: two linears around the model's gate.
 
-One grouped product does all experts in bfloat16 on GPUs, else one for each; every expert gets a gradient. Copies, sums
-and SiLU gates are Triton kernels, without atomic sums: gradients do not depend on the order of blocks.
+One grouped product does all experts in bfloat16 on GPUs, else one for each; every expert gets a gradient. SiLU gates
+are Triton kernels.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
 
 def apply_silu_gate_kernel(x: Tensor) -> Tensor:
     """Compute SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
-    return _Gated.apply(x)  # pyright: ignore[reportReturnType]
+    return _SiluGate.apply(x)  # pyright: ignore[reportReturnType]
 
 
-class _Gated(torch.autograd.Function):
+class _SiluGate(torch.autograd.Function):
     """SiLU(first half) · second half of rows (S, 2 I), forward and backward by one kernel each."""
 
     @staticmethod

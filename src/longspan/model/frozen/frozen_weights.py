@@ -70,8 +70,8 @@ def packed_sizes(model: PreTrainedModel, formats: Mapping[str, PackedFormat]) ->
         whole_bytes += weight.nbytes
         columns = weight.shape[-2 if packed.transposed else -1]
         packed_bytes += weight.numel() // columns * packed.rows.row_bytes(columns)
-    own = sum(p.numel() for name, p in model.named_parameters() if not belongs_to_adapter(name))
-    return PackedSizes(numbers, whole_bytes, packed_bytes, numbers / own)
+    model_numbers = sum(p.numel() for name, p in model.named_parameters() if not belongs_to_adapter(name))
+    return PackedSizes(numbers, whole_bytes, packed_bytes, numbers / model_numbers)
 
 
 def choose_formats(model: PreTrainedModel, frozen: str) -> dict[str, PackedFormat]:

@@ -18,7 +18,7 @@ from longspan.layout import Layout
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_encoder_adapter
-from longspan.model.adapters.leave_out import redirect_peft_model
+from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.layers import base_model
 from longspan.model.multimodal.image_cost import image_cost
 from longspan.model.multimodal.image_modules import refuse_model_without_images

@@ -39,8 +39,8 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
     folder = Path(folder)
 
     def as_error(error: Exception) -> ModelError:
-        said = f"the weights in {folder} cannot be read: {type(error).__name__}: {error}"
-        return error if isinstance(error, ModelError) else ModelError(said)
+        text = f"the weights in {folder} cannot be read: {type(error).__name__}: {error}"
+        return error if isinstance(error, ModelError) else ModelError(text)
 
     if (adapter := adapter_of_prepared_model(model)) is not None:
         result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), as_error)

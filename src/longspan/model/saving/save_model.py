@@ -1,4 +1,4 @@
-"""A prepared model, whole: to a folder that stock transformers loads, one layer at a time, or by name on every rank.
+"""A prepared model to a folder that stock transformers loads, or its adapter to one that stock peft loads.
 
 Training checkpoints, with optimizer state, and encoders of one's own are not saved here.
 """

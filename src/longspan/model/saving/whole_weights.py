@@ -60,7 +60,7 @@ def _whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
-class _SavedEntry(NamedTuple):
+class _WeightEntry(NamedTuple):
     """What other ranks must know of a weight to receive it; `name` is the prepared model's."""
 
     name: str
@@ -85,7 +85,7 @@ class WholeWeights:
         self._local: dict[str, Tensor] = {}
         # of frozen weights in 4 or 8 bits, which are given out as they are computed with
         self._packed = dict[str, Any]()
-        entries = list[_SavedEntry]()
+        entries = list[_WeightEntry]()
         position = world.coordinates.pp
         for stage in stages:
             state = stage.state_dict()
@@ -103,14 +103,14 @@ class WholeWeights:
                     shape, dtype = tuple(value.shape), value.dtype
                     if (packed := self._packed.get(name)) is not None:
                         shape, dtype = packed.whole_shape(value), packed.dtype
-                    entries.append(_SavedEntry(name, shape, dtype, position, is_tied, adapted.get(name)))
+                    entries.append(_WeightEntry(name, shape, dtype, position, is_tied, adapted.get(name)))
         if world.home.pp > 1:
             local_entries = {position: entries} if (world.slot, world.coordinates.tp) == (0, 0) else None
-            join = dict[int, list[_SavedEntry]].__or__
+            join = dict[int, list[_WeightEntry]].__or__
             by_stage = world.control.reduce_object(local_entries, join, "names of weights") or {}
             entries = [entry for stage in range(world.home.pp) for entry in by_stage[stage]]
         self._tied = {entry.name for entry in entries if entry.tied}
-        self._entries = dict[str, _SavedEntry]()
+        self._entries = dict[str, _WeightEntry]()
         for entry in entries:  # a weight that several stages have is sent by the first of them
             self._entries.setdefault(entry.name, entry)
         self.names = [*self._entries]
@@ -137,7 +137,7 @@ class WholeWeights:
             wide = torch.promote_types(weight.dtype, torch.float32)
             a, b = (self.gather_tensor(matrix, first_only=first_only).to(wide) for matrix in matrices)
             if weight.numel():  # it is empty on a rank that only sends
-                weight = (weight.to(wide) + adapted.sum_of(a, b)).to(weight.dtype)
+                weight = (weight.to(wide) + adapted.added_matrix(a, b)).to(weight.dtype)
         return weight
 
     def check_mergeable(self) -> None:

@@ -1,7 +1,6 @@
-"""What a prepared model and its attention are called with, checked on the host; attention by transformers' interface.
+"""Attention of transformers' models over a sharded sequence: the function that stands for "longspan" in its interface.
 
-The shard owns masking. Hooks note a layer's arguments for attention that does not get them, and so does recomputation.
-Llama 4's chunks are `attend`'s, its scaling of queries goes by the rows' own positions.
+The shard owns masking. Llama 4's chunks are `attend`'s.
 """
 
 from typing import Any
@@ -17,9 +16,9 @@ from longspan.model.layers import (
     decoder_layers,
     mtp_blocks,
 )
-from longspan.model.seams.model_calls import find_one_row_shard
+from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.probe import Probe, RecordedCall
-from longspan.model.seams.query_scaling import _BY_POSITION, scale_queries
+from longspan.model.seams.query_scaling import SCALES_BY_POSITION, scale_queries
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.separate_rows import SeparateRows, attend_separately
 
@@ -88,12 +87,12 @@ def sharded_attention(
         shard.calls.append(RecordedCall(module, causal, softcap, unknown, *sizes, **limits))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     name = type(module).__name__
-    rows = find_one_row_shard(name, shard, query.shape[0], query.shape[2])
+    rows = require_one_row_shard(name, shard, query.shape[0], query.shape[2])
     if attention_mask is not None and attention_mask.shape[-1]:
         raise ModelError(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
         )
-    if getattr(module, _BY_POSITION, False):
+    if getattr(module, SCALES_BY_POSITION, False):
         query = scale_queries(module, query, rows.position_ids)
     if isinstance(rows, SeparateRows):
         return attend_separately(query, key, value, scaling), None

@@ -1,7 +1,6 @@
-"""Rules of a prepared model's calls, and refusals that several files share: set forwards, shared parameters, saving.
+"""What a prepared model asks of its calls: its kernel, conditions on rows, and what is not exact for shared prefixes.
 
-A forward set on one module runs like any other when the module is called. Where longspan makes a forward of the class's
-code it would be dropped: such a module is refused by name, and so is a wrapper that is not transformers' own.
+`prepare` sets them as the model's `call_rules`, by which a prepared model is known.
 """
 
 from collections.abc import Iterable, Mapping
@@ -63,7 +62,7 @@ class CallRules:
         spans = ["a bidirectional prefix"] if self.prefix else [f"spans of {name}" for name in self.in_spans]
         return (*self.separate, *spans, *(self.separate_in_training if training else ()))
 
-    def check_families(self, micro_batches: Iterable[MicroBatch], *, training: bool) -> None:
+    def check_shared_prefixes(self, micro_batches: Iterable[MicroBatch], *, training: bool) -> None:
         """Raise ModelError if the model computes something that is not exact where documents share prefixes."""
         if features := self.separate_features(training=training):
             raise ModelError(

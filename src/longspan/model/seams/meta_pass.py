@@ -51,7 +51,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
         for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys():
             tensors[name].requires_grad_(tensors[name].is_floating_point())
     with (
-        preserve_attributes(model),
+        restore_attributes_after(model),
         torch.random.fork_rng(devices=[]),
         torch.set_grad_enabled(gradients),
         settings.patch(meta_nonzero_assume_all_nonzero=True),
@@ -65,7 +65,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module h
 
 
 @contextmanager
-def preserve_attributes(model: nn.Module) -> Iterator[None]:
+def restore_attributes_after(model: nn.Module) -> Iterator[None]:
     """Restore attributes of modules, buffers among them, and the contents of their lists and dicts."""
     saved = list[tuple[Any, Any]]()
     for module in model.modules():
@@ -129,16 +129,16 @@ def record_calls_and_draws(model: PreTrainedModel, class_draws: tuple[str, ...] 
     """
     keys = model.config.get_text_config().to_dict()
     rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
-    calls, training_draws = _record_mode(model, training=True, judged=not rates)
+    calls, training_draws = _record_pass(model, training=True, judged=not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
     draws = (*training_draws, *left_out) or class_draws
     if not draws:
         return MetaRecord(calls, (), ())
-    calls, evaluation_draws = _record_mode(model, training=False, judged=True)
+    calls, evaluation_draws = _record_pass(model, training=False, judged=True)
     return MetaRecord(calls, draws, evaluation_draws)
 
 
-def _record_mode(
+def _record_pass(
     model: PreTrainedModel, *, training: bool, judged: bool
 ) -> tuple[tuple[RecordedCall, ...], tuple[str, ...]]:
     """Run the model once on the meta device, in training or evaluation mode; return its calls of attention and its
@@ -149,10 +149,10 @@ def _record_mode(
     """
     # A pass that leaves out layers at random is not judged, nor need it come to its end.
     probe = Probe()
-    names = _CallNames()
+    names = _NoteCallNames()
     draws = Counter[str]()
     try:
-        with preserve_modes(model), names, _Draws(names, draws):
+        with preserve_modes(model), names, _CountDraws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
                 if ".lora_dropout." in f".{name}.":  # not counted: each rank drops inputs of its own rows
@@ -176,7 +176,7 @@ def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
 
 
-class _CallNames(TorchFunctionMode):
+class _NoteCallNames(TorchFunctionMode):
     """Records which function of torch is running, under the name by which the model called it."""
 
     def __init__(self) -> None:
@@ -197,14 +197,14 @@ class _CallNames(TorchFunctionMode):
             self.running = ""
 
 
-class _Draws(TorchDispatchMode):
+class _CountDraws(TorchDispatchMode):
     """Counts in `calls` operators that read a generator's seed, by torch's own mark, and return more than one number.
 
     A scalar decides whether a layer is left out, drawn whatever the rate is: `record_calls_and_draws` reads rates.
     `names`, entered outside of this, says under which name the model called the operator.
     """
 
-    def __init__(self, names: _CallNames, calls: Counter[str]) -> None:
+    def __init__(self, names: _NoteCallNames, calls: Counter[str]) -> None:
         super().__init__()
         self._names = names
         self._calls = calls
@@ -228,7 +228,7 @@ def _draws_numbers(operator: Any, args: Any, kwargs: Any) -> bool:
     return not any(isinstance(value, int | float) and value == 0 for value in switches)
 
 
-def check_kernel_for_calls(
+def checked_attend_calls(
     model: nn.Module,
     name: str | None,
     recorded: Sequence[RecordedCall],

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from longspan.errors import ModelError
 from longspan.model.features import Feature
 from longspan.model.kinds import CONVOLUTION, SCANS, called_functions, class_forward, find_mixers
-from longspan.model.seams.model_calls import find_one_row_shard
+from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.separate_rows import SeparateRows
@@ -76,18 +76,20 @@ def _scan_alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
 
 
 ROWS_ALONE = MixerOps(_convolve_alone, _scan_alone)  # rows see only themselves: what is around a mixer is tried so
-_SHAPES = MixerOps(lambda x, *_: torch.empty_like(x), lambda q, k, v, *_: torch.empty_like(v))  # on the meta device
+_SHAPES_ALONE = MixerOps(
+    lambda x, *_: torch.empty_like(x), lambda q, k, v, *_: torch.empty_like(v)
+)  # on the meta device
 
 
-def _find_ops(name: str, batch: int, rows: int) -> MixerOps:
+def _ops_of_running_layer(name: str, batch: int, rows: int) -> MixerOps:
     """Return the operations of the shard that the running layer was called with; `name` is the mixer's, for messages.
 
     A probe gets results of the right shape alone.
     """
     shard = running_layer().shard
     if isinstance(shard, Probe):
-        return _SHAPES
-    checked = find_one_row_shard(name, shard, batch, rows)
+        return _SHAPES_ALONE
+    checked = require_one_row_shard(name, shard, batch, rows)
     if isinstance(checked, SeparateRows):
         return ROWS_ALONE
     return MixerOps(
@@ -191,7 +193,7 @@ class MixerFeature(Feature):
         mixers = find_mixers(model)
         self.description["mixers"] = len(mixers)
         for name, mixer in mixers.items():
-            set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})"))
+            set_mixer_ops(mixer, partial(_ops_of_running_layer, f"{name} ({type(mixer).__name__})"))
 
 
 def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:

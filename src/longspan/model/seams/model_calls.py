@@ -18,7 +18,7 @@ from longspan.model.seams.probe import Probe
 from longspan.model.seams.randomness import refuse_randomness
 
 
-def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
+def require_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
     """Find the shard that a model or layer of this name was called with. Raises ModelError for something else."""
     if isinstance(shard, SequenceShard):
         return shard
@@ -29,9 +29,9 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
     )
 
 
-def find_one_row_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
+def require_one_row_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
     """Return the shard that a layer of this name was called with, if it is one packed row of all the layer's rows."""
-    shard = find_shard(name, shard)
+    shard = require_shard(name, shard)
     if batch != 1 or rows != shard.local_rows:
         raise ModelError(f"{name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}")
     return shard
@@ -42,7 +42,7 @@ _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_lengt
 PARTS_OF_POSITIONS = (3, 4)  # M-RoPE: time, height and width; of four, the position in the text comes first
 
 
-def check_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+def complete_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
     """Refuse what would not be exact, on the host, before any collective: a forward pre-hook of a prepared model.
 
     Returns keyword arguments as the model takes them, with a batch dim; calls with a `Probe` are not checked.
@@ -54,7 +54,7 @@ def check_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()
     inputs = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
     if isinstance(inputs.get("shard"), Probe):
         return (), inputs
-    shard = find_shard(architecture_name(model), inputs.get("shard"), _correct_call_text(model))
+    shard = require_shard(architecture_name(model), inputs.get("shard"), _correct_call_text(model))
     _refuse_arguments(model, inputs)
     refuse_randomness(model, training=model.training)
     for name in ("input_ids", "inputs_embeds", "position_ids"):
@@ -64,7 +64,7 @@ def check_model_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()
     rules.check_rows(shard)
     rules.check_spans(shard)
     if any(group.parents is not None for group in shard.micro_batch.groups):
-        rules.check_families((shard.micro_batch,), training=model.training)
+        rules.check_shared_prefixes((shard.micro_batch,), training=model.training)
     if rules.position_table is not None:
         refuse_documents_beyond_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
     return (), rules.add_kernel_argument(inputs) | {"use_cache": False}

@@ -57,10 +57,10 @@ class NormFormula:
             return None
         if weight.numel() // self.groups > _WIDEST or bool(self.gate) != (gate is not None) or not x.numel():
             return None
-        return _OnePass.apply(x, weight, gate, eps, self)  # pyright: ignore[reportReturnType]
+        return _FusedNorm.apply(x, weight, gate, eps, self)  # pyright: ignore[reportReturnType]
 
 
-class _OnePass(torch.autograd.Function):
+class _FusedNorm(torch.autograd.Function):
     """A norm by the Triton kernels: one pass over memory forward, one backward. `formula` decides what is compiled."""
 
     @staticmethod
@@ -135,15 +135,15 @@ def _row_stride(rows: Tensor | None) -> int:
     return 0 if rows is None else rows.stride(0)
 
 
-MOST = 2**31 - 1  # elements of a call, which torch's kernels count in 32 bits
+MOST_ELEMENTS = 2**31 - 1  # elements of a call, which torch's kernels count in 32 bits
 
 
 def run_norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run a norm over rows x (…, n), by calls of at most MOST elements each."""
-    if x.numel() <= MOST:
+    """Run a norm over rows x (…, n), by calls of at most MOST_ELEMENTS elements each."""
+    if x.numel() <= MOST_ELEMENTS:
         return norm(x)
     longest_dim = max(range(x.ndim - 1), key=lambda dim: x.shape[dim])
-    at_once = max(1, MOST * x.shape[longest_dim] // x.numel())
+    at_once = max(1, MOST_ELEMENTS * x.shape[longest_dim] // x.numel())
     return torch.cat([norm(rows) for rows in x.split(at_once, longest_dim)], longest_dim)
 
 
@@ -196,7 +196,7 @@ def fuse_norms(model: nn.Module) -> int:
     formulas = {kind: _find_formula(norm) for kind, norm in first_norms.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]
     for norm, formula in fused:
-        norm.forward = partial(_run_torch_kernel if formula == _PLAIN else _run_own_kernel, norm, formula)
+        norm.forward = partial(_run_torch_kernel if formula == _PLAIN else _run_triton_kernel, norm, formula)
     return len(fused)
 
 
@@ -205,7 +205,7 @@ def restore_class_norms(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if getattr(vars(module).get("forward"), "func", None) in (
             _run_torch_kernel,
-            _run_own_kernel,
+            _run_triton_kernel,
             _forward_in_pieces,
         ):
             del module.forward
@@ -223,7 +223,7 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
     return run_norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _find_eps(norm)), x)
 
 
-def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
+def _run_triton_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
     """Run a norm by the Triton kernel, or by its class's own code where that takes not these tensors."""
     weight = norm.weight
     eps = _find_eps(norm)

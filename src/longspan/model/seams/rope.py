@@ -145,10 +145,10 @@ def _rows_by_length(
 ) -> dict[int, Integers]:
     """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
-    limit = _length_limit(rotary, kind, layer_type)
+    limit = _limit_of_rope_type(rotary, kind, layer_type)
     for shard_part in shard.parts:
         segments = shard_part.segments()
-        # of a prefix those that continue it, which are of the same ones (`CallRules.check_families`)
+        # of a prefix those that continue it, which are of the same ones (`CallRules.check_shared_prefixes`)
         lengths = np.asarray(shard_part.group.longest_paths, dtype=np.int64)[segments.document]
         lengths = limit.representative_lengths(lengths)
         first = shard_part.start + segments.offset
@@ -162,10 +162,12 @@ def _rows_by_length(
 
 def length_limits(module: nn.Module) -> set[LengthLimit]:
     """Return by which lengths of documents a rotary module chooses frequencies; of other modules nothing."""
-    return {_length_limit(module, kind, layer_type) for layer_type, kind in length_dependent_types(module).items()}
+    return {
+        _limit_of_rope_type(module, kind, layer_type) for layer_type, kind in length_dependent_types(module).items()
+    }
 
 
-def _length_limit(rotary: nn.Module, kind: str, layer_type: str | None) -> LengthLimit:
+def _limit_of_rope_type(rotary: nn.Module, kind: str, layer_type: str | None) -> LengthLimit:
     """Return by which lengths a rope of this kind chooses frequencies.
 
     longrope has two sets, on both sides of a limit; dynamic one for each length beyond the trained.

@@ -219,7 +219,7 @@ def _refuse_other_forward(
     calls = list[ModelCall]()
     reads = dict[str, str]()
     inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
-    inputs = {n: _Watched.from_tensor(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    inputs = {n: _WatchedInput.from_tensor(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
     rows = hidden[:, :_ROWS].detach().requires_grad_()
     try:
         with torch.enable_grad():
@@ -281,26 +281,26 @@ def _parameters_beside_head(model: PreTrainedModel, logits: Tensor, rows: Tensor
     """Return the names of parameters, other than the head's, in the graph of the logits behind the hidden `rows`."""
     leaves = set[int]()
     nodes = [logits.grad_fn]
-    seen = set[Any]()
+    visited = set[Any]()
     while nodes:
         node: Any = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
         nodes += [below for below, _ in node.next_functions]
     others = leaves - {id(rows), *map(id, find_output_embedding(model).parameters())}
     return [name for name, parameter in model.named_parameters() if id(parameter) in others]
 
 
-class _Watched(Tensor):
+class _WatchedInput(Tensor):
     """An input of a forward that notes by what function it is read; its shape, type and device are no values."""
 
     _name: str
     _reads: dict[str, str]
 
     @classmethod
-    def from_tensor(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
+    def from_tensor(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_WatchedInput":
         """Return a tensor as a watched input of this name; the functions that read it are noted in `reads`, which is
         shared.
         """
@@ -318,11 +318,11 @@ class _Watched(Tensor):
         # The result is not watched, as what is made of the values was noted with the first reading.
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):
-                if isinstance(value, _Watched):
+                if isinstance(value, _WatchedInput):
                     value._reads.setdefault(value._name, getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
-        return out.as_subclass(Tensor) if isinstance(out, _Watched) else out
+        return out.as_subclass(Tensor) if isinstance(out, _WatchedInput) else out
 
 
 _OF_SHAPE: tuple[Any, ...] = (Tensor.shape, Tensor.device, Tensor.dtype, Tensor.ndim, Tensor.requires_grad)

@@ -19,11 +19,11 @@ def has_forward_of_others(module: nn.Module) -> bool:
     longspan's are functions of its modules, alone or in a `partial`, and copies of the class's code (`mixers.py`).
     """
     forward = vars(module).get("forward")
-    in_class = type(module).forward
+    class_forward = type(module).forward
     function = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", forward)
-    if function is None or function is in_class or _defining_module(function).startswith("longspan."):
+    if function is None or function is class_forward or _defining_module(function).startswith("longspan."):
         return False
-    return getattr(function, "__code__", None) is not getattr(inspect.unwrap(in_class), "__code__", None)
+    return getattr(function, "__code__", None) is not getattr(inspect.unwrap(class_forward), "__code__", None)
 
 
 def is_wrapped_by_others(module: nn.Module) -> bool:

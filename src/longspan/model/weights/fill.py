@@ -1,6 +1,6 @@
-"""Models that are on the meta device until `prepare` has decided what this rank keeps of them, and their filling.
+"""How a model that is on the meta device gets its weights: what `prepare` fills it with, and the filling.
 
-Sources are a folder's files (`folder.py`), random weights, or nothing where a checkpoint follows.
+Sources are a folder's files (`folder.py`), drawn weights (`drawn_weights.py`), or nothing where a checkpoint follows.
 """
 
 import math

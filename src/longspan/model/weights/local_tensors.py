@@ -1,4 +1,4 @@
-"""This rank's part of tensors that may be DTensors: its values, its place in the whole, and sums of its gradients.
+"""This rank's part of tensors that may be DTensors: its values, and its place in the whole.
 
 Which part of a parameter a rank holds is worked out in integers, without communication.
 """

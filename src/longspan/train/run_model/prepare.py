@@ -18,7 +18,7 @@ from longspan.config.sections import RunConfig, held_out_set
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness.check_model import check_unconnected
+from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.features import Call, features_of
 from longspan.model.float8_layers import unsupported_reason
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -60,12 +60,12 @@ def check_run_model(config: RunConfig, world: World, configuration: PreTrainedCo
 def _check_before_prepare(
     config: RunConfig, world: World, configuration: PreTrainedConfig, *, images: bool
 ) -> list[str]:
-    from longspan.model.adapters.new_adapter import adapter_lines
+    from longspan.model.adapters.new_adapter import lines_about_adapter
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
         model = load_run_model(config, configuration, images=images)
         _add_adapter_and_freeze(config, model, images=images)
-    lines = [*adapter_lines(model)] if config.lora.rank else []
+    lines = [*lines_about_adapter(model)] if config.lora.rank else []
     _check_comm_types_fit_layers(config, model)
     options = _prepare_options(config, world, model, None, training=True)
     with ExitStack() as forms:
@@ -76,7 +76,7 @@ def _check_before_prepare(
         features = features_of(Call(model, model, world, options))
         for feature in features:
             forms.enter_context(feature.checks_context(model))
-        check_unconnected(model, features)
+        check_model_on_this_rank(model, features)
         for feature in features:
             if error := feature.rank_error(model):
                 raise error

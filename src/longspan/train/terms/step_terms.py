@@ -34,7 +34,7 @@ def step_terms(
     has_routers = hasattr(getattr(model, "config", None), "router_aux_loss_coef")
     has_routers = has_routers or (router is not None and router.any)
     if inputs.backward and getattr(model, "adapter", None) is not None:
-        from longspan.model.adapters.leave_out import refuse_adapter_left_out
+        from longspan.model.adapters.disable_adapter import refuse_adapter_left_out
 
         refuse_adapter_left_out(inputs.model)
     depths = list[Term]()

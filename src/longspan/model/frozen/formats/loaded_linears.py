@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted
-from longspan.model.frozen.formats.storage_methods import stored_weights
+from longspan.model.frozen.formats.storage_methods import find_storage_method
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 
 _SETTINGS = {  # by the name of a class
@@ -80,8 +80,8 @@ def stored_weight_of_module(module: nn.Module) -> StoredWeight | None:
     """
     kind = _kind_of_codes(module)
     if not kind:
-        own = module.named_parameters(recurse=False)
-        if codes := [name for name, x in own if not x.is_floating_point() or x.element_size() == 1]:
+        own_parameters = module.named_parameters(recurse=False)
+        if codes := [name for name, x in own_parameters if not x.is_floating_point() or x.element_size() == 1]:
             raise ModelError(
                 f"a {type(module).__name__} holds codes ({codes[0]}), which are not read; load the model with "
                 "BitsAndBytesConfig, or dequantize it (model.dequantize())"
@@ -101,7 +101,7 @@ def stored_weight_of_module(module: nn.Module) -> StoredWeight | None:
             "it here before it runs"
         )
     settings = _SETTINGS[kind] | {"weight_block_size": getattr(module, "block_size", None)}
-    stored = stored_weights(settings)
+    stored = find_storage_method(settings)
     assert stored is not None
     tensors = {f"linear.{name}": x for name, x in module.state_dict().items()}
     return stored.weight("linear.weight", tensors)

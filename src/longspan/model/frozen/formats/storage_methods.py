@@ -32,10 +32,10 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class StoredWeights:
+class StorageMethod:
     """How a folder holds its weights in 4 or 8 bits.
 
-    >>> weights: StoredWeights = stored_weights({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    >>> weights: StorageMethod = find_storage_method({"quant_method": "fp8", "weight_block_size": [128, 128]})
     >>> weights.description
     'float8 in blocks of 128 × 128 (fp8)'
 
@@ -84,7 +84,7 @@ class StoredWeights:
         return joined
 
 
-def stored_weights(config: PreTrainedConfig | Mapping[str, Any]) -> StoredWeights | None:
+def find_storage_method(config: PreTrainedConfig | Mapping[str, Any]) -> StorageMethod | None:
     """Return how a folder holds its weights, by the `quantization_config` of its configuration; None: whole.
 
     A mapping is that `quantization_config` itself. ModelError for a method that is not read.
@@ -100,12 +100,12 @@ def stored_weights(config: PreTrainedConfig | Mapping[str, Any]) -> StoredWeight
     return _METHODS[method](settings)
 
 
-def _fine_grained_float8(settings: Mapping[str, Any]) -> StoredWeights:
+def _fine_grained_float8(settings: Mapping[str, Any]) -> StorageMethod:
     """Read the settings of `fp8`: codes, and inverse scales of blocks or of a weight."""
     block = settings.get("weight_block_size")
     rows, columns = block or (0, 0)
     text = f"in blocks of {rows} × {columns}" if block else "with a scale for each weight"
-    return StoredWeights(
+    return StorageMethod(
         f"float8 {text} (fp8)",
         {"_scale_inv": "", ".weight_scale": ".weight"},
         (("",), ("_scale_inv", ".weight_scale")),
@@ -113,7 +113,7 @@ def _fine_grained_float8(settings: Mapping[str, Any]) -> StoredWeights:
     )
 
 
-def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
+def _compressed_tensors(settings: Mapping[str, Any]) -> StorageMethod:
     """Read the settings of compressed-tensors; ModelError for all but symmetric float8 with scales of weights, rows,
     blocks.
     """
@@ -142,7 +142,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
         raise ModelError(f"compressed-tensors weights of format {sparsity} are not read; {_ADVICE}")
     if not blocks:
         raise ModelError(f"compressed-tensors weights without config_groups are not read; {_ADVICE}")
-    return StoredWeights(
+    return StorageMethod(
         f"float8 by {' and '.join(dict.fromkeys(texts))} (compressed-tensors)",
         {".weight_scale": ".weight"},
         (("",), (".weight_scale",)),
@@ -150,10 +150,10 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> StoredWeights:
     )
 
 
-def _bitsandbytes(settings: Mapping[str, Any]) -> StoredWeights:
+def _bitsandbytes(settings: Mapping[str, Any]) -> StorageMethod:
     """Read the settings of bitsandbytes: int8, or 4 bits with a state as JSON and scales that may be quantised too."""
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
-        return StoredWeights(
+        return StorageMethod(
             "int8 (bitsandbytes)",
             {".SCB": ".weight", ".weight_format": ".weight"},
             (("",), (".SCB",)),
@@ -162,7 +162,7 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> StoredWeights:
     states = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
     beside = [f".weight.{name}" for name in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")]
     again = ", scales quantised" if settings.get("bnb_4bit_use_double_quant") else ""
-    return StoredWeights(
+    return StorageMethod(
         f"{settings.get('bnb_4bit_quant_type', 'fp4')} (bitsandbytes{again})",
         dict.fromkeys((*states, *beside), ".weight"),
         (("",), states, (".weight.absmax",)),
@@ -170,9 +170,9 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> StoredWeights:
     )
 
 
-def _mxfp4(settings: Mapping[str, Any]) -> StoredWeights:
+def _mxfp4(settings: Mapping[str, Any]) -> StorageMethod:
     """Read the settings of MXFP4: blocks and scales of stacked experts."""
-    return StoredWeights(
+    return StorageMethod(
         "experts in 4 bits (mxfp4)",
         {"_proj_blocks": "_proj", "_proj_scales": "_proj"},
         (("_proj_blocks",), ("_proj_scales",)),
@@ -180,7 +180,7 @@ def _mxfp4(settings: Mapping[str, Any]) -> StoredWeights:
     )
 
 
-_METHODS: dict[str, Callable[[Mapping[str, Any]], StoredWeights]] = {
+_METHODS: dict[str, Callable[[Mapping[str, Any]], StorageMethod]] = {
     "fp8": _fine_grained_float8,
     "compressed-tensors": _compressed_tensors,
     "bitsandbytes": _bitsandbytes,

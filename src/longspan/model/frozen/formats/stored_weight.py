@@ -95,7 +95,7 @@ _NAMES = {
 }
 
 
-def _checked(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, ...] | None = None) -> Any:
+def _checked_tensor(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, ...] | None = None) -> Any:
     """Return a tensor of these dtypes (none: any) and this shape; ModelError for another."""
     tensor = tensors[name]
     dtype = tensor_dtype(tensor)
@@ -136,10 +136,10 @@ def float8_weight(
     `blocks` lists how many rows and columns may share a scale (0: all); with `scale_dtype` products have the scales'
     dtype, and float32 without.
     """
-    codes = _checked(name, tensors, "F8_E4M3")
+    codes = _checked_tensor(name, tensors, "F8_E4M3")
     (scales_name,) = tensors.keys() - {name}
     *others, rows, columns = shape = tensor_shape(codes)
-    scales = _checked(scales_name, tensors, "F32", "BF16", "F16", "F8_E8M0", "U8")
+    scales = _checked_tensor(scales_name, tensors, "F32", "BF16", "F16", "F8_E8M0", "U8")
     grid = tensor_shape(scales) if tensor_shape(scales) not in ((), (1,)) else (1, 1)
     grids: dict[tuple[int, ...], tuple[int, int]] = {
         (*others, -(-rows // (m or rows)), -(-columns // (n or columns))): (m or rows, n) for m, n in blocks
@@ -180,9 +180,9 @@ class Int8(PackedFormat):
 def int8_weight(name: str, tensors: Tensors) -> StoredWeight:
     """Return a weight of int8 codes and its maxima, SCB."""
     prefix = name.removesuffix("weight")
-    codes = _checked(name, tensors, "I8")
+    codes = _checked_tensor(name, tensors, "I8")
     rows, columns = tensor_shape(codes)
-    scales = _checked(f"{prefix}SCB", tensors, "F32", shape=(rows,))
+    scales = _checked_tensor(f"{prefix}SCB", tensors, "F32", shape=(rows,))
     layout = tensors.get(f"{prefix}weight_format")
     if layout is not None and int(layout[...]):
         raise ModelError(
@@ -218,8 +218,8 @@ def mxfp4_weight(name: str, tensors: Tensors) -> StoredWeight:
         raise ModelError(f"the files hold {name} and {name}_blocks, which is the same in 4 bits; keep one of them")
     block = MXFP4_ROWS.block
     experts, rows, count, _ = tensor_shape(tensors[f"{name}_blocks"])
-    codes = _checked(f"{name}_blocks", tensors, "U8", shape=(experts, rows, count, block // 2))
-    scales = _checked(f"{name}_scales", tensors, "U8", shape=(experts, rows, count))
+    codes = _checked_tensor(f"{name}_blocks", tensors, "U8", shape=(experts, rows, count, block // 2))
+    scales = _checked_tensor(f"{name}_scales", tensors, "U8", shape=(experts, rows, count))
     return StoredWeight(
         name,
         (experts, rows, count * block),
@@ -261,7 +261,7 @@ def four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
             f"{name} has {size} bytes in the files, and {rows} × {columns} numbers of 4 bits are expected; the folder "
             "is damaged"
         )
-    _checked(f"{name}.absmax", tensors, shape=(rows * columns // block,))
+    _checked_tensor(f"{name}.absmax", tensors, shape=(rows * columns // block,))
 
     def read_codes(part: slice) -> Tensor:
         start, stop, _ = part.indices(rows)

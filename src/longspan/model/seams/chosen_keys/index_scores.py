@@ -80,11 +80,11 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
     at_once = max(_ROWS, _SCORE_BYTES // (4 * len(keys)) // _ROWS * _ROWS)
     for start in range(0, len(q), at_once):
         stop = min(start + at_once, len(q))
-        _choose_of_run(q[start:stop], weights[start:stop], keys, first_position + start, chosen[start:stop])
+        _choose_for_run(q[start:stop], weights[start:stop], keys, first_position + start, chosen[start:stop])
     return chosen
 
 
-def _choose_of_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
+def _choose_for_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
     """Write the keys of one run of rows, whose scores are held at once, into `chosen` (R, k).
 
     The k-th best score of a row is its least; of keys with that score the first `ties` are chosen, so that there are k.

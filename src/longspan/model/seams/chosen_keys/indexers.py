@@ -25,7 +25,7 @@ from longspan.model.features import Feature
 from longspan.model.kinds import attends_to_chosen_keys, find_indexers
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
-from longspan.model.seams.model_calls import find_one_row_shard
+from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.separate_rows import SeparateRows
@@ -58,13 +58,13 @@ class LowestFirst(TorchFunctionMode):
         )
 
 
-def order_ties(model: nn.Module) -> None:
+def order_equal_scores(model: nn.Module) -> None:
     """Let the indexers of a stock model take the lowest positions among equal scores, from here on."""
     for indexer in find_indexers(model).values():
-        indexer.forward = partial(_forward_lowest_first, indexer)
+        indexer.forward = partial(_choose_lowest_first, indexer)
 
 
-def _forward_lowest_first(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _choose_lowest_first(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Run an indexer's class's forward so that among equal scores it takes the lowest positions."""
     with LowestFirst(none=False):
         return type(indexer).forward(indexer, *args, **kwargs)
@@ -94,7 +94,7 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
         if attends_to_chosen_keys(module):
             module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
             if not alone and hasattr(module, "expand_kv"):
-                vars(module)["expand_kv"] = partial(_expand_or_keep, module)
+                vars(module)["expand_kv"] = partial(_expand_or_keep_latents, module)
 
 
 def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -106,7 +106,7 @@ def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str
 
 
 @break_graphs_around
-def _expand_or_keep(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+def _expand_or_keep_latents(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     """Stand in for `expand_kv`: return keys and values (1, N, T, …) of all heads, or what expands to them (1, 1, T, …).
 
     The latter are the rotated part and the latents of a row, where `takes_latents` says so; `latents.py` folds the
@@ -142,7 +142,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     k = int(indexer.index_topk)  # pyright: ignore[reportArgumentType]
     if isinstance(shard, Probe):
         return hidden.new_empty((1, hidden.shape[1], 1), dtype=torch.int32)
-    shard = find_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], hidden.shape[1])
+    shard = require_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], hidden.shape[1])
     if isinstance(shard, SeparateRows) or max(shard.micro_batch.lengths, default=0) <= k:
         return _choose_nothing(indexer, hidden)
     arguments["attention_mask"] = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.bool)
@@ -170,14 +170,14 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             keys = group_keys[document][: positions.stop]
             if in_tiles:
                 with ScoreOperands() as operands:
-                    run_class(rows, lambda own, _: own[:, :0])
+                    run_class(rows, lambda local_keys, _: local_keys[:, :0])
                 chosen[0, rows] = choose_best_keys(*operands.queries_and_weights(), keys, positions.start, k)
                 continue
             key_positions = torch.arange(positions.stop, device=hidden.device)
             visible = key_positions <= key_positions[positions.start :, None]
             with LowestFirst(none=True):
-                found = run_class(rows, lambda *_, keys=keys: keys[None], attention_mask=visible[None])
-            chosen[:, rows, : found.shape[2]] = found
+                chosen_here = run_class(rows, lambda *_, keys=keys: keys[None], attention_mask=visible[None])
+            chosen[:, rows, : chosen_here.shape[2]] = chosen_here
     return chosen
 
 
