@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 
 # What the first step on GPUs would import: the compiler of layers and the kernels of FlashAttention-4.
@@ -21,12 +22,12 @@ GPU_MODULES = ("triton", "torch._inductor.compile_fx", "flash_attn.cute.interfac
 TURN = 0.0005
 
 
+@dataclass
 class Starts:
     """Seconds by part of one process's start, which begins here."""
 
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-        self._last = time.time()
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    _last: float = field(default_factory=time.time)  # when the last part ended
 
     def end_part(self, name: str) -> None:
         """Note that a part has ended now; the next one begins. Parts of one name are added."""
