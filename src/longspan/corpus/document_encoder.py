@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.row_files import RowChunk, chunk_rows
-from longspan.corpus.rows.sample import BadRow, Row, Sample, rename_columns
+from longspan.corpus.rows.sample import TEXT_ALONE, BadRow, Row, Sample, rename_columns
 from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.images import PlacedImage
 from longspan.data.manifest import SHORTEST
@@ -141,7 +141,8 @@ class _BatchDocuments:
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
         samples = encoding.encode(rows)
         for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
-            self.notes.unread.update(encoding.list_unread(rows[number].values))
+            if (values := rows[number].values).keys() != TEXT_ALONE:
+                self.notes.unread.update(encoding.list_unread(values))
         for sample in samples:
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)

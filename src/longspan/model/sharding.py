@@ -5,7 +5,7 @@ here divides.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -234,9 +234,10 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
             if not sharding.sync_each_batch:
                 module.set_requires_gradient_sync(last, recurse=False)
 
+    frees = not keeps_parameters_gathered(model)  # then each pass needs FSDP2's hooks
     set_last(False)
     try:
-        with leave_out_idle_hooks(model, trains=True):
+        with nullcontext() if frees else leave_out_idle_hooks(model, trains=True):
             yield set_last
         assert all(group._partial_reduce_output is None for group in reduction_groups(modules)), (
             "the last backward pass was not announced"

@@ -22,6 +22,7 @@ from longspan.corpus.rows.sample import (
     CHATS,
     KEYS,
     MASKS,
+    TEXT_ALONE,
     BadRow,
     Kind,
     Row,
@@ -62,7 +63,8 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
     results = list[BadRow | npt.NDArray[np.int64] | None]()
     for row in rows:
         try:
-            check_keys(row.values, "text")
+            if row.values.keys() != TEXT_ALONE:
+                check_keys(row.values, "text")
             text = require_string(require_key(row.values, "text"), "text")
             results.append(tokenizer.encode_text(text) if len(text) > PIECE else None)  # None: encoded below
         except (RowError, LongTextError) as error:
@@ -189,7 +191,12 @@ class RowEncoding:
         has_media = (
             has_media_keys if self.images is not None else lambda values: bool(media_key(values, lists=True))
         )
-        if self.kind == "text" and not self.settings.num_labels and not any(has_media(row.values) for row in rows):
+        other_rows = (row for row in rows if row.values.keys() != TEXT_ALONE)
+        if (
+            self.kind == "text"
+            and not self.settings.num_labels
+            and not any(has_media(row.values) for row in other_rows)
+        ):
             return encode_texts(rows, self.tokenizer.set_parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]
 

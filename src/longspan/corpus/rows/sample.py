@@ -197,6 +197,7 @@ KEYS: dict[Kind, tuple[str, ...]] = {
     "instruction+output": ("instruction", "output"),
     PAIRS: ("chosen", "rejected"),
 }
+TEXT_ALONE = frozenset({"text"})  # the keys of most texts, beside which nothing has to be looked for
 # Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
 _BESIDE: dict[Kind, tuple[str, ...]] = {
