@@ -237,7 +237,9 @@ class PlannerConfig:
 
         Without `documents` each is computed whole.
         """
-        families = None if documents is None else self.find_families(documents, home, length_limits)
+        if documents is None:
+            return self.plan(lengths, home, targets=targets)
+        families = self.find_families(documents, home, length_limits)
         return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:

@@ -266,11 +266,10 @@ class _Loop:
         stopped = ""
         is_over = False
         with saves.save_before_errors():
-            if run.done < settings.steps:
+            if 0 < run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
-                if run.done:
-                    saves.keep_if_best(self.evaluations.take_new_rows())
-                    is_over = saves.loses_patience(evaluated)
+                saves.keep_if_best(self.evaluations.take_new_rows())
+                is_over = saves.loses_patience(evaluated)
             while saves.done < settings.steps and not stopped and not is_over:
                 self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
                 row, plan = steps.take_step(saves.done)
