@@ -65,7 +65,7 @@ def counts(rank: int) -> list[dict[str, int]]:
         exchange = exchange_of(have, need)
         move = RowExchange(exchange, world.channels.everyone)
         y = move(x)
-        return [operations(lambda: move(x)), operations(lambda: move.back(torch.ones_like(y)))]
+        return [operations(lambda: move(x)), operations(lambda: move.carry_back(torch.ones_like(y)))]
 
 
 def operations(run: Callable[[], object]) -> dict[str, int]:
@@ -92,8 +92,8 @@ def rounded_once(rank: int, channel: Channel) -> None:
     ):
         move = RowExchange(exchange_of([[0], [], [0]], need), channel)
         gradient = torch.tensor(uses[rank], dtype=torch.bfloat16, device=channel.device)[:, None]
-        assert move.back(gradient).flatten().tolist() == [[258.0], [], [258.0]][rank]
-        assert move.back(gradient).dtype == torch.bfloat16
+        assert move.carry_back(gradient).flatten().tolist() == [[258.0], [], [258.0]][rank]
+        assert move.carry_back(gradient).dtype == torch.bfloat16
 
 
 def any_strides(rank: int, channel: Channel) -> None:

@@ -21,9 +21,10 @@ def _to_signed_word(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-_GOLDEN = _to_signed_word(0x9E3779B97F4A7C15)
-_FIRST = _to_signed_word(0xBF58476D1CE4E5B9)
-_SECOND = _to_signed_word(0x94D049BB133111EB)
+# words of splitmix64, signed
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A worker is a fresh interpreter, started without `multiprocessing.Process`: it shares no torch, threads or devices with
 a rank, and a daemonic rank may start one too. Plans are made ahead in one (`plan/plan_ahead.py`), and corpora are
-encoded in several (`corpus/document_encoder.py`). Ranks are no workers: `launch.py` starts them.
+encoded in several (`corpus/encoding_processes.py`). Ranks are no workers: `launch.py` starts them.
 """
 
 import os

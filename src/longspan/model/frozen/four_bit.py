@@ -48,6 +48,7 @@ class FourBit(PackedFormat):
         return (numbers.unflatten(1, (-1, self.rows.block)) * scales.unsqueeze(-1)).flatten(1).to(self.dtype)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Write numbers into `out`: by the kernel on GPUs for nf4 in blocks of 64, else by torch."""
         has_kernel = (
             self.kind == "nf4" and self.rows.block == ROWS.block and self.dtype in (torch.float32, out.dtype)
         )
@@ -59,8 +60,11 @@ class FourBit(PackedFormat):
 
 
 class _NF4(FourBit):
+    """The format in which weights are packed here."""
+
     @torch.no_grad()
     def pack(self, weight: Tensor) -> Tensor:
+        """Return a weight (rows, columns) as uint8 (rows, bytes) on its device, each block by its largest magnitude."""
         if weight.is_meta:
             return super().pack(weight)
         half = weight.shape[1] // 2
