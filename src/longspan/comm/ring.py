@@ -28,10 +28,10 @@ class RingBlocks:
     ...     total = merge(total, block_attention(q, k, v))
     """
 
-    def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
+    def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], label: str) -> None:
         self._channel = channel
         self._counts = tuple(counts)
-        self._label = what
+        self._label = label
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
@@ -83,14 +83,14 @@ class GradientRing:
         channel: Channel,
         like: Sequence[Tensor],
         counts: Sequence[int],
-        what: str,
+        label: str,
         *,
         add: Callable[..., None],
         dtype: torch.dtype,
     ) -> None:
         self._channel = channel
         self._counts = tuple(counts)
-        self._label = what
+        self._label = label
         self._add = add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
@@ -112,7 +112,9 @@ class GradientRing:
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
     def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
-        """Before the first message nothing arrives: the buffer is fresh, and the addends fill it."""
+        """Add addends to the sum of this owner's block, which has arrived by then; before the first message the buffer
+        is fresh, and is filled.
+        """
         total = self._buffer(owner)
         fresh = self._handle is None
         if self._handle is not None:
@@ -121,6 +123,7 @@ class GradientRing:
         return total
 
     def _buffer(self, owner: int) -> Tensor:
+        """Return the buffer that the sum of this step is in, cut to the rows of the owner's block."""
         return self._buffers[self._step % 2][: self._counts[owner]]
 
 
