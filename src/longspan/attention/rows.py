@@ -163,7 +163,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
         for first in range(0, len(moves) if count else 0, 2):
             pair_arguments = [
                 (x, x.stride(0), into, into.stride(0), into.shape[1:].numel())
-                for x, into in ((_contiguous_rows(source), into) for source, into in moves[first : first + 2])
+                for x, into in ((_flat_rows(source), into) for source, into in moves[first : first + 2])
             ]
             a = pair_arguments[0]
             b = pair_arguments[-1]
@@ -211,17 +211,12 @@ def _copy_pairs(moves: Sequence[Move]) -> None:
     """Write the rows of each source (rows, …) over those of its `into`, whose rows are contiguous; dtypes
     may differ.
     """
-    copy_rows([(_contiguous_rows(x).flatten(1).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in moves])
+    copy_rows([(_flat_rows(x).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in moves])
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
-    """Return x, or a copy where the elements of a row do not follow each other; rows may lie anywhere."""
-    step = 1
-    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
-        if size != 1 and stride != step:
-            return x.contiguous()
-        step *= size
-    return x
+def _flat_rows(x: Tensor) -> Tensor:
+    """Return x (rows, …) as a matrix (rows, columns); a copy where the elements of a row do not follow each other."""
+    return contiguous_heads(x.flatten(1))
 
 
 def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
@@ -247,34 +242,22 @@ def join_columns(
     return matrix
 
 
-def views_by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
+def views_by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> Sequence[Tensor]:
     """View the columns of a contiguous matrix (members × rows, columns), whose rows lie member after member.
 
     There is a view (rows, members, width) for each of `widths`, into which the columns are cut from left to right.
     """
-    columns = matrix.shape[1]
-    start = matrix.storage_offset()
-    views = list[Tensor]()
-    rows = matrix.shape[0] // members
-    for width in widths:
-        views.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
-        start += width
-    return views
+    by_member = matrix.view(members, matrix.shape[0] // members, matrix.shape[1])
+    return by_member.transpose(0, 1).split(list(widths), 2)
 
 
 def head_slice_by_member(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
-    """Return one slice of every member's heads in x (T, N, size), as (T, members, columns); only read it.
+    """Return one slice of every member's heads in x (T, N, size), as (T, members, columns).
 
-    Where a row's heads follow each other it is a view: members lie `slices · width` columns apart, this slice of the
-    first one `slice_index · width` from the row's start. Elsewhere it may be a copy.
+    It is a view, which may be written to, where a row's heads follow each other; elsewhere it may be a copy.
     """
-    rows, heads, size = x.shape
-    count = heads // (members * slices)
-    row, head, column = x.stride()
-    if head != size or column != 1:
-        return x.unflatten(1, (members, slices, count))[:, :, slice_index].flatten(2)
-    width = count * size
-    return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + slice_index * width)
+    count = x.shape[1] // (members * slices)
+    return x.unflatten(1, (members, slices, count))[:, :, slice_index].flatten(2)
 
 
 def contiguous_heads(x: Tensor) -> Tensor:

@@ -138,9 +138,6 @@ class Tiling:
     def __len__(self) -> int:
         return len(self.bounds)
 
-    def __repr__(self) -> str:
-        return f"Tiling({', '.join(map(str, self.tiles[:6]))}{', …' if len(self) > 6 else ''})"
-
 
 def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
     """Return the rows from each start to its stop, as a slice where the runs follow each other."""

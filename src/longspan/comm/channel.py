@@ -286,9 +286,6 @@ class Channel:
         assert member != self.index, "a member does not send to itself"
         return self._peers[member]
 
-    def __repr__(self) -> str:
-        return f"Channel(ranks {excerpt(self.ranks)}, index {self.index})"
-
 
 def widen_half_precision(x: Tensor) -> Tensor:
     """Return a half-precision tensor in float32, the dtype of sums over ranks; another as it is."""

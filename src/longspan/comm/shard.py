@@ -169,9 +169,6 @@ class Derived(Immutable):
             leaves=(),
         )
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name} of a shard has one writer, which Derived names; do not set it")
-
     def add_items(self, leaf: Tensor, spliced: Mapping[int, RowsAt], added: Mapping[int, RowsAt]) -> None:
         """Add the rows of items of one modality, and the leaf that collects their gradients; called by `train/terms`
         alone.

@@ -167,17 +167,13 @@ class Passing:
         self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # in the order of `local_indices`
         self.carrying: Integers = np.flatnonzero(carries[local_indices])
         self.any: bool = bool(leaves.any())
-        self._counts: dict[tuple[int, int], list[int]] = {}
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
     def count_rows(self, state_rows: int, transition_rows: int) -> list[int]:
         """Count the rows that each member sends, if a state is `state_rows` rows and a transition `transition_rows`."""
-        sizes = state_rows, transition_rows
-        if sizes not in self._counts:
-            members = (self.chains.runs.member[senders] for senders in (self._leaves, self._carries))
-            states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in members)
-            self._counts[sizes] = (states * state_rows + transitions * transition_rows).tolist()
-        return self._counts[sizes]
+        members = (self.chains.runs.member[senders] for senders in (self._leaves, self._carries))
+        states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in members)
+        return (states * state_rows + transitions * transition_rows).tolist()
 
     def first_rows(
         self, state_rows: int, transition_rows: int, starts: tuple[int, ...]
