@@ -1,7 +1,7 @@
 """What a rank knows of its launcher. Once that is gone, killed or not, the rank stops as at SIGTERM: nobody would see
 it train on.
 
-A run ends its step and saves first: its ranks talk over connections of their own. See `comm/all_ranks.py`.
+A run ends its step and saves first: its ranks talk over connections of their own. See `comm/received_signals.py`.
 """
 
 import os
