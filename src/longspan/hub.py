@@ -110,7 +110,11 @@ def adapter_folder_advice(folder: Path) -> str:
 def _cached_folder(
     snapshot: Callable[..., str], repo: str, options: dict[str, Any], *, weights: bool
 ) -> str | None:
-    """None also for a folder without weights, of which only config.json was needed before."""
+    """Return the local cache's folder of a repository; None where it lacks files that `options` name, or weights.
+
+    `snapshot` is huggingface_hub's `snapshot_download`. The weights may be missing where only the configuration was
+    downloaded before.
+    """
     try:
         folder = snapshot(repo, local_files_only=True, **options)
     except (
@@ -121,6 +125,7 @@ def _cached_folder(
 
 
 def check_push_access(name: str) -> None:
+    """Raise ConfigError for what is no name of the hub, and where the hub accepts no login of this machine."""
     match = _NAME.fullmatch(name)
     if match is None or match["inside"]:
         raise ConfigError(f"--push {name!r} is no name of the hub; give ORG/NAME, such as my-name/my-model")

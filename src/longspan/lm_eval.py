@@ -102,6 +102,10 @@ class LongspanLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Any, list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding would give it.
+
+        A request is lm-eval's: texts, which are not read here, ids of the context and ids of the continuation.
+        """
         documents = [
             Document(context + continuation, loss_mask=[False] * len(context) + [True] * len(continuation))
             for _, context, continuation in requests

@@ -11,9 +11,10 @@ import pytest
 
 from longspan.cli import machine, processes
 from longspan.cli.main import main
-from longspan.cli.plans import answer as plans_answer, question
+from longspan.cli.plans import answer as plans_answer, gpus as gpus_module
 from longspan.cli.plans.gpu_run import GpuRun
-from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
+from longspan.cli.plans.gpus import Gpus, read_gpus
+from longspan.cli.plans.question import GpuFlags
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
@@ -495,8 +496,8 @@ def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixt
 def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "usable_gpus", lambda: 2)
     gpus = machine.LocalGpus(2, (8, 0), 108, "NVIDIA A100-SXM4-40GB", 42_000_000_000)
-    monkeypatch.setattr(question, "find_gpus", lambda: gpus)
-    monkeypatch.setattr(question, "free_host_bytes", lambda: 100_000_000_000)
+    monkeypatch.setattr(gpus_module, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(gpus_module, "free_host_bytes", lambda: 100_000_000_000)
     words = ["train", config, "--dry-run", "--json", "--context.max_tokens_per_slot", "3000"]
     assert main([*words, "--train.activation_checkpointing", "full"]) == 0
     answer = json.loads(capsys.readouterr().out)

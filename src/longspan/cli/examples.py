@@ -61,7 +61,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examples_folder() -> Path:
-    """In the package, or next to `src` of a checkout."""
+    """Return the folder of the examples, which is in the package, or next to `src` of a checkout.
+
+    Raises ConfigError where neither has it.
+    """
     package = Path(longspan.__file__).parent
     for folder in (package / "_examples", package.parents[1] / "examples"):
         if (folder / "first.toml").is_file():
@@ -89,6 +92,10 @@ def first_sentence(path: Path) -> str:
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
+    """Choose of `paths` below `root` the file of this name, those of the folder of this name, or all.
+
+    Raises ConfigError, with the nearest names, for a name of none of them.
+    """
     name = name.removeprefix("examples/").rstrip("/")
     choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
     if not name or not choice or (root / name) == root:
@@ -104,6 +111,10 @@ def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]
 
 
 def _copy_examples(paths: Sequence[Path], root: Path, folder: Path, *, overwrite: bool) -> list[Path]:
+    """Copy files from below `root` to the same places below `folder`; returns the copies, which may be edited.
+
+    Raises RunFolderError before anything is copied where a copy is there already, unless `overwrite`.
+    """
     copies = [folder / path.relative_to(root) for path in paths]
     if (older := [copy for copy in copies if copy.exists()]) and not overwrite:
         raise RunFolderError(

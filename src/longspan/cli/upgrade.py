@@ -110,6 +110,7 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
 
 
 def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each key of a file that has another name or value now, or is gone."""
     for section, table in tables.items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
             old = f"{section}.{key}"
@@ -127,8 +128,9 @@ def _list_changes(tables: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
-    """Make a section anew; what belongs to other sections, with the comments right above it, is put into those of
-    `moved`.
+    """Replace a section of a tomlkit document by one with the keys of now; an empty one is removed.
+
+    What belongs to other sections, with the comments right above it, is added to `moved`, tables by section.
     """
     import tomlkit
     from tomlkit.items import Comment
@@ -147,7 +149,7 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
             if new in GONE:
                 continue
             new_section, _, name = new.partition(".")
-            item = _with_new_value(f"{new_section}.{name}", item)
+            item = _item_of_now(f"{new_section}.{name}", item)
         place = table if new_section == section else moved.setdefault(new_section, tomlkit.table())
         for comment in comments:
             place.add(comment)
@@ -161,14 +163,15 @@ def _rename_keys(document: Any, section: str, moved: dict[str, Any]) -> None:
         document.remove(section)
 
 
-def _with_new_value(key: str, item: Any) -> Any:
+def _item_of_now(key: str, item: Any) -> Any:
+    """Return a tomlkit item with the value that the key has now, and the item's comment; the item where it stays."""
     import tomlkit
 
     value = item.unwrap()
     new_value = renamed_value(key, value)
     if new_value == value:
         return item
-    result = tomlkit.item(new_value)
-    result.trivia.comment_ws = item.trivia.comment_ws
-    result.trivia.comment = item.trivia.comment
-    return result
+    new_item = tomlkit.item(new_value)
+    new_item.trivia.comment_ws = item.trivia.comment_ws
+    new_item.trivia.comment = item.trivia.comment
+    return new_item
