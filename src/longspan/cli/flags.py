@@ -14,7 +14,6 @@ from textwrap import wrap
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from longspan.config.file import kind_text, nearest_hint, read_words
 from longspan.config.keys import (
     NOT_GIVEN,
     class_texts,
@@ -25,8 +24,10 @@ from longspan.config.keys import (
 )
 from longspan.config.other_names import key_of_other_name
 from longspan.config.renamed import renamed_hint, renamed_value
+from longspan.config.values import kind_text, read_words
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
+from longspan.plain_text import nearest_hint
 
 Groups = Mapping[str, Sequence[str]]  # titles, and the flags of each: those that --help shows, as SHOWN of a class
 _NAMES = 30  # columns of flags

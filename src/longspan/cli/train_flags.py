@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from longspan.cli.flags import OTHER_SPELLING, Groups, Word, parse_flags, split_flags
 from longspan.cli.processes import Device, count_ranks
-from longspan.config.defaults import resolve_defaults, set_local_folders
+from longspan.config.defaults import resolve_defaults
 from longspan.config.file import read_file
+from longspan.config.local_folders import set_local_folders
 from longspan.config.reference import OFTEN
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError

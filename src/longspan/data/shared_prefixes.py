@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from longspan.data.corpus_documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.document import Document, count_targets
-from longspan.data.documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET

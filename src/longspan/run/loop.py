@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longspan.comm import World, raise_first_error
-from longspan.comm.all_ranks import (
-    LogLine,
-    StopSignal,
-    is_first_rank,
-    result_or_error,
-    run_on_every_rank,
-    signal_of_any_rank,
-)
-from longspan.comm.device_memory import peak_memory_bytes
+from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
+from longspan.comm.device import peak_memory_bytes
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.sections import RunConfig
-from longspan.data.documents import CorpusDocuments
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
@@ -46,7 +40,7 @@ from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 
 
 class Agreement(NamedTuple):
@@ -276,11 +270,10 @@ class _Loop:
         stopped = ""
         is_over = False
         with saves.save_before_errors():
-            if run.done < settings.steps:
+            if 0 < run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
-                if run.done:
-                    saves.keep_if_best(self.evaluations.take_new_rows())
-                    is_over = saves.loses_patience(evaluated)
+                saves.keep_if_best(self.evaluations.take_new_rows())
+                is_over = saves.loses_patience(evaluated)
             while saves.done < settings.steps and not stopped and not is_over:
                 self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
                 row, plan = steps.take_step(saves.done)

@@ -15,7 +15,7 @@ import pytest
 from longspan import Document, Layout, World, share_prefixes
 from longspan.cli.show import show_rows
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.shared_prefixes import cut_documents, find_families
 from longspan.errors import LongspanError
 from longspan.evaluation.evaluate_saved import evaluate_saved
@@ -26,7 +26,7 @@ from longspan.report.gantt import plan_facts, plan_part
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 from tests.model.stock import without_trials
 from tests.mutation import Change, mutated
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint, lines_of
@@ -227,11 +227,11 @@ def test_families_are_drawn(alone: tuple[RunConfig, RunConfig, str], capsys: pyt
 
 MUTANTS: dict[str, Change] = {
     "a prefix one row longer": (
-        "data.documents",
+        "data.corpus_documents",
         "return int(is_target.argmax()) if",
         "return int(is_target.argmax()) + 1 if",
     ),
-    "parts read from the beginning": ("data.documents", "return rows + self.start", "return rows"),
+    "parts read from the beginning": ("data.corpus_documents", "return rows + self.start", "return rows"),
     "another family's prefix": ("data.shared_prefixes", "source[part] = document", "source[part] = 0"),
     "parts one row early": ("data.shared_prefixes", "+ lengths[parent]\n", "+ lengths[parent] - 1\n"),
 }

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.config.sections import RunConfig
-from longspan.corpus.files import STDLIB, find_rows, text_sizes
+from longspan.corpus.sources.find_files import STDLIB, find_rows
+from longspan.corpus.sources.first_rows import text_sizes
 from longspan.data.manifest import SHORTEST
 from longspan.data.run_order import (
     documents_line,
@@ -54,13 +55,13 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
         documents = _describe_documents(run, order, lengths, log)
         yield replace(documents, line=f"{documents.line}; estimated")
         return
-    from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
     from longspan.corpus.recipe import CorpusSettings
+    from longspan.corpus.run_corpus import load_configured_tokenizer, open_or_build_corpus
 
     engine = load_configured_tokenizer(config)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:
         settings = CorpusSettings.for_run(config)
-        corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
+        corpus = open_or_build_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
         share_by_keys(config, order, corpus, log)
         rows = corpus.image_share

@@ -18,7 +18,7 @@ from longspan.cli.flags import (
 )
 from longspan.cli.plans.planning import PlanningFlags
 from longspan.cli.train_flags import TrainFlags
-from longspan.config.defaults import set_local_folders
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
 from longspan.model.presets import find_published_preset
