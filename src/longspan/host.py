@@ -23,8 +23,8 @@ def free_host_bytes(*, swap: bool = False) -> int | None:
     """
     names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
     figures = [_read_sizes(_ROOT / "proc/meminfo", names), *_free_bytes_of_cgroups(_ROOT / "sys/fs/cgroup")]
-    known = [figure for figure in figures if figure is not None]
-    return max(0, min(known)) if known else None
+    known_figures = [figure for figure in figures if figure is not None]
+    return max(0, min(known_figures)) if known_figures else None
 
 
 def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:

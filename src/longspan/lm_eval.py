@@ -116,6 +116,6 @@ class LongspanLM(TemplateLM):
                 "likeliest": lambda x: (x.logits.argmax(-1) == x.targets, torch.ones_like(x.targets))
             },
         )
-        result = evaluate(self._model, documents, self._choice, self._world, options)
-        pairs = zip(result.document_losses, result.document_metrics["likeliest"], strict=True)
+        evaluation = evaluate(self._model, documents, self._choice, self._world, options)
+        pairs = zip(evaluation.document_losses, evaluation.document_metrics["likeliest"], strict=True)
         return [(-loss.sum, likeliest.sum == loss.count) for loss, likeliest in pairs]

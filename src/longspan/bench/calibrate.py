@@ -114,15 +114,15 @@ def fit_samples(samples: Sequence[CalibrationSample], base: Machine, *, is_known
     if byte := fit_line(parts["memory"], "bytes", "calls").get("bytes"):
         figures["memory_bytes_per_second"] = 1 / byte
     machine = replace(base, **figures)
-    others = dict[str, float]()  # what of a step is attention and passes over memory, half of it at most
+    other_seconds_of = dict[str, float]()  # what of a step is attention and passes over memory, half of it at most
     for s in parts["step"]:
         attended = s.counts["attention flops"] + machine.half_speed_rows * s.counts["attention flops a row"]
-        other = attended / machine.attention_flops_per_second
-        other += s.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second
-        others[s.name] = min(other, s.seconds / 2)
-    products = [replace(s, seconds=s.seconds - others[s.name]) for s in parts["step"]]
+        other_seconds = attended / machine.attention_flops_per_second
+        other_seconds += s.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second
+        other_seconds_of[s.name] = min(other_seconds, s.seconds / 2)
+    products = [replace(s, seconds=s.seconds - other_seconds_of[s.name]) for s in parts["step"]]
     steps = fit_line(products, "flops", "micro-batches", "steps")
-    fitted |= {name: fitted[name] + other for name, other in others.items()}
+    fitted |= {name: fitted[name] + other_seconds for name, other_seconds in other_seconds_of.items()}
     if flop := steps.get("flops"):
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": steps.get("micro-batches", 0.0)}
     if host := fit_line(parts["host"], "layers", "groups", "documents", "steps"):
@@ -420,11 +420,11 @@ class _CalibrationBench:
             calls["inside", "point"] = lambda n: self._make_shift_call(peers, n)
         if len(hosts) > 1:
             everyone = find(range(slots))
-            others = {*range(slots)} - {*host}
+            slots_elsewhere = {*range(slots)} - {*host}
             in_place = [h[place] for h in hosts if len(h) > place]
             ring = find(in_place) if len(in_place) > 1 else None
             far = slots - smallest
-            calls["across", "exchange"] = lambda n: self._make_exchange_call(everyone, n // far, others)
+            calls["across", "exchange"] = lambda n: self._make_exchange_call(everyone, n // far, slots_elsewhere)
             calls["across", "gather"] = lambda n: self._make_gather_call(everyone, n * smallest // (slots - 1))
             calls["across", "point"] = lambda n: self._make_shift_call(ring, n)
         for ((level, kind), make), n in product(calls.items(), MESSAGE_BYTES[self.device]):
@@ -513,8 +513,8 @@ def fit_machine(measured: Measurements, ranks: int, backend: str) -> Calibration
     """Fit a machine to the samples. Figures that were not measured are those known of this device; for an unknown one
     those of an H200 on GPUs, and orders of magnitude on CPUs.
     """
-    known = find_machine_of_device(measured.device)
-    base = known or (Machine.known("H200") if backend == "nccl" else Machine.cpus())
+    known_machine = find_machine_of_device(measured.device)
+    base = known_machine or (Machine.known("H200") if backend == "nccl" else Machine.cpus())
     base = replace(
         base,
         device=measured.device,
@@ -523,7 +523,7 @@ def fit_machine(measured: Measurements, ranks: int, backend: str) -> Calibration
         world=ranks,
         date=date.today().isoformat(),
     )
-    return fit_samples(measured.samples, base, is_known=known is not None)
+    return fit_samples(measured.samples, base, is_known=known_machine is not None)
 
 
 def make_record(calibration: Calibration, measured: Measurements, about: dict[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,6 @@ class DoctorFlags:
     frozen: Literal["", "nf4"] = ""
     """Of --model: its small copy has an adapter over weights in 4 bits (model.frozen), and is compared with the stock
     one over the values that they stand for."""
-    head_size: Literal["auto", "true", "small"] = "auto"
-    """Of --model: heads of the small copy as large as the model's, on which kernels depend; auto: true on GPUs."""
 
     world: int = 0
     """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
@@ -85,7 +83,6 @@ def main(argv: Sequence[str]) -> int:
             flags.model,
             flags.cases,
             frozen=flags.frozen,
-            head_size=flags.head_size,
             world=flags.world,
             backend=flags.backend,
             timeout=flags.timeout_seconds,

@@ -49,7 +49,6 @@ def prove_model(
     case_set: CaseSet,
     *,
     frozen: str = "",
-    head_size: Literal["auto", "true", "small"],
     world: int,
     backend: Backend,
     timeout: float,
@@ -65,7 +64,7 @@ def prove_model(
     proofs = list[Proof]()
     models = list[dict[str, Any]]()  # one for each choice of processes
     for processes in _list_proof_processes(world, backend):
-        true_heads = head_size == "true" or (head_size == "auto" and processes.backend == "nccl")
+        true_heads = processes.backend == "nccl"  # on whose sizes kernels of GPUs depend
         small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
         cases = _choose_cases(case_set, processes, config)
         if frozen:
@@ -85,10 +84,10 @@ def prove_model(
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
         else:
             copies = (
-                f"{of['model_type']}, a small copy ({of['layers']} layers, hidden size {of['hidden_size']}) on "
-                f"{plural(of['ranks'], 'rank')} ({of['backend']})"
+                f"{copy['model_type']}, a small copy ({copy['layers']} layers, hidden size {copy['hidden_size']}) on "
+                f"{plural(copy['ranks'], 'rank')} ({copy['backend']})"
                 f"{f', with an adapter over weights in {frozen}' if frozen else ''}"
-                for of in models
+                for copy in models
             )
             print(proof_text(proof, [*copies, *filter(None, [models[-1]["videos"]])], seconds))
     return 0 if proof.good else 1

@@ -194,8 +194,8 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     if flags.compare:
         weights = find_saved_weights(flags.target if flags.compare == BASE else flags.compare)
         second = _configure_subject(argv, replace(weights, base=flags.compare == BASE), flags, flag_keys)
-        other = replace(_config_with_layout(second.config, config), evaluation=config.evaluation)
-        subjects.append(replace(second, config=other))
+        second_config = replace(_config_with_layout(second.config, config), evaluation=config.evaluation)
+        subjects.append(replace(second, config=second_config))
     return EvalRequest(
         subjects=tuple(subjects),
         paths=tuple(parse_named_paths(flags.data).items()),
@@ -240,8 +240,8 @@ def _configure_subject(
     """
     if weights.run_dir is not None:
         return _configure_run(argv, weights, weights.run_dir, flag_keys)
-    own = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
-    return Subject(weights, resolve_defaults(_config_with_flags(own, flags, weights)))
+    defaults = RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
+    return Subject(weights, resolve_defaults(_config_with_flags(defaults, flags, weights)))
 
 
 def _configure_run(
@@ -251,12 +251,12 @@ def _configure_run(
 
     Flags are parsed again, over the run's configuration: keys of the layout that no flag gives are the run's.
     """
-    own = load_config(run_dir / "config.toml")
-    flags = parse_eval(argv, own)
-    config = _config_with_flags(own, flags, weights)
+    run_config = load_config(run_dir / "config.toml")
+    flags = parse_eval(argv, run_config)
+    config = _config_with_flags(run_config, flags, weights)
     # a degree that a flag gives brings its planner, and "auto" its type
     values = {k: v for k, v in flags.evaluation.plan_keys.items() if f"evaluation.{k}" in flag_keys}
-    evaluation = inherit_keys(PlanSection(**values), own.evaluation, own.context)
+    evaluation = inherit_keys(PlanSection(**values), run_config.evaluation, run_config.context)
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
     return Subject(weights, config.with_keys("evaluation", **evaluation.plan_keys))
 
@@ -388,6 +388,7 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
 
 
 def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
+    """Return the table of two subjects' losses on one set, by length of document, below a line about all documents."""
     title = f"{difference.name or HELD_OUT}: loss of {other.weights.title} beside {first.weights.title}"
     lower = f"{difference.lower:,} of {plural(difference.documents, 'document')}"
     table = text_table(

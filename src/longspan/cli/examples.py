@@ -101,10 +101,10 @@ def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]
     if not name or not choice or (root / name) == root:
         names = [path.relative_to(root) for path in paths]
         folders = {parent.as_posix() for path in names for parent in path.parents if parent != Path()}
-        known = [*sorted(folders), *(path.as_posix() for path in names)]
-        hint = nearest_hint(name, [ALL, *known])
+        known_names = [*sorted(folders), *(path.as_posix() for path in names)]
+        hint = nearest_hint(name, [ALL, *known_names])
         if hint.startswith("known: "):
-            nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+            nearest = difflib.get_close_matches(name, known_names, n=3, cutoff=0.0)
             hint = f"the nearest are {', '.join(nearest)}; longspan examples lists all"
         raise ConfigError(f"longspan has no example {name!r}: {hint}")
     return choice

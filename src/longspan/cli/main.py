@@ -75,6 +75,7 @@ def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
 
 
 def _print_error(error: LongspanError, *, debug: bool) -> int:
+    """Print an error, with `debug` its traceback too, and return the exit code of the command."""
     if debug:
         traceback.print_exception(error)
     print(error_lines(error), file=sys.stderr, flush=True)

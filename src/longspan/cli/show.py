@@ -87,8 +87,8 @@ def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence
     targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
     # nothing predicts the first token, or what is scored
     targets[: len(targets) if sample.labels is None and sample.stops else 1] = False
-    what = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
-    runs = [f"{plural(len(sample.ids), 'token')}, {what or plural(int(targets.sum()), 'target')}\n"]
+    scored_text = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
+    runs = [f"{plural(len(sample.ids), 'token')}, {scored_text or plural(int(targets.sum()), 'target')}\n"]
     for is_target, tokens in groupby(
         _token_texts(sample.ids.tolist(), targets.tolist(), engine), key=itemgetter(0)
     ):

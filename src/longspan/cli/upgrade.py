@@ -75,10 +75,12 @@ def upgrade_text(text: str) -> tuple[str, list[str]]:
         return text, []
     if names := [name for name, table in tables.items() if name != OLD_SETS and not isinstance(table, Mapping)]:
         raise ConfigError(f"{names[0]} is {tables[names[0]]!r}; give a table, with its keys below [{names[0]}]")
-    given = {f"{section}.{key}" for section, table in tables.items() if isinstance(table, Mapping) for key in table}
-    given |= {OLD_SETS} & tables.keys()
+    given_keys = {
+        f"{section}.{key}" for section, table in tables.items() if isinstance(table, Mapping) for key in table
+    }
+    given_keys |= {OLD_SETS} & tables.keys()
     renamed = {OLD_SETS: SETS} | RENAMED
-    if twice := [f"{old} and {renamed[old]}" for old in renamed if {old, renamed[old]} <= given]:
+    if twice := [f"{old} and {renamed[old]}" for old in renamed if {old, renamed[old]} <= given_keys]:
         raise ConfigError(f"the file gives a key by its old and its new name: {', '.join(twice)}; leave one out")
     document = tomlkit.parse(text)
     moved: dict[str, Any] = {}

@@ -119,6 +119,7 @@ class Proof:
 
 
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
+    """Return what is printed of a proof: lines of `heading`, a row for each case, and the verdict."""
     # A dot is for a refusal that says nothing against the model.
     marks = ["✓" if outcome.status == "exact" else "·" if outcome.good else "✗" for outcome in proof.outcomes]
     # by what was found

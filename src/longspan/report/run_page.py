@@ -376,9 +376,9 @@ def measured_and_planned_peaks(run: RunFolder) -> tuple[float, float]:
 def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
     """Return the bytes of run.json's plan of memory by what they are for, of "device" or "host"; {} without a plan."""
     values = run.facts.memory.get(memory) if run.facts is not None else None
-    known = values if isinstance(values, Mapping) else {}
+    planned = values if isinstance(values, Mapping) else {}
     names = (*MEMORY_KINDS, "total")
-    return {name: float(known[name]) for name in names if isinstance(known.get(name), int | float)}
+    return {name: float(planned[name]) for name in names if isinstance(planned.get(name), int | float)}
 
 
 def profile_sections(run: RunFolder) -> Iterator[Part]:

@@ -37,8 +37,10 @@ def check_free_disk(run: TrainingRun, log: LogLine) -> None:
             local = local_tensor(parameter.detach())
             # moments in eight bits are saved in bfloat16
             state_bytes = 2 if config.optimizer.moments else local.dtype.itemsize
-            kept = numbers + 1 if matrices and parameter not in matrices else numbers
-            local_bytes += local.nbytes + local.numel() * kept * state_bytes * parameter.requires_grad
+            numbers_per_weight = numbers + 1 if matrices and parameter not in matrices else numbers
+            local_bytes += local.nbytes
+            if parameter.requires_grad:
+                local_bytes += local.numel() * numbers_per_weight * state_bytes
             local_model += local.numel() * (saved_dtype or local.dtype).itemsize
     bytes_of_ranks = run.world.control.gather_objects((local_bytes, local_model), "bytes of a checkpoint")
     size, model = (int(sum(sizes) / run.world.home.dp_replicate) for sizes in zip(*bytes_of_ranks, strict=True))
@@ -49,6 +51,7 @@ def check_free_disk(run: TrainingRun, log: LogLine) -> None:
         log(text)
 
     def compare_bytes() -> None:
+        """Compare on the first rank, which sees the run's disks as the others do."""
         folder = next(path for path in (run.checkpoints, *run.checkpoints.absolute().parents) if path.exists())
         free = shutil.disk_usage(folder).free
         beside = model
@@ -66,12 +69,12 @@ def check_free_disk(run: TrainingRun, log: LogLine) -> None:
         if not settings.save_total_limit:
             most = to_come
         needed = min(to_come, most)
-        wanted = most if settings.minutes else needed
+        most_checkpoints = most if settings.minutes else needed
         room = max(0, free - beside)
-        if room >= wanted * size:
+        if room >= most_checkpoints * size:
             return
         model_text = f", RUN/model {bytes_text(beside)}" if beside else ""
-        count = needed if room < needed * size else wanted
+        count = needed if room < needed * size else most_checkpoints
         (refuse_or_log if room < needed * size else log)(
             f"a checkpoint takes {bytes_text(size)}{model_text}, and {folder} has {bytes_text(free)} free, for "
             f"{room // size} of {plural(count, 'more checkpoint')} at once ({there} are there); make room, lower "

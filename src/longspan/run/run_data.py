@@ -79,6 +79,7 @@ class EvaluationSet:
         return int(lengths[longest]), self.documents.origin(longest)
 
     def describe_set(self) -> str:
+        """Say how many documents and tokens the set has, and when it is evaluated."""
         lengths = self.documents.lengths
         every = self.config.every
         targets = getattr(self.documents, "targets", None)

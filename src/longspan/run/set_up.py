@@ -376,9 +376,9 @@ def resolve_with_kept_rows(config: RunConfig, facts: Facts, world: World, log: L
     Where an earlier start has kept rows, they hold again. Entered by all ranks; the first decides.
     """
     resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_or_take_kept)
-    kept = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
-    assert kept is not None
-    log(kept.line)
+    kept_rows = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
+    assert kept_rows is not None
+    log(kept_rows.line)
     return resolved
 
 
@@ -388,12 +388,12 @@ def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
     Memory is planned for the rows that were chosen at first, also where the run has halved them since.
     """
     ranks = len(facts.home.ranks)
-    kept = read_kept_rows(config, ranks)
-    resolved = resolve(set_rows(config, kept.planned) if kept else config, facts)
-    if kept is None:
+    kept_rows = read_kept_rows(config, ranks)
+    resolved = resolve(set_rows(config, kept_rows.planned) if kept_rows else config, facts)
+    if kept_rows is None:
         keep_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
-    elif kept.rows < kept.planned:
-        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
+    elif kept_rows.rows < kept_rows.planned:
+        halved = resolve(set_rows(config, kept_rows.rows), replace(facts, budget=None))
         cost = Way(halved.config, facts).cost(resolved.memory)
         resolved = replace(halved, memory=resolved.memory, cost=cost)
     return resolved

@@ -114,8 +114,8 @@ def make_training(settings: StepSettings, world: World) -> Training:
 
 def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Facts) -> Resolved:
     """Rows and mode are those of the first planner, or the rows that a run has kept; memory suits all of them."""
-    if config.context.max_tokens_per_slot == AUTO and (kept := read_kept_rows(config, len(facts.home.ranks))):
-        config = set_rows(config, kept.rows)
+    if config.context.max_tokens_per_slot == AUTO and (kept_rows := read_kept_rows(config, len(facts.home.ranks))):
+        config = set_rows(config, kept_rows.rows)
     resolved = resolve(config.with_keys("context", planner=planners[0]), facts)
     if resolved.memory is None or len(planners) == 1:
         return resolved

@@ -390,13 +390,13 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
     """Find the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, and the keys; None where none does.
     On each number the leanest layout is tried first: all slots, fewest rows.
     """
-    given = replace(run.given, planner=True)
+    open_planner = replace(run.given, planner=True)
     for count in (run.gpus.count << doublings for doublings in range(1, 11)):
         with suppress(LongspanError):  # degrees that do not suit this number
             larger = replace(run, gpus=replace(run.gpus, count=count))
             wider = facts.on_home(larger.home)
             if leanest_fit(run.config, wider).seconds is not None:
-                config = settle(run.config, rank_ways(run.config, wider, given)).config
+                config = settle(run.config, rank_ways(run.config, wider, open_planner)).config
                 return replace(larger, config=scale_positions(config, facts.model, facts.longest_document))
     return None
 
@@ -476,21 +476,21 @@ def _ways_table(answer: Answer) -> str:
     ]
     rows = list[tuple[str, ...]]()
     for way in answer.ways:
-        of = _way_figures(way)
-        layout = f"{of['planner']}, cp {of['degree']}" if of["degree"] else str(of["planner"])
-        timed = of["seconds"] is not None
+        figures = _way_figures(way)
+        layout = f"{figures['planner']}, cp {figures['degree']}" if figures["degree"] else str(figures["planner"])
+        timed = figures["seconds"] is not None
         rows.append(
             (
                 layout,
-                *[f"{of['ep']}"] * experts,
-                of["cp_comm_type"],
-                f"{of['rows']:,}",
-                f"{of['micro_batches']}",
-                seconds_text(of["seconds"]) if timed else "does not fit",
-                f"{of['tokens_per_second_per_gpu']:,.0f}" if timed else "",
-                f"{number_text(100 * of['mfu'], 2)}%" if of["mfu"] else "",
-                gib_text(of["device_bytes"]),
-                gib_text(of["host_bytes_used"]),
+                *[f"{figures['ep']}"] * experts,
+                figures["cp_comm_type"],
+                f"{figures['rows']:,}",
+                f"{figures['micro_batches']}",
+                seconds_text(figures["seconds"]) if timed else "does not fit",
+                f"{figures['tokens_per_second_per_gpu']:,.0f}" if timed else "",
+                f"{number_text(100 * figures['mfu'], 2)}%" if figures["mfu"] else "",
+                gib_text(figures["device_bytes"]),
+                gib_text(figures["host_bytes_used"]),
             )
         )
     return text_table(names, rows, left=2 + experts)

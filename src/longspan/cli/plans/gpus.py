@@ -31,8 +31,8 @@ class Gpus:
     @property
     def title(self) -> str:
         """Their number, name and bytes, those of the host for each, and where their speed is from."""
-        of = self.machine.source.removeprefix("the model on ")
-        source = "by data sheet" if self.machine.assumed else f"priced as {of}"
+        speed_source = self.machine.source.removeprefix("the model on ")
+        source = "by data sheet" if self.machine.assumed else f"priced as {speed_source}"
         host = f"{gib_text(self.host_bytes)} of host memory for each"
         return f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {host} ({source})"
 
