@@ -158,11 +158,11 @@ WRONG = [
     ),
     (
         "train --train.betas 0.9",
-        'longspan train has no flag --train.betas: it is gone; write --optimizer.arguments "betas=[0.9, 0.95]", the default of adamw',
+        'longspan train has no flag --train.betas: it is gone; write --optimizer.arguments "betas=[0.9, 0.95]", the',
     ),
     (
         "train --encoder.recompute true",
-        "longspan train has no flag --encoder.recompute: it is gone; write --encoder.max_tokens, with which images",
+        "longspan train has no flag --encoder.recompute: it is gone; write --encoder.max_tokens, with",
     ),
     (
         "train --optimizer.betas 0.9",

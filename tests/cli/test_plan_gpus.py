@@ -165,7 +165,10 @@ def test_training_takes_the_keys(
     check_keys(answer, model, 4)
 
 
-def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_steps_and_hours(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.resolve.facts.TIMED_STEPS", 2)
     sizes = [800 * (1 + i % 7) for i in range(30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * 4 * n}) + "\n" for n in sizes))
     words = ["--model", model, *TWO, "--data", str(tmp_path / "texts.jsonl"), "--tokens-per-step", "8000"]
@@ -198,7 +201,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2
 def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | EXPERTS))
     file = tmp_path / "run.toml"
-    drawn = ["--distribution", "expo", "--tokens", "12000", "--longest-document", "9000"]
+    drawn = ["--distribution", "expo", "--tokens", "8000", "--longest-document", "6000"]
     words = ["--model", str(tmp_path), *TWO, *drawn, "--optimizer.lr", "1e-5", "--write", str(file)]
     answer = ask(words, capsys)
     ways = answer["alternatives"]
