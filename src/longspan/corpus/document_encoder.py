@@ -138,7 +138,8 @@ class _BatchDocuments:
         self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]
     ) -> None:
         """`places` are those of the rows (file, position)."""
-        rows = [rename_columns(row, encoding.settings.columns) for row in rows]
+        if columns := encoding.settings.columns:
+            rows = [rename_columns(row, columns) for row in rows]
         samples = encoding.encode(rows)
         for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
             if (values := rows[number].values).keys() != TEXT_ALONE:

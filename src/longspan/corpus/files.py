@@ -236,12 +236,9 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
 
 
 def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
-    """Count the files of a folder that are not read, by the endings of their names, the most frequent first.
-
-    In the standard library only modules are meant to be read, so that nothing is counted there.
-    """
+    """Count the files of a folder that are not read, by the endings of their names, the most frequent first."""
     root = find_root(path)
-    if path == STDLIB or not root.is_dir():
+    if not root.is_dir():
         return {}
     walked = dict(_walk_sources(root, stdlib=False, leave_out=leave_out))
     walked.pop(SAVED_SPLITS, None)
@@ -337,7 +334,8 @@ def kind_of_files(files: Sequence[CorpusFile], data: DataConfig) -> Kind:
     bad = list[BadRow]()
     for file in files[:FIRST_FILES]:
         for row in islice(rows_of_file(file, data.max_text_bytes), FIRST_ROWS):
-            row = rename_columns(row, data.rename_columns) if not isinstance(row, BadRow) else row
+            if data.rename_columns and not isinstance(row, BadRow):
+                row = rename_columns(row, data.rename_columns)
             if data.on_bad_row == "skip" and not _tells_kind(row):
                 continue
             if isinstance(row, BadRow):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from longspan.corpus.files import files_of_other_kinds
+from longspan.corpus.files import STDLIB, files_of_other_kinds
 from longspan.corpus.recipe import CorpusSettings, Recipe
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import CHATS, KIND_TEXTS, Row, Sample, short_repr
@@ -39,7 +39,8 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad_row = "skip"): {"; ".join(bad)}{more_text}'
     other_kinds = Counter[str]()  # files that are not read
     for _, path in settings.source_paths():
-        other_kinds.update(files_of_other_kinds(path, leave_out=(run_dir,)))
+        if path != STDLIB:  # of which only modules are meant to be read
+            other_kinds.update(files_of_other_kinds(path, leave_out=(run_dir,)))
     if other_kinds:
         kinds = ", ".join(f"{kind} ({count:,})" for kind, count in other_kinds.most_common(5))
         yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}"

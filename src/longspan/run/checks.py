@@ -19,7 +19,6 @@ from longspan.config.sections import (
     BestFigure,
     NamedGroup,
     RunConfig,
-    check_memory_keys,
     held_out_set,
     section_kinds,
 )
@@ -81,7 +80,6 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
         check_parallel(home)
     if config.encoder.tp > 1:
         check_encoder_divides_ranks(config, home)
-    check_memory_keys(config.train)
     check_optimizer(config)
     check_plans(config, home, training=training)
     return home

@@ -4,6 +4,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -125,12 +126,12 @@ SLOWER = 1.10  # than the other slots for the same rows
 MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
 
 
+@dataclass(eq=False)
 class SlowSlots:
     """Watches whether this rank's slot is slower than the others, over the last STEPS steps."""
 
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=STEPS)
-        self._is_named = False
+    _ratios: deque[float] = field(default_factory=lambda: deque[float](maxlen=STEPS))
+    _is_named: bool = False
 
     def add_ratio(self, ratio: float | None) -> None:
         if ratio is not None:

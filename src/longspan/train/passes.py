@@ -32,7 +32,14 @@ from longspan.model.sharding import (
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
-from longspan.train.read_rows import LocalBatch, padding_batch, read_local_batches
+from longspan.train.read_rows import (
+    LocalBatch,
+    bring_gathered_rows,
+    padding_batch,
+    read_and_compare_digest,
+    read_micro_batches,
+    text_digest,
+)
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -155,9 +162,26 @@ def default_divisor(plan: Plan) -> float:
     return float(max(plan.targets, 1))
 
 
+_HINT = (
+    "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
+    "ranks or on none, and temperature= be the same"
+)
+
+
 def read_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
-    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks."""
-    batches = read_local_batches(inputs, sum(term.depths for term in terms), temperature)
+    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks.
+
+    Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
+    neither inputs nor targets. Depths of multi-token prediction read as many tokens further ahead. Raises DataError, on
+    every rank, where any rank cannot read, and CommError where ranks hold different plans or temperatures.
+    """
+    depths = sum(term.depths for term in terms)
+    inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
+    digest = text_digest(f"{plan.digest()} {float(temperature)}")
+    # One message tells that plans are the same and that every rank could read its rows.
+    batches = read_and_compare_digest(
+        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
+    )
     for term in terms:
         term.read(batches)
     return batches

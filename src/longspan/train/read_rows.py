@@ -229,25 +229,6 @@ def check_integers(document: int, values: npt.NDArray[Any], positions: Integers,
 T = TypeVar("T")
 
 _RUN = 4096  # labels that are read at a time, until one is a target
-_HINT = (
-    "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
-    "ranks or on none, and temperature= be the same"
-)
-
-
-def read_local_batches(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
-    """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
-
-    Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
-    neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead. Raises CommError
-    where ranks hold different plans, or a different `temperature`.
-    """
-    inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
-    digest = text_digest(f"{plan.digest()} {float(temperature)}")
-    # One message tells that plans are the same and that every rank could read its rows.
-    return read_and_compare_digest(
-        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
-    )
 
 
 def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:

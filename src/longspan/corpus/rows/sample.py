@@ -411,8 +411,6 @@ def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
 
 def rename_columns(row: Row, columns: Sequence[str]) -> Row:
     """Give columns of a row the names that are read here, by entries OURS=THEIRS; with OURS= the column is left out."""
-    if not columns:
-        return row
     pairs = [(ours, theirs) for ours, _, theirs in (column.partition("=") for column in columns)]
     gone = {name for pair in pairs for name in pair}
     values = {key: value for key, value in row.values.items() if key not in gone}

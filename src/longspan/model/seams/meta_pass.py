@@ -171,9 +171,7 @@ def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
 class _CallNames(TorchFunctionMode):
     """Records which function of torch is running, under the name by which the model called it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.running = ""
+    running: str = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = kwargs or {}

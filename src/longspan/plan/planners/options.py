@@ -257,10 +257,8 @@ class Request(PlanOptions):
                 f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {fit_text}"
             )
         sizes = self.hierarchical_context_parallel_sizes
-        if sizes is not None:
-            check_hierarchical_sizes(
-                self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp
-            )
+        if sizes is not None and "a2a+p2p" in self.types:
+            check_hierarchical_sizes((sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
         check_degree_suits_heads(self, cp)
         self.check_longest(cp)
         return int(cp)
