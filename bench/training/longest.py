@@ -28,17 +28,19 @@ from live_bytes import LiveBytes
 import longspan
 from longspan import World
 from longspan.cli.machine import machine_facts, set_gpu_environment
-from longspan.config.defaults import compute_dtype
+from longspan.config.dtypes import compute_dtype
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.document import synthetic_documents
+from longspan.data.synthetic_documents import synthetic_documents
 from longspan.files import write_atomically
 from longspan.model.layers import decoder_layers, vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, home_of, query_heads
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.run_model.load import load_run_model
+from longspan.train.run_model.prepare import prepare_run_model
+from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
 
@@ -54,7 +56,7 @@ def run_steps(
     heads = query_heads(configuration)
     loaded = load_run_model(config, configuration)
     model = prepare_run_model(config, world, loaded, memory=chosen)
-    optimizer = make_optimizer(config, world, model, memory=chosen)
+    optimizer = build_run_optimizer(config, world, model, memory=chosen)
     training = Training(config, world, model, optimizer, Cost(), memory=chosen)
     plan = PlannerConfig.training(config, heads=heads).plan([rows], world.home)
     documents = synthetic_documents([rows], vocabulary_size(model) or 2)

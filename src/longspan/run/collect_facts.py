@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from longspan.comm import World
-from longspan.config.defaults import loss_arguments, loss_text
-from longspan.config.sections import NamedGroup
+from longspan.config.loss_arguments import loss_arguments, loss_text
+from longspan.config.text_values import NamedGroup
 from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.host import usable_cores
 from longspan.model.execution import Execution, model_execution
-from longspan.model.kinds import packed_weights
+from longspan.model.marks import packed_weights
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts
@@ -23,8 +23,8 @@ from longspan.plan.shape.name_patterns import meets_any
 from longspan.run.facts import RunFacts, time_and_command
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
-from longspan.train.optim.optimizer import find_named_group, names_of_parameters
-from longspan.train.step_end import counted_parameters
+from longspan.train.gradient_norm import counted_parameters
+from longspan.train.optim.parameter_groups import find_named_group, names_of_parameters
 from longspan.train.step_figures import world_device_name
 
 

@@ -17,20 +17,22 @@ from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfin
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
 from longspan.comm.world_machine import set_world_machine
-from longspan.config.defaults import absolute_path, warn_about_small_updates
+from longspan.config.defaults import warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
+from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.build import check_ids_in_vocabulary
-from longspan.data.documents import CorpusDocuments
+from longspan.corpus.for_model import check_ids_in_vocabulary
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, share_none, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
 from longspan.files import read_json, write_atomically
-from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
-from longspan.model.seams.call_rules import call_rules, refuse_randomness
+from longspan.model.marks import find_language_model
+from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.resolve.choice import PlannerConfig, query_heads
@@ -43,18 +45,12 @@ from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
-from longspan.train.run_depths import depths_line
-from longspan.train.starts import Starts
-from longspan.train.training import (
-    AnyModel,
-    check_run_model,
-    load_run_model,
-    make_model_without_weights,
-    make_optimizer,
-    prepare_run_model,
-    read_model_configuration,
-    scale_positions,
-)
+from longspan.train.run_model.depths import depths_line
+from longspan.train.run_model.load import load_run_model, make_model_without_weights, read_model_configuration
+from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model
+from longspan.train.run_model.rope_scaling import scale_positions
+from longspan.train.start.start_times import Starts
+from longspan.train.training import build_run_optimizer
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -414,7 +410,7 @@ def set_up(
         share_none(data.order, log, *rules.separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
-    optimizer = make_optimizer(config, world, model, memory=memory)
+    optimizer = build_run_optimizer(config, world, model, memory=memory)
     if not has_references:
         choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration))
         compute_references(model, compared, config, choice, world, log, stopped)

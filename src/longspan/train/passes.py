@@ -18,28 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
-from longspan.model.kinds import is_pipeline, keep_float8_weights
-from longspan.model.layers import preserve_modes
-from longspan.model.seams.call_rules import is_prepared
-from longspan.model.sharding import (
+from longspan.model.fsdp_passes import (
     defer_until_last_pass,
     drop_gradients_after_error,
-    fsdp_modules,
     keep_parameters_whole,
     keeps_parameters_gathered,
     reshard,
-    sum_gradients_over_slots,
 )
+from longspan.model.layers import preserve_modes
+from longspan.model.marks import is_pipeline, keep_float8_weights
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.sharding import fsdp_modules, sum_gradients_over_slots
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
-from longspan.train.read_rows import (
-    LocalBatch,
-    bring_gathered_rows,
-    padding_batch,
-    read_and_compare_digest,
-    read_micro_batches,
-    text_digest,
-)
+from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
+from longspan.train.rows.read_rows import LocalBatch, bring_gathered_rows, padding_batch, read_micro_batches
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -142,7 +135,7 @@ class Passes:
     def tempered_head(self, head: Head) -> Head:
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
-    def model_arguments(self, *, counting: bool = False) -> dict[str, Any]:
+    def arguments_of_next_call(self, *, counting: bool = False) -> dict[str, Any]:
         """Return keyword arguments of one more call of the model; `counting`: it only counts the experts' loads."""
         router = {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
         return {**self.keywords, **router}
@@ -168,7 +161,7 @@ _HINT = (
 )
 
 
-def read_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
+def read_step_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
     """Read this rank's rows of a whole step, and what its terms need; entered by all ranks.
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
@@ -237,7 +230,7 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
         if passes.needs_loads_first:
             with torch.no_grad():
                 for batch in batches[0 if free else 1 :]:
-                    arguments = _model_inputs(batch) | passes.model_arguments(counting=True)
+                    arguments = _model_inputs(batch) | passes.arguments_of_next_call(counting=True)
                     model(**arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
         if free:
             passes.compute_load_fractions()
@@ -258,7 +251,7 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
-    inputs = _model_inputs(batch) | passes.model_arguments()
+    inputs = _model_inputs(batch) | passes.arguments_of_next_call()
     if passes.depths:
         inputs |= _future_ids(batch)
     if is_prepared(passes.model):
@@ -271,10 +264,10 @@ def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
 def _model_inputs(batch: LocalBatch) -> dict[str, Any]:
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
-    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)
+    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _own_position_ids(batch)
 
 
-def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
+def _own_position_ids(batch: LocalBatch) -> dict[str, Tensor]:
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
@@ -315,5 +308,8 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> "St
         return passes.mean_loss(loss)
 
     return StageInput(
-        batch.shard, ids, make_output, passes.model_arguments(counting=total is None) | _batch_positions(batch)
+        batch.shard,
+        ids,
+        make_output,
+        passes.arguments_of_next_call(counting=total is None) | _own_position_ids(batch),
     )

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.model.execution import model_execution
-from longspan.model.kinds import adapter_of_prepared_model
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
@@ -22,7 +22,7 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops
 
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape, Trained
-    from longspan.train.terms.encoders import EncoderTimes
+    from longspan.train.terms.encoding import EncoderTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class StepFigures:
         return figures
 
 
-def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
+def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
     """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device = world_device_name(world)
     shape = None
@@ -82,7 +82,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.num_layers)
         if encoder is not None:
-            from longspan.model.take_apart import find_trained_part
+            from longspan.model.multimodal.image_modules import find_trained_part
             from longspan.plan.items.encoder_shape import EncoderShape
 
             trained = find_trained_part(encoder)

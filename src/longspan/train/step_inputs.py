@@ -14,14 +14,11 @@ from longspan.comm import World
 from longspan.data.document import count_targets
 from longspan.errors import DataError, LossError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.kinds import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
-from longspan.model.layers import score_columns
-from longspan.model.seams.call_rules import (
-    call_rules,
-    refuse_documents_beyond_positions,
-    refuse_randomness,
-    refuse_unprepared_model,
-)
+from longspan.model.kinds import score_columns
+from longspan.model.marks import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
+from longspan.model.seams.call_rules import call_rules, refuse_unprepared_model
+from longspan.model.seams.position_tables import refuse_documents_beyond_positions
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
 from longspan.train.optim.offload_states import OffloadedStates
 
@@ -65,7 +62,9 @@ class StepDocuments:
     @cached_property
     def targets_by_document(self) -> tuple[int, ...]:
         """Tokens that each document predicts. Raises PlanError for one that is missing or of another length."""
-        counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
+        counts = tuple(
+            self._check_and_count_targets(document, length) for document, length in enumerate(self.lengths)
+        )
         if self.items is None:
             return counts
         from longspan.data.item_documents import count_text_targets
@@ -102,7 +101,7 @@ class StepDocuments:
                     "of these would count once for all of them; share only rows without a target (share_prefixes)"
                 )
 
-    def _count_targets(self, document: int, length: int) -> int:
+    def _check_and_count_targets(self, document: int, length: int) -> int:
         try:
             value = self.documents[document]
         except (IndexError, KeyError) as error:
@@ -172,7 +171,7 @@ def check_step_arguments(
         )
     documents.check_targets(plan)
     if plan.parents is not None:
-        rules.check_families(plan.micro_batches, training=backward)
+        rules.check_shared_prefixes(plan.micro_batches, training=backward)
         if is_multimodal(model):
             raise ModelError(
                 "documents of the plan share prefixes, and a MultimodalModel takes whole documents; plan them before "

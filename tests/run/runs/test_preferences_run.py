@@ -20,14 +20,14 @@ from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, ModelError
 from longspan.model import load_model
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
-from longspan.train.training import add_configured_adapter
+from longspan.train.run_model.load import add_configured_adapter
 from tests.corpus.rows.conversations import says
 from tests.hf.stock import DenseHead
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, refusals, train_rows

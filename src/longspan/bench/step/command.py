@@ -17,15 +17,15 @@ from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, 
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
 from longspan.comm import World
-from longspan.comm.device_memory import allocator_retries, peak_reserved_bytes
+from longspan.comm.device import allocator_retries, peak_reserved_bytes
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
-from longspan.data.document import synthetic_documents
+from longspan.data.synthetic_documents import synthetic_documents
 from longspan.errors import ConfigError
 from longspan.model.execution import model_execution
 from longspan.model.layers import vocabulary_size
-from longspan.model.seams.call_rules import refuse_randomness
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
@@ -38,7 +38,9 @@ from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu
 from longspan.run.watches import allocator_retries_text
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.run_model.load import load_run_model
+from longspan.train.run_model.prepare import prepare_run_model
+from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
 Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each
@@ -103,7 +105,7 @@ def make_training(settings: StepSettings, world: World) -> Training:
     refuse_randomness(model)
     if (execution := model_execution(model)).mixers:
         log(mixers_text(execution, world.device, config.context.partition))
-    optimizer = make_optimizer(config, world, model, memory=memory)
+    optimizer = build_run_optimizer(config, world, model, memory=memory)
     return Training(config, world, model, optimizer, resolved.cost, memory=memory)
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from longspan.bench.benches import BenchFlags, change_layer_count
 from longspan.cli.flags import Groups, Word, parse_flags
 from longspan.cli.plans.planning import SourceFlags, read_lengths
-from longspan.config.defaults import compute_dtype, resolve_defaults, set_local_folders
+from longspan.config.defaults import resolve_defaults
+from longspan.config.dtypes import compute_dtype
 from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import (
     ContextConfig,
     LoraSection,
@@ -288,7 +290,8 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 
 def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
     """With the layers of --layers and positions for the longest document."""
-    from longspan.train.training import read_model_configuration, scale_positions
+    from longspan.train.run_model.load import read_model_configuration
+    from longspan.train.run_model.rope_scaling import scale_positions
 
     configuration = read_model_configuration(config, config.data.vocab_size)
     if flags.layers:
