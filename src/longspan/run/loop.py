@@ -36,7 +36,7 @@ from longspan.run.records import Records, open_records, record_start_seconds, sa
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, check_free_disk, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.warm_up import warm_up_coming_steps
+from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
 from longspan.train.start.start_times import Starts
@@ -228,7 +228,8 @@ class _Loop:
                 check_free_disk(run, self.display.log)
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
-            warm_up_coming_steps(run, self.display.log, self.starts)
+            if needs_warm_up(run.world):
+                warm_up_coming_steps(run, self.display.log, self.starts)
             self.starts.end_part("kernels")
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)

@@ -139,13 +139,10 @@ def set_up_model(
 
         refuse_other_labels(configuration.problem_type, config.model.num_labels, data.corpus.labels.shape[1])
 
-    def load() -> Any:
-        if resumed and not config.lora.rank:
-            return make_model_without_weights(config, configuration=configuration, images=images)
-        return load_run_model(config, configuration, images=images)
-
+    load = make_model_without_weights if resumed and not config.lora.rank else load_run_model
+    load_model = partial(load, config, configuration=configuration, images=images)
     with silence_warnings_of_other_ranks(world):
-        model = run_on_every_rank(world, load, ModelError)
+        model: Any = run_on_every_rank(world, load_model, ModelError)
     if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
         model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
     run_dir = Path(config.run.dir)

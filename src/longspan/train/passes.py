@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from longspan.comm import World, to_device
 from longspan.model.fsdp_passes import (
     defer_until_last_pass,
-    drop_gradients_after_error,
+    drop_unsummed_gradients,
     keep_parameters_whole,
     keeps_parameters_gathered,
     reshard,
@@ -151,10 +151,6 @@ class Passes:
             self.routing.compute_load_fractions()
 
 
-def default_divisor(plan: Plan) -> float:
-    return float(max(plan.targets, 1))
-
-
 _HINT = (
     "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
     "ranks or on none, and temperature= be the same"
@@ -207,8 +203,12 @@ def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
-            with sum_gradients_over_slots(model, world), drop_gradients_after_error(model):
-                return run(passes, batches)
+            with sum_gradients_over_slots(model, world):
+                try:
+                    return run(passes, batches)
+                except BaseException:
+                    drop_unsummed_gradients(model)
+                    raise
         try:
             return run(passes, batches)
         finally:

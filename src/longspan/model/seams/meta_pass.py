@@ -5,7 +5,7 @@ Draws outside of torch are not seen.
 
 import copy
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -168,12 +168,7 @@ def _record_pass(
             ) from error
     if judged:
         check_attention_calls(model, tuple(probe.calls))
-    return tuple(probe.calls), _draw_words(draws)
-
-
-def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
-    """Return in words, in order of names, how often each function drew."""
-    return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
+    return tuple(probe.calls), tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(draws.items()))
 
 
 class _NoteCallNames(TorchFunctionMode):

@@ -235,7 +235,7 @@ def read_micro_batches(
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
-        shard = _bind_padded(micro_batch, plan, world)
+        shard = bind(micro_batch, world).with_padding(multiple=plan.row_multiple)
         if rules.prefix or rules.in_spans:
             shard = bind_spans(shard, rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
@@ -247,12 +247,8 @@ def read_micro_batches(
 
 def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
     """Make a micro-batch without documents, for all slots to enter together."""
-    batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
+    batch = _padding_rows(bind(MicroBatch(), world).with_padding(multiple=plan.row_multiple))
     return batch._replace(deeper=(batch,) * depths)
-
-
-def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
-    return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
 
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
