@@ -33,8 +33,9 @@ def share_where_faster(
     """Plan documents of these lengths, and return them as the plan has them: common prefixes apart where model and
     planner are exact then and the plan is predicted to be faster, else as they are.
 
-    `plan` makes plans as `choice.plan` does; without it the last ones are kept. A line of the first rank says why
-    documents that begin alike are computed whole.
+    `plan` makes plans as `choice.plan` does; without it those made last are kept. `targets` are those of all documents.
+    A line of the first rank, written once for each reason, says why documents that begin alike are computed whole.
+    Enters no collective: all ranks come to the same.
     """
     rules = call_rules(model)
     features = rules.separate_features(training=training)
@@ -60,9 +61,11 @@ def share_where_faster(
 
 @lru_cache(maxsize=8)
 def cached_plan(choice: PlannerConfig, lengths: tuple[int, ...], home: Layout, **options: Any) -> Plan:
+    """Return the plan of `choice.plan`, one of the last eight for equal arguments."""
     return choice.plan(lengths, home, **options)
 
 
 @cache
 def _log_once(reasons: str) -> None:
+    """Warn that documents are computed whole; of equal reasons the first alone."""
     _log.warning("documents that begin alike are computed whole, as %s (docs/shared-prefixes.md)", reasons)

@@ -46,11 +46,12 @@ class StepFigures:
     def step_figures(
         self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: "EncoderTimes | None" = None
     ) -> dict[str, float]:
-        """Return figures of a step that took `seconds`: `tflops` of a device, `mfu`, `predicted_seconds`,
-        `bound_share`.
+        """Return figures of one step of this plan that took `seconds`, for its row of metrics.
 
-        `images` are the rows of each image, whose FLOPs count too. `encoders` give their share of the step's time, and
-        that which the plans predict.
+        `tflops` of each device and `mfu` (its share of the peak) count the model's FLOPs and those of `images`, the
+        rows of each image. `predicted_seconds` is the plan's, `bound_share` its lower bound as a share of `seconds`;
+        both only where plans are priced for these devices. `encoders` add `encoder_share` of the step's time, as
+        measured and as predicted.
         """
         figures = dict[str, float]()
         in_encoders = encoders.predicted_seconds if encoders else 0.0
@@ -71,7 +72,7 @@ class StepFigures:
 
 
 def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
-    """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
+    """Make the figures of a run's prepared model on this world's devices; `cost` is what its plans are priced by."""
     device = world_device_name(world)
     shape = None
     images = None
@@ -107,4 +108,5 @@ def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: C
 
 
 def world_device_name(world: World) -> str:
+    """Return the name of this rank's GPU as CUDA has it, or "CPU"."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
