@@ -19,8 +19,9 @@ _SHOWN = 16  # kinds of names that an error lists
 
 
 def freeze_by_name(model: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that patterns meet, outside towers of images. Raises ConfigError for a pattern that meets
-    none, and where nothing is left to train.
+    """Freeze the parameters that patterns meet, in place, outside towers of images.
+
+    Raises ConfigError for a pattern that meets none, and where nothing is left to train.
     """
     of_towers = {parameter for tower in towers_beside_text_model(model) for parameter in tower.parameters()}
     names = {p: own_names for p, own_names in names_of_parameters(model).items() if p not in of_towers}
@@ -57,6 +58,7 @@ def check_named_groups(model: nn.Module, texts: Sequence[str], *, stages: int) -
 
 
 def _check_patterns_meet(key: str, patterns: Sequence[str], names: Iterable[Sequence[str]]) -> None:
+    """Raise ConfigError for a pattern of this key that meets none of the parameters' names, and list kinds of names."""
     all_names = [*chain.from_iterable(names)]
     for pattern in patterns:
         if not any(meets_any([pattern], name) for name in all_names):

@@ -111,7 +111,9 @@ class Preferences:
         return means
 
     def _answer_losses(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses of KTO's answers, their rewards, and the divergence."""
+        """Return the losses (n,) of KTO's answers, their rewards (n,) and the divergence, by sums (2 n,) of the
+        documents.
+        """
         assert self.labels is not None
         ratios = sums - self.reference
         beta = self.arguments["beta"]
@@ -122,7 +124,10 @@ class Preferences:
         return losses, beta * ratios[::2].detach(), kl
 
     def _pair_figures(self, sums: Tensor, documents: list[int]) -> _Pairs:
-        """Return what the sums (2 n, …) of pairs give."""
+        """Return what pairs give, by the sums (2 n, columns) of their documents, whose numbers are in `documents`.
+
+        Rewards and log-probabilities have no gradient; losses have one by `sums`.
+        """
         counts = self.counts[documents]
         beta = self.arguments["beta"]
         log_probs = sums[:, 0]
@@ -153,12 +158,15 @@ class Preferences:
         return _Pairs(losses, log_probs.detach(), beta * ratios.detach(), others)
 
     def _cross_entropy(self, sums: Tensor, others: dict[str, Any]) -> Tensor:
-        """Return the part (n,) of pairs in the mean over the tokens of all chosen documents, times all pairs."""
+        """Return the part (n,) of pairs in the mean over the tokens of all chosen documents, times all pairs.
+
+        It is also put into `others`, under TRL's name.
+        """
         losses = -sums * (len(self.counts) / 2 / self.learnt)
         others["nll_loss"] = losses
         return losses
 
 
 def _log_of_complement(log_probs: Tensor) -> Tensor:
-    """log(1 − p) of log p, for p near 0 and near 1."""
+    """Return log(1 − p) of log p, for p near 0 and near 1."""
     return torch.where(log_probs > -0.6931471805599453, (-log_probs.expm1()).log(), (-log_probs.exp()).log1p())

@@ -78,6 +78,9 @@ def usual_problem(scores: int, labels: int) -> ProblemType:
 
 
 def _class_losses(table: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy (t,) of scores (t, L) by labels (t, 1). Raises LossError for what is no class from 0 to
+    L − 1.
+    """
     classes = labels[:, 0].long()
     if labels.shape[1] > 1 or bool(((classes != labels[:, 0]) | (classes < 0) | (classes >= table.shape[1])).any()):
         raise LossError(
@@ -88,7 +91,7 @@ def _class_losses(table: Tensor, labels: Tensor) -> Tensor:
 
 
 def configured_loss(model: nn.Module) -> LossFunction:
-    """Return the loss that a prepared model's class has for its labels."""
+    """Return the loss that a prepared model's class has for its labels, by the configuration's `problem_type`."""
     kind: Any = getattr(model, "architecture", type(model))
     if kind.__name__.endswith("ForTokenClassification") and score_columns(model) > 1:
         return score_loss("single_label_classification")  # whatever `problem_type` says
