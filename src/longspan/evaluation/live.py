@@ -96,6 +96,10 @@ def evaluate(
 def _plan_and_check(
     model: nn.Module, documents: Any, choice: PlannerConfig | Plan, world: World, *, share_prefixes: bool
 ) -> StepInputs:
+    """Plan documents by `choice`, if it is no plan, and return what the passes run over, checked.
+
+    With `share_prefixes` documents that begin alike may be planned, and read, with common prefixes apart.
+    """
     if isinstance(choice, Plan):
         return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model
@@ -119,7 +123,10 @@ def _plan_and_check(
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
+    """Return the result of an evaluation from its sums; every metric is a mean: a sum and what divides it.
+
+    The caller sets degree, seconds and bytes.
+    """
     plan = inputs.plan
     whole = [*plan.whole_documents]
     lengths = [plan.path_lengths[document] for document in whole]
@@ -197,7 +204,10 @@ def _result_of_sets(
 
 
 def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, Mean]:
-    """Return totals, of documents' scores, as those of the sets of documents, each of which has its set's loss."""
+    """Return totals, of documents' scores, as those of the sets of documents, and the mean loss of sets.
+
+    Each document has its set's loss; a set is a hit if its first document has the highest score.
+    """
     sets = loss.check_sets(plan)
     losses = np.zeros_like(totals.documents)
     hits = 0
@@ -211,6 +221,7 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
 
 
 def _forward_choice(choice: PlannerConfig, model: nn.Module, documents: StepDocuments) -> PlannerConfig:
+    """Return the choice priced for forward passes, with the rows that the model takes and the documents' targets."""
     multiple = call_rules(model).row_multiple
     options = choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple

@@ -96,6 +96,7 @@ def check_columns(name: str, result: Any, rows: int) -> Tensor:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a real number, or a tensor of one without dimensions."""
     return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)
 
 

@@ -70,6 +70,7 @@ _OF_LAUNCHER: dict[str, str] = {
 
 
 def optimizer_name(args: Any) -> str:
+    """Return the name that `args.optim` has."""
     return getattr(args.optim, "value", args.optim)
 
 
@@ -227,6 +228,7 @@ def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range
 
 
 def _graph_reaches(node: Any, nodes: range) -> bool:
+    """Return whether a node of autograd's graph, or one before it, has a number among `nodes`."""
     todo = [node]
     seen = {None}
     while todo:
@@ -256,6 +258,7 @@ def refuse_search(*_: Any, **__: Any) -> NoReturn:
 
 
 def _dropout_text(model: nn.Module) -> str:
+    """Return which module drops how much; "" for a model without dropout."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name or type(module).__name__} drops {module.p:g} of its inputs"

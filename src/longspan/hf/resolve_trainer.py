@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def asks_for_recomputation(args: Any) -> bool:
+    """Return whether arguments ask for activation checkpointing, by either of its names."""
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
@@ -96,6 +97,12 @@ def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, t
 
 
 def _config_with_arguments(trainer: Any) -> RunConfig:
+    """Return the trainer's keys as a run's configuration, with dtypes, optimizer and adapter of its arguments and
+    model.
+
+    An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
+    memory does not depend on the learning rate.
+    """
     # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
     # memory does not depend on the learning rate.
     config = trainer.longspan.config()
@@ -122,7 +129,10 @@ def _config_with_arguments(trainer: Any) -> RunConfig:
 
 
 def _lengths_of_documents(trainer: Any) -> list[int]:
-    """The lengths of the trainer's documents, or the longest that its arguments allow; [] for neither."""
+    """Return lengths of the trainer's documents, as many as are looked at, or the longest that its arguments allow.
+
+    [] for neither. Rows of another data set than one with columns are read for it, which may read files.
+    """
     data = trainer.train_dataset
     args = trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):

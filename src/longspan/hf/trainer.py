@@ -123,7 +123,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         """Leave the model where it is: `prepare` moves what a rank keeps."""
 
     def _prepare_once(self) -> None:
-        """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced."""
+        """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced.
+
+        What arguments leave open is decided before, by the lengths of documents; entered by all ranks.
+        """
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
         inside = unwrap_peft_model(self.model)
@@ -146,6 +149,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
+        """Prepare a model in place, and route the Trainer's calls of it, and of a PeftModel around it, to the facade.
+
+        Without `training` it is a reference, which takes no step.
+        """
         prepared = longspan.prepare(
             model, self.world, options=options_of_prepare(self, model, self.memory_plan, training=training)
         )
@@ -185,12 +192,16 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         return kind, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def _prepare_for_training(self, *args: Any) -> Any:
+        """Prepare the model before the Trainer sets up training. Raises ModelError for an optimizer of other
+        parameters.
+        """
         self._prepare_once()
         if self.optimizer is not None:
             refuse_other_parameters(self._facade.inner_model, self._torch_optimizer())
         return super()._prepare_for_training(*args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Return the facade, in place of a wrapped model."""
         self._prepare_once()
         return self._facade
 
@@ -228,12 +239,14 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._leave_one_process()
 
     def _leave_one_process(self) -> None:
+        """Leave the shared process, once."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()
 
 
 def layout_line(config: RunConfig, home: Layout) -> str:
+    """Return the line of the first rank that says how ranks share documents and weights."""
     training = PlannerConfig.training(config).text
     evaluation = PlannerConfig.evaluation(config).text
     degrees = {"tp": home.tp, "ep": home.ep, "dp_replicate": home.dp_replicate}

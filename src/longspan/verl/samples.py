@@ -31,6 +31,7 @@ class Samples:
     images: list[list[ImageInput]]
 
     def select(self, samples: Sequence[int]) -> "Samples":
+        """Return some of the samples, in this order."""
         ids = [self.ids[i] for i in samples]
         predicted = [self.predicted[i] for i in samples]
         offsets = torch.tensor(np.cumsum([0, *map(len, ids)]))
@@ -94,6 +95,7 @@ def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
 
 
 def _answer_lengths(data: Any) -> list[int]:
+    """Return the tokens of each sample's answer, padding left out."""
     answers = data["responses"]
     if answers.is_nested:
         return answers.offsets().diff().tolist()
