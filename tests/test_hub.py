@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from longspan.cli.flags import parse_train
-from longspan.config.defaults import set_local_folders
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import DataConfig, ModelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.hub import find_local_path, hub_name
@@ -52,7 +52,7 @@ def test_a_name_in_the_cache_is_its_folder(cache: Path) -> None:
 
 def test_an_adapter_names_its_base_as_the_hub_does(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = put(cache, "models--Org--tiny", "config.json", "model.safetensors")
-    monkeypatch.setattr("longspan.model.lora.add_lora", lambda model, adapter: adapter.base)
+    monkeypatch.setattr("longspan.model.adapters.new_adapter.add_lora", lambda model, adapter: adapter.base)
     model: Any = None
     assert add_configured_adapter(RunConfig(ModelConfig(path=str(folder))), model) == "Org/tiny"
     assert add_configured_adapter(RunConfig(ModelConfig(path=str(cache))), model) == str(cache)

@@ -17,10 +17,10 @@ from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
 from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.model import compiled_layers
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.compiled_layers import choose_compiled_parts, compile_layers
 from longspan.model.execution import model_execution
 from longspan.model.layers import decoder_layers
-from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.presets import PRESETS, preset_config
 from longspan.testing import backend, run_ranks
 from longspan.train import share_prefixes

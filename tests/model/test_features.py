@@ -26,15 +26,13 @@ OFF = (
         "float8_layers",
         "frozen",
         "host_weights",
-        "lora",
         "mtp",
         "multimodal",
         "pipeline",
         "score_heads",
-        "seams.indexers",
-        "seams.latents",
+        "seams.chosen_keys",
     ),
-    *("seams.mixers", "seams.norms", "take_apart", "tensor_parallel", "tensor_parallel_feature", "vision"),
+    *("seams.mixers", "seams.norms", "tensor_parallel", "tensor_parallel_feature", "vision"),
 )
 TEXT_ONLY = """
 import os, sys

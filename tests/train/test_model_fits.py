@@ -10,7 +10,7 @@ from longspan.config.sections import ModelConfig, OptimizerSection, RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, preset_config
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from longspan.train.run_model import model_fits
 from longspan.train.run_model.model_fits import check_model_fits

@@ -42,12 +42,12 @@ from longspan.errors import CommError, LongspanError, ModelError, plural
 from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
-from longspan.model.exactness.image_trial import TrialDocument
+from longspan.model.exactness.image_documents import TrialDocument
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.experts.moe import make_router_statistics
+from longspan.model.experts.router import make_router_statistics
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.prepared import PrepareOptions
-from longspan.model.seams.call_rules import DOCTOR
+from longspan.model.seams.doctor_hint import DOCTOR
 from longspan.plain_text import text_table
 from longspan.plan import Plan
 from longspan.train import run_step

@@ -25,7 +25,7 @@ from longspan.data.document import Document
 from longspan.data.item_documents import MediaDocuments, items_at_placeholders
 from longspan.doctor.cases import IMAGES, LENGTHS, Case
 from longspan.errors import LongspanError, ModelError
-from longspan.model.exactness.image_trial import (
+from longspan.model.exactness.image_documents import (
     TOKEN_KINDS,
     TrialDocument,
     make_stock_arguments,
@@ -34,10 +34,12 @@ from longspan.model.exactness.image_trial import (
     ordinary_ids,
     token_kinds,
 )
-from longspan.model.exactness.small_copies import EXPERT_GROUPS, PICKED, make_tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.seams.indexers import order_ties
-from longspan.model.take_apart import refuse_model_without_images, video_tokens
+from longspan.model.multimodal.image_modules import refuse_model_without_images
+from longspan.model.multimodal.video_tokens import video_tokens
+from longspan.model.seams.chosen_keys.indexers import order_equal_scores
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
 
@@ -231,7 +233,7 @@ def make_stock_model(
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # the model's own code computes its experts: there is no choice
             model.set_experts_implementation("eager")
-    order_ties(model)
+    order_equal_scores(model)
     return model.train()
 
 

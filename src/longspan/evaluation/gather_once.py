@@ -6,14 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from longspan.model.kinds import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
-from longspan.model.sharding import (
-    fsdp_modules,
-    leave_out_idle_hooks,
-    reduction_groups,
-    reshard,
-    reshards_after_forward,
-)
+from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
+from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
+from longspan.model.sharding import fsdp_modules, reduction_groups, reshards_after_forward
 
 
 @contextmanager
@@ -58,6 +53,6 @@ def _bytes_per_element(group: Any, parameter: Any) -> float:
     policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
     dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
     has_copy = find_float8_weight(owner.module, owner.param_name) is not None
-    if (packed := packed_weight(owner.module, owner.param_name)) is not None:
+    if (packed := find_packed_weight(owner.module, owner.param_name)) is not None:
         return packed.columns / packed.row_bytes * (packed.dtype.itemsize + has_copy)
     return dtype.itemsize + has_copy

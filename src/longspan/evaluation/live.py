@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from longspan.comm import World
-from longspan.comm.device_memory import measure_added_peak
+from longspan.comm.device import measure_added_peak
 from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, PlanError
 from longspan.evaluation.metrics import EvaluationOptions, Mean, with_sums_of_sets
 from longspan.evaluation.portions import Portions
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import Totals
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan

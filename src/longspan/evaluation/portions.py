@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from longspan.comm import World, raise_first_error
-from longspan.comm.device_memory import unused_bytes
+from longspan.comm.device import unused_bytes
 from longspan.errors import EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.gather_once import gather_once, gathered_bytes
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.row_sums import RowSums, Totals
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
 from longspan.train.rows.agreed_reading import reading_error

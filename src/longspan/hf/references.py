@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
-from longspan.model.adapters import adapter_parameters
+from longspan.model.adapters.adapter import adapter_parameters
 from longspan.model.weights.local_tensors import local_tensor
 
 REFERENCE = "ref"  # TRL's name of the copy of a trained adapter that it keeps for the reference

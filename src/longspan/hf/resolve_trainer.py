@@ -11,9 +11,9 @@ import torch
 from longspan.config.keys import AUTO
 from longspan.config.sections import LoraSection, OptimizerSection, RunConfig
 from longspan.hf.refusals import ONE_PASS_OPTIMIZERS, PAGED, optimizer_name
-from longspan.model.adapters import find_adapter
-from longspan.model.frozen.formats.modules import holds_codes
-from longspan.model.kinds import unwrap_peft_model
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.adapters.adapter import find_adapter
+from longspan.model.frozen.formats.loaded_linears import holds_codes
 from longspan.model.prepared import PrepareOptions
 from longspan.plan import MemoryPlan
 from longspan.resolve.memory import find_run_cost

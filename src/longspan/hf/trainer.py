@@ -33,11 +33,12 @@ from longspan.hf.refusals import (
 from longspan.hf.resolve_trainer import CHECKPOINTING, options_of_prepare, resolve_trainer
 from longspan.hf.steps import StepsPart
 from longspan.layout import Layout
-from longspan.model.kinds import unwrap_peft_model, waits_on_host
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.layers import architecture_name
-from longspan.model.lora import redirect_peft_model
+from longspan.model.marks import waits_on_host
 from longspan.model.replaced_parameters import refuse_other_parameters
-from longspan.model.seams.call_rules import guard_prepared_model
+from longspan.model.seams.guards import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.train import PlannerConfig, offload_optimizer_states
 from longspan.train.optim.eight_bit_adamw import EightBitAdamW

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
-from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import (
     FAMILY_PLANNERS,
@@ -24,6 +23,7 @@ from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
+from longspan.plain_text import nearest_hint
 from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
@@ -237,7 +237,9 @@ class PlannerConfig:
 
         Without `documents` each is computed whole.
         """
-        families = None if documents is None else self.find_families(documents, home, length_limits)
+        if documents is None:
+            return self.plan(lengths, home, targets=targets)
+        families = self.find_families(documents, home, length_limits)
         return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:

@@ -17,20 +17,22 @@ from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfin
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
 from longspan.comm.world_machine import set_world_machine
-from longspan.config.defaults import absolute_path, warn_about_small_updates
+from longspan.config.defaults import warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
+from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.build import check_ids_in_vocabulary
-from longspan.data.documents import CorpusDocuments
+from longspan.corpus.for_model import check_ids_in_vocabulary
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, share_none, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
 from longspan.files import read_json, write_atomically
-from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
-from longspan.model.seams.call_rules import call_rules, refuse_randomness
+from longspan.model.marks import find_language_model
+from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.resolve.choice import PlannerConfig, query_heads
@@ -99,8 +101,11 @@ def write_model_files(
 def _add_stops(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
     """Add `ends` to eos_token_id of generation_config.json; return all ids there, and the names that it lacked."""
     file = directory / GENERATION
-    read_stop_token_ids(directory)  # raises DataError for a file that is none
-    settings = read_json(file) if file.is_file() else GenerationConfig.from_model_config(config).to_diff_dict()
+    if file.is_file():
+        read_stop_token_ids(directory)  # raises DataError for a file that is none
+        settings = read_json(file)
+    else:
+        settings = GenerationConfig.from_model_config(config).to_diff_dict()
     settings.pop("_from_model_config", None)
     eos: Any = settings.get("eos_token_id")
     stops: list[int] = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
@@ -296,7 +301,8 @@ def open_run_documents(
         config = config.with_keys("evaluation", documents=state["config"]["evaluation"]["documents"])
     node_size = config.context.node_size
     config = set_node_size(config, world.node_size)
-    set_world_machine(world, partial(read_run_machine, config), KEY)
+    if config.run.machine:
+        set_world_machine(world, partial(read_run_machine, config), KEY)
     if checkpoint is not None:
         check = partial(check_base_weights_unchanged, Path(config.run.dir), config, goes_on=True)
         run_on_first_rank(world, check, ModelError)

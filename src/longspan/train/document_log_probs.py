@@ -7,7 +7,7 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import LossError
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
 from longspan.plan import Plan
 from longspan.train.passes import Passes, read_step_batches, run_passes
 from longspan.train.rows.agreed_reading import text_digest

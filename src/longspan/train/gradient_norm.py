@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.kinds import is_multimodal, is_pipeline, modules_and_worlds, norm_on_device
+from longspan.model.marks import is_multimodal, is_pipeline, modules_and_worlds, norm_on_device
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.nonfinite import check_finite
 

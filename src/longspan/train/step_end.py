@@ -20,7 +20,7 @@ from longspan.comm import World, to_device
 from longspan.comm.channel import Channel
 from longspan.data.document import NO_TARGET
 from longspan.errors import PlanError
-from longspan.model.kinds import is_pipeline
+from longspan.model.marks import is_pipeline
 from longspan.train.gradient_norm import model_gradient_square_sum, scale_to_norm
 from longspan.train.nonfinite import check_finite
 from longspan.train.optim.offload_states import OffloadedStates

@@ -14,14 +14,11 @@ from longspan.comm import World
 from longspan.data.document import count_targets
 from longspan.errors import DataError, LossError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.kinds import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
-from longspan.model.layers import score_columns
-from longspan.model.seams.call_rules import (
-    call_rules,
-    refuse_documents_beyond_positions,
-    refuse_randomness,
-    refuse_unprepared_model,
-)
+from longspan.model.kinds import score_columns
+from longspan.model.marks import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
+from longspan.model.seams.call_rules import call_rules, refuse_unprepared_model
+from longspan.model.seams.position_tables import refuse_documents_beyond_positions
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
 from longspan.train.optim.offload_states import OffloadedStates
 
@@ -191,7 +188,7 @@ def check_step_arguments(
         )
     documents.check_targets(plan)
     if plan.parents is not None:
-        rules.check_families(plan.micro_batches, training=backward)
+        rules.check_shared_prefixes(plan.micro_batches, training=backward)
         if is_multimodal(model):
             raise ModelError(
                 "documents of the plan share prefixes, and a MultimodalModel takes whole documents; plan them before "

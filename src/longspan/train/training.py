@@ -13,9 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.config.defaults import loss_arguments
+from longspan.config.loss_arguments import loss_arguments
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import NamedGroup, RunConfig, TrainConfig
+from longspan.config.sections import RunConfig, TrainConfig
+from longspan.config.text_values import NamedGroup
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan

@@ -21,7 +21,7 @@ from longspan.errors import ModelError, PlanError
 from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.experts.experts import Loads, run_experts
+from longspan.model.experts.expert_products import Loads, run_experts
 from longspan.model.experts.moe import IMPLEMENTATION
 from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded

@@ -13,7 +13,7 @@ from longspan.model.float8 import products
 from longspan.model.float8.products import (
     ExpertRows,
     Float8Weight,
-    Scaled,
+    ScaledRows,
     linear_in_float8,
     multiply_in_float8,
     quantise_columns,
@@ -157,5 +157,5 @@ def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str, compiled: s
 
 
 def test_scaled_rows_of_nothing() -> None:
-    empty = Scaled(torch.empty(0, 64, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(0, device="cuda"))
+    empty = ScaledRows(torch.empty(0, 64, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(0, device="cuda"))
     assert products.multiply_scaled_rows(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)

@@ -21,8 +21,9 @@ from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.stages import refuse_dependent_layers
-from longspan.model.seams.attention_calls import IMPLEMENTATION, hook_layer_arguments
-from longspan.model.seams.indexers import order_ties, shard_indexers
+from longspan.model.seams.attention_calls import IMPLEMENTATION
+from longspan.model.seams.chosen_keys.indexers import order_equal_scores, shard_indexers
+from longspan.model.seams.running_layer import hook_layer_arguments
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
 from tests import parity
@@ -82,7 +83,7 @@ def _exact(family: str) -> Answer:
     with compute_in_float64():
         model = _model(family).train()
         if MANY_HEADS not in family:
-            order_ties(model)
+            order_equal_scores(model)
         return answer(model, _documents(family))
 
 

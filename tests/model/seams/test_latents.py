@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from longspan import World, bind, plan_fixed
-from longspan.model.seams import latents
+from longspan.model.seams.chosen_keys import latents
 from longspan.testing import run_ranks
 from tests import parity
 from tests.model.seams.families import LENGTHS, here, tiny
@@ -31,7 +31,7 @@ IN_CI: list[Row] = [
 WHOLE: list[Row] = [
     (family, {}, kind, MEASURES[(i + j) % 3]) for i, family in enumerate(FAMILIES) for j, kind in enumerate(KINDS)
 ]
-SEAM = "model.seams.latents"
+SEAM = "model.seams.chosen_keys.latents"
 CHANGES = {
     "keys of other heads": (SEAM, "query)[0], rotated", "query)[0].flip(0), rotated"),
     "values of other heads": (SEAM, "out)[1].transpose", "out)[1].flip(0).transpose"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longspan import Layout, World, plan_dynamic, prepare
 from longspan.errors import ModelError
 from longspan.model.seams import norms
-from longspan.model.seams.norms import NormFormula, _run_own_kernel, fuse_norms
+from longspan.model.seams.norms import NormFormula, _run_triton_kernel, fuse_norms
 from longspan.testing import backend, run_ranks
 from tests import parity
 from tests.model.stock import gradients_of, prepare_untried, stock_answer, texts, tiny, worst
@@ -79,7 +79,7 @@ def test_what_norms_of_families_compute_is_found(kind: tuple[str, str, tuple[flo
     x, gate = torch.randn(2, 1, 5, 48)
     given = (x, gate) if KINDS[kind].gate else (x,)
     assert torch.allclose(norm(*given), type(norm).forward(norm, *given), rtol=1e-5, atol=1e-6)
-    assert (vars(norm)["forward"].func is _run_own_kernel) is (KINDS[kind] != NormFormula())
+    assert (vars(norm)["forward"].func is _run_triton_kernel) is (KINDS[kind] != NormFormula())
 
 
 class OffByTwo(nn.Module):

@@ -19,7 +19,7 @@ from longspan import Layout, World, load_model, prepare, save_model
 from longspan.cli.main import main
 from longspan.errors import ModelError
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.fill import empty_model
+from longspan.model.weights.empty_model import empty_model
 from tests.model.stock import VOCABULARY, prepare_untried, tiny
 
 

@@ -17,7 +17,7 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.weights.local_tensors import local_block, local_tensor
 from longspan.run.checks import check_optimizer
 from longspan.testing import backend, run_ranks

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.config.file import load_config
-from longspan.config.sections import NamedGroup
+from longspan.config.text_values import NamedGroup
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.saving import weights_by_name
+from longspan.model.saving.whole_weights import weights_by_name
 from longspan.plan import plan_fixed
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.stage_bytes import ModelNumbers

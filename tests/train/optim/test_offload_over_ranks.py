@@ -19,7 +19,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.run import set_up
 from longspan.run.metrics import read_metrics

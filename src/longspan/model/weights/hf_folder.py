@@ -110,6 +110,7 @@ def quantization_settings(folder: Path) -> dict[str, Any]:
 
 
 def _index_files(folder: Path, index: Path) -> list[Path]:
+    """Return the files that an index names; ModelError for a damaged index, and for missing and outside ones."""
     try:
         files: list[str] = sorted({*read_json(index)["weight_map"].values()})
         outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]

@@ -239,6 +239,8 @@ class Request(PlanOptions):
     def family_sizes(self) -> tuple[Integers, Integers]:
         """Rows of each family, and the squares that price its attention: twice the (row, key) pairs that are seen."""
         lengths = np.array(self.lengths, dtype=np.int64)
+        if self.parents is None:
+            return lengths, lengths * lengths
         order = np.fromiter(chain.from_iterable(self.families), np.int64, len(lengths))
         first = np.cumsum([0, *map(len, self.families[:-1])])
         squares = lengths * (lengths + 2 * self.bases)

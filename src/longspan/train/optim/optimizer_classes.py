@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import SGD, AdamW, Optimizer
 
-from longspan.config.keys import read_arguments
+from longspan.config.text_values import read_arguments
 from longspan.errors import ConfigError
 from longspan.train.optim.muon import Muon
 

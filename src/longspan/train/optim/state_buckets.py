@@ -8,8 +8,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from longspan.model.activations.host_offload import range_bytes
-from longspan.model.kinds import waits_on_host
+from longspan.model.host_arena import range_bytes
+from longspan.model.marks import waits_on_host
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 

@@ -8,7 +8,7 @@ import numpy as np
 from longspan.comm import SequenceShard
 from longspan.errors import DataError
 from longspan.layout import Integers
-from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
+from longspan.model.seams.model_calls import PARTS_OF_POSITIONS
 from longspan.plan import MicroBatch
 
 

@@ -9,7 +9,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RANDOM, RunConfig
 from longspan.errors import ModelError, plural
 from longspan.model.add_depths import add_mtp
-from longspan.model.mtp import count_depths
+from longspan.model.mtp.published_names import count_depths
 
 
 def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:

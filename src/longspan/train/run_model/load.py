@@ -10,7 +10,8 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ModelError, plural
 from longspan.hub import hub_name
 from longspan.model import PRESETS, load_model, preset_config
-from longspan.model.layers import MTP, SCORE_HEADS
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import MTP
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.train.run_model.depths import add_configured_depths
@@ -79,7 +80,7 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
 
     All weights but the adapter's are frozen. Raises ModelError as `add_lora`.
     """
-    from longspan.model.lora import NewAdapter, add_lora
+    from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 
     lora = config.lora
     folder = Path(config.model.path).resolve()

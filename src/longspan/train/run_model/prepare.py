@@ -9,19 +9,16 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 
 from longspan.comm import World
 from longspan.comm.all_ranks import silence_warnings_of_other_ranks
-from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given
+from longspan.config.defaults import encoder_default, encoder_is_given
+from longspan.config.dtypes import compute_dtype
 from longspan.config.keys import AUTO
+from longspan.config.memory_keys import ON_HOST, given_checkpointing
 from longspan.config.plan_section import name_of_key
-from longspan.config.sections import (
-    ON_HOST,
-    RunConfig,
-    given_checkpointing,
-    held_out_set,
-)
+from longspan.config.sections import RunConfig, held_out_set
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness.check_model import check_unconnected
+from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.features import Call, features_of
 from longspan.model.float8_layers import unsupported_reason
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -70,23 +67,23 @@ def _check_before_prepare(
 
     Raises the first reason of a feature, or of its layers, not to run it. `images`: whether its towers are kept.
     """
-    from longspan.model.lora import adapter_lines
+    from longspan.model.adapters.new_adapter import lines_about_adapter
 
     with warnings.catch_warnings(action="ignore"):  # of what is left out, said when the model is loaded for the run
         model = load_run_model(config, configuration, images=images)
         _add_adapter_and_freeze(config, model, images=images)
-    lines = [*adapter_lines(model)] if config.lora.rank else []
+    lines = [*lines_about_adapter(model)] if config.lora.rank else []
     _check_comm_types_fit_layers(config, model)
     options = _prepare_options(config, world, model, None, training=True)
     with ExitStack() as forms:
         if images:
-            from longspan.model.take_apart import take_apart_or_undo
+            from longspan.model.multimodal.take_apart import take_apart_or_undo
 
             forms.enter_context(take_apart_or_undo(model))
         features = features_of(Call(model, model, world, options))
         for feature in features:
             forms.enter_context(feature.checks_context(model))
-        check_unconnected(model, features)
+        check_model_on_this_rank(model, features)
         for feature in features:
             if error := feature.rank_error(model):
                 raise error
@@ -128,7 +125,7 @@ def _add_adapter_and_freeze(
     """
     adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     if images:
-        from longspan.model.take_apart import freeze_image_modules
+        from longspan.model.multimodal.image_modules import freeze_image_modules
 
         freeze_image_modules(model, config.encoder.trainable or encoder_default(config))
     if training:

@@ -13,7 +13,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import LossError, plural
 from longspan.layout import Floats
-from longspan.model.seams.call_rules import refuse_two_pass_dropout
+from longspan.model.seams.randomness import refuse_two_pass_dropout
 from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.log_probs import check_value_names

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from longspan.comm import World, on_all_ranks, to_device
 from longspan.errors import LossError, ModelError
 from longspan.layout import Floats
-from longspan.model.kinds import adapter_of_prepared_model, is_adapted
+from longspan.model.adapted_modules import is_adapted
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plain_text import short_text
 from longspan.plan import Plan
