@@ -24,7 +24,6 @@ from longspan.errors import ModelError
 from longspan.model.features import Call, Feature
 from longspan.model.layers import decoder_layers, mtp_depths, towers_beside_text_model
 from longspan.model.options import Sharding
-from longspan.model.sharding import refuse_shared_layers
 from longspan.model.weights.empty_model import has_meta_parameters
 from longspan.model.weights.gradients import set_earlier_gradients_aside
 from longspan.model.weights.local_tensors import local_tensor
