@@ -111,15 +111,15 @@ def _plan_and_check(
         lengths = [len(documents[d]) for d in range(len(documents))]
     documents = StepDocuments(model, documents, tuple(map(int, lengths)))
     choice = _forward_choice(choice, language_model, documents)
-    read: Any = documents
+    documents_to_read: Any = documents
     if share_prefixes and documents.items is None and isinstance(documents.documents, Sequence):
         shared, plan = share_where_faster(
             language_model, documents.documents, documents.lengths, choice, world, training=False
         )
-        read = documents if plan.parents is None else shared
+        documents_to_read = documents if plan.parents is None else shared
     else:
         plan = cached_plan(choice, documents.lengths, world.home)
-    return check_step_arguments(model, plan, read, world, backward=False)
+    return check_step_arguments(model, plan, documents_to_read, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
@@ -187,8 +187,8 @@ def _result_of_sets(
     count = len(loss.columns) + len(loss.also)
     sums = totals.document_metrics[:count, 0].T
     sets = loss.check_sets(inputs.plan)
-    given = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
-    total, _ = sum_set_losses(loss.function, sets, given)
+    numbers = sums[:, 0] if len(loss.columns) == 1 else sums[:, : len(loss.columns)]
+    total, _ = sum_set_losses(loss.function, sets, numbers)
     tokens = _make_result(inputs, totals, replace(options, loss=None))  # cross entropies, which are not told
     figures = {} if loss.figures is None else loss.figures(sums)
     own_metrics = {name: mean for name, mean in tokens.metrics.items() if name in options.metrics}

@@ -20,7 +20,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.dtypes import compute_dtype_name
 from longspan.config.sections import RunConfig
-from longspan.data.corpus_documents import CorpusDocuments
+from longspan.data.selection import CorpusDocuments
 from longspan.errors import DataError, ModelError, plural
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
@@ -43,13 +43,13 @@ def open_references(documents: Sequence[CorpusDocuments], config: RunConfig, wor
     key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
 
     def read_files() -> list[Floats]:
-        files = [(_reference_file(some, key), len(some.corpus)) for some in documents]
+        files = [(_reference_file(selection, key), len(selection.corpus)) for selection in documents]
         return [np.load(file) if file.is_file() else np.full(count, np.nan) for file, count in files]
 
     # read once: another run may write meanwhile
-    for some, values in zip(documents, run_on_first_rank(world, read_files, DataError), strict=True):
-        some.corpus.reference = values
-    return not any(_ids_without_reference(some) for some in documents)
+    for selection, values in zip(documents, run_on_first_rank(world, read_files, DataError), strict=True):
+        selection.corpus.reference = values
+    return not any(_ids_without_reference(selection) for selection in documents)
 
 
 def compute_references(
@@ -69,9 +69,9 @@ def compute_references(
     key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
     options = EvaluationOptions(name="the reference model", stopped=stopped)
     with disable_adapter(model) if config.lora.rank else nullcontext():
-        for some in documents:
-            corpus = some.corpus
-            missing = _ids_without_reference(some)
+        for selection in documents:
+            corpus = selection.corpus
+            missing = _ids_without_reference(selection)
             ends = np.cumsum(corpus.lengths[missing], dtype=np.int64)
             done = 0
             started = last_news = time.monotonic()
@@ -82,16 +82,16 @@ def compute_references(
                 assert corpus.reference is not None
                 corpus.reference[missing[done:stop]] = [-loss.sum for loss in result.document_losses]
                 done = stop
-                save = partial(_save_array, _reference_file(some, key), corpus.reference)
+                save = partial(_save_array, _reference_file(selection, key), corpus.reference)
                 run_on_first_rank(world, save, DataError)
                 now = time.monotonic()
                 if done == len(missing) or now - last_news > _NEWS_SECONDS:
                     last_news = now
                     left = (now - started) * (int(ends[-1]) / int(ends[done - 1]) - 1)
-                    rest = f"{seconds_text(left)} left" if left else f"kept in {corpus.documents_folder}"
+                    outlook = f"{seconds_text(left)} left" if left else f"kept in {corpus.documents_folder}"
                     log(
                         f"reference model: log-probabilities of {done:,} of {plural(len(missing), 'document')} in "
-                        f"{now - started:.1f} s, {rest}"
+                        f"{now - started:.1f} s, {outlook}"
                     )
 
 

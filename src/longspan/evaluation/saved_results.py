@@ -44,7 +44,7 @@ class SubjectResult:
             "kind": self.weights.kind,
             "parallel": {key: getattr(self.config.parallel, key) for key in HOME},
             "changes": [change._asdict() for change in self.changes],
-            "evaluations": [entry.evaluation.row() | {"cp_comm_type": entry.comm_types} for entry in self.sets],
+            "evaluations": [result.evaluation.row() | {"cp_comm_type": result.comm_types} for result in self.sets],
         }
 
 
@@ -67,10 +67,10 @@ def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, An
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
     """Return one JSON object for each document of each set, degree and subject."""
     return [
-        {"target": result.weights.title, "set": entry.evaluation.name, "cp": entry.evaluation.cp, **row}
-        for result in results
-        for entry in result.sets
-        for row in entry.evaluation.document_rows(entry.sources)
+        {"target": subject.weights.title, "set": set_result.evaluation.name, "cp": set_result.evaluation.cp, **row}
+        for subject in results
+        for set_result in subject.sets
+        for row in set_result.evaluation.document_rows(set_result.sources)
     ]
 
 
@@ -114,8 +114,8 @@ def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
     for bucket in evaluation.by_length:
         inside = ((bucket.first <= lengths) & (lengths <= bucket.last))[:, 0]
         if inside.any():
-            in_bucket = (sums[inside].sum(0) / counts[inside].sum()).tolist()
-            by_length.append((bucket.first, bucket.last, *in_bucket, int(inside.sum())))
+            bucket_means = (sums[inside].sum(0) / counts[inside].sum()).tolist()
+            by_length.append((bucket.first, bucket.last, *bucket_means, int(inside.sum())))
     return Difference(
         name=evaluation.name,
         first=float(means[0]),

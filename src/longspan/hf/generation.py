@@ -96,8 +96,8 @@ class GenerationPart(StockTrainer):
         rewards = super()._calculate_rewards
         return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
-    def _result_of_first_rank(self, work: Callable[[], Any], what: str) -> Any:
-        """Return on every rank what `work` gives on the first; `what` are words for that, in errors.
+    def _result_of_first_rank(self, work: Callable[[], Any], work_name: str) -> Any:
+        """Return on every rank what `work` gives on the first; `work_name` are words for that, in errors.
 
         The other ranks also take over what the work logged, and the random states of the host after it.
         """
@@ -109,7 +109,7 @@ class GenerationPart(StockTrainer):
             return result, logged, self.state.num_input_tokens_seen, random_states
 
         result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run_on_first(
-            work_and_note_state, what
+            work_and_note_state, work_name
         )
         if not is_first_rank(self.world):
             self.__dict__.update(logged)

@@ -398,7 +398,7 @@ class StepsPart(StockTrainer):
         refuse_other_parameters(model, self._torch_optimizer())
         first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens([len(document) for document in documents], names)
-        of_scores = score_columns(model) > 0
+        has_scores = score_columns(model) > 0
         model.train()
         with torch.autocast(self.args.device.type, enabled=False):
             result = run_step(
@@ -408,7 +408,7 @@ class StepsPart(StockTrainer):
                 self.world,
                 step=self.state.global_step,
                 router=RouterCoefficients(balance=0.0),  # routers' balance losses are refused at construction
-                loss=loss_by_coefficients if of_scores else collected,
+                loss=loss_by_coefficients if has_scores else collected,
                 divisor=1,  # the coefficients are divided already
                 temperature=facade.head.temperature,
                 host_work=self._prepare_next_step_and_wait,

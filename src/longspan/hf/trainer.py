@@ -169,9 +169,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         Moments of parameters that wait on the host are there too.
         """
         self._prepare_once()
-        made = self.optimizer is None
+        is_new = self.optimizer is None
         self.optimizer: Any = super().create_optimizer(*args)
-        if not made:
+        if not is_new:
             return self.optimizer
         name = optimizer_name(self._stock_arguments) if self.optimizer_cls_and_kwargs is None else ""
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -274,8 +274,8 @@ def _route_calls(prepared: Any, facade: Facade) -> None:
         )
 
     # Python looks `__call__` up in the class, so the model gets a class of its own.
-    own = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
-    prepared.__class__ = type(kind.__name__, (kind,), own)
+    attributes = {"__call__": call, "__new__": refuse_another, "__module__": kind.__module__}
+    prepared.__class__ = type(kind.__name__, (kind,), attributes)
 
 
 class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -33,7 +33,7 @@ def share_where_faster(
     """Plan documents of these lengths, and return them as the plan has them: common prefixes apart where model and
     planner are exact then and the plan is predicted to be faster, else as they are.
 
-    `plan` makes plans as `choice.plan` does; without it those made last are kept. `targets` are those of all documents.
+    `plan` makes plans as `choice.plan` does; without it the last ones are kept. `targets` are those of all documents.
     A line of the first rank, written once for each reason, says why documents that begin alike are computed whole.
     Enters no collective: all ranks come to the same.
     """
@@ -46,17 +46,17 @@ def share_where_faster(
         searching = replace(choice, planner=AUTO)
     families = searching.find_families(documents, world.home, rules.length_limits)
     plan = plan or partial(cached_plan, choice)
-    made = plan_families(plan, lengths, None if reasons else families, world.home, targets=targets)
+    family_plan = plan_families(plan, lengths, None if reasons else families, world.home, targets=targets)
     if families is not None and not reasons:
         if families.left_out:
             reasons.append(f"max_tokens_per_slot lets a group hold {searching.most_family_rows(world.home):,} rows")
-        elif made.parents is None:
+        elif family_plan.parents is None:
             reasons.append("that is predicted to be faster")
     if families is not None and reasons and world.rank == 0:
         _log_once(" and ".join(reasons))
-    if made.parents is None:
-        return documents, made
-    return cut_documents(documents, made.lengths, made.parents, depths=choice.depths), made
+    if family_plan.parents is None:
+        return documents, family_plan
+    return cut_documents(documents, family_plan.lengths, family_plan.parents, depths=choice.depths), family_plan
 
 
 @lru_cache(maxsize=8)

@@ -215,11 +215,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = head(rows_in)
             log_probs, gradient_of = numbers(logits, targets.ids[chunk])
             with torch.enable_grad():  # a caller's loss is differentiated inside
-                loss, slopes, *of_entropy = losses(log_probs, chunk, logits)
+                loss, slopes, *entropy_slopes = losses(log_probs, chunk, logits)
             total += loss.detach()
             logit_gradient = gradient_of(slopes.detach())
-            if of_entropy:
-                add_entropy_gradient(logit_gradient, logits.detach(), of_entropy[0])
+            if entropy_slopes:
+                add_entropy_gradient(logit_gradient, logits.detach(), entropy_slopes[0])
             del log_probs, gradient_of, slopes  # the memory of the exponentials
             leaves = (*([rows_in] if gradient is not None else []), *parameters)
             gradients = list(torch.autograd.grad(logits, leaves, logit_gradient))

@@ -54,10 +54,12 @@ class StepFigures:
         measured and as predicted.
         """
         figures = dict[str, float]()
-        in_encoders = encoders.predicted_seconds if encoders else 0.0
+        encoder_seconds = encoders.predicted_seconds if encoders else 0.0
         if encoders is not None:
             figures["encoder_share"] = round(encoders.seconds / seconds, 4)
-            figures["predicted_encoder_share"] = round(in_encoders / (in_encoders + plan.predicted_seconds), 4)
+            figures["predicted_encoder_share"] = round(
+                encoder_seconds / (encoder_seconds + plan.predicted_seconds), 4
+            )
         if self.shape is not None and not (images and self.images is None):
             flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, bases=plan.bases)
             flops += self.images.flops(images, trained=self.trained) if self.images else 0
@@ -66,8 +68,8 @@ class StepFigures:
             if self.peak is not None:
                 figures["mfu"] = round(tflops / self.peak, 6)
         if self.priced_here:
-            figures["predicted_seconds"] = round(plan.predicted_seconds + in_encoders, 6)
-            figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
+            figures["predicted_seconds"] = round(plan.predicted_seconds + encoder_seconds, 6)
+            figures["bound_share"] = round((plan.lower_bound_seconds + encoder_seconds) / seconds, 6)
         return figures
 
 
@@ -94,7 +96,7 @@ def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: C
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tensorfloat32"
     # longspan's own prices of H200s count too
-    known = "H200" in device and cost.source == Machine.known("H200").source
+    is_known_machine = "H200" in device and cost.source == Machine.known("H200").source
     return StepFigures(
         shape=shape,
         images=images,
@@ -102,7 +104,7 @@ def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: C
         frozen=adapter_of_prepared_model(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, dtype),
-        priced_here=known or bool(config.run.machine),
+        priced_here=is_known_machine or bool(config.run.machine),
         uncounted=uncounted,
     )
 

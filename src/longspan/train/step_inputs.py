@@ -100,8 +100,8 @@ class StepDocuments:
         """
         planned = plan.parents or (-1,) * len(plan.lengths)
         for document, parent in enumerate(planned):
-            if (own := self._parents.get(document, -1)) != parent:
-                texts = [f"continues document {p}" if p >= 0 else "continues none" for p in (own, parent)]
+            if (given_parent := self._parents.get(document, -1)) != parent:
+                texts = [f"continues document {p}" if p >= 0 else "continues none" for p in (given_parent, parent)]
                 raise PlanError(
                     f"document {document} {texts[0]} and in the plan it {texts[1]}; plan the lengths of what "
                     "share_prefixes returns with parents=shared.parents, and give the step the same documents"

@@ -370,26 +370,28 @@ class LongspanEngine(BaseEngine):
         if forward_only:
             values = self._compute_values(plan, documents, names, temperature)
             numbers = range(len(samples.ids))
-            of_all = {name: np.concatenate([of(d) for d in numbers]) for name, of in values.items()}
-            result["model_output"] = self._outputs({n: torch.from_numpy(x) for n, x in of_all.items()}, samples)
+            all_values = {name: np.concatenate([of(d) for d in numbers]) for name, of in values.items()}
+            result["model_output"] = self._outputs({n: torch.from_numpy(x) for n, x in all_values.items()}, samples)
             if loss_function is None:
                 return result | {"loss": [1.0]}
             compute_loss(result["model_output"], data)
             return result
-        padded, kept = pad_answers(data), dict[str, dict[int, Tensor]]()
+        padded, collected = pad_answers(data), dict[str, dict[int, Tensor]]()
 
         def loss_of_tokens(tokens: MicroBatchTokens) -> Tensor:
             if tu.get_non_tensor_data(data, "return_model_output", False):
                 for name, x in tokens.values.items():
                     parts = x.detach().split(tokens.lengths)
-                    kept.setdefault(name, {}).update(zip(tokens.documents, parts, strict=True))
+                    collected.setdefault(name, {}).update(zip(tokens.documents, parts, strict=True))
             part = tu.index_select_tensor_dict(padded, [*tokens.documents])
             return compute_loss(self._outputs(tokens.values, samples.select(tokens.documents)), part)
 
         loss = MicroBatchLoss(loss_of_tokens, also=names)
         run_step(self.module, plan, documents, self.world, loss=loss, temperature=temperature)
-        of_all = {name: torch.cat([parts[d] for d in range(len(samples.ids))]) for name, parts in kept.items()}
-        return result | {"model_output": self._outputs(of_all, samples) if kept else {}}
+        all_values = {
+            name: torch.cat([parts[d] for d in range(len(samples.ids))]) for name, parts in collected.items()
+        }
+        return result | {"model_output": self._outputs(all_values, samples) if collected else {}}
 
     def _temperature(self, data: Any) -> float:
         """Return the temperature by which the batch's logits are divided."""
@@ -431,15 +433,15 @@ class LongspanEngine(BaseEngine):
             return unfuse_moe_params(merged, kind), None
         weights = WholeWeights(self.module, self.world)
         config = adapter.config
-        of_adapter = {
+        adapter_names = {
             name: name_in_peft_files(name, adapter.name) for name in weights.names if belongs_to_adapter(name)
         }
         if base_sync_done:
-            return ((stock, weights.gather_tensor(name)) for name, stock in of_adapter.items()), config.to_dict()
+            return ((stock, weights.gather_tensor(name)) for name, stock in adapter_names.items()), config.to_dict()
         base = (
             (replace_lora_wrapper(name_without_adapter(name), config), weights.gather_tensor(name))
             for name in weights.names
-            if name not in of_adapter
+            if name not in adapter_names
         )
         return unfuse_moe_params(base, kind), config.to_dict()
 
@@ -521,8 +523,8 @@ class LongspanValueEngine(LongspanEngine):
             stock: Any = score_class(config, "ForTokenClassification")
             return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype), **FOLDER_OPTIONS)
         model = load_model(path, config=config, dtype=dtype, sharded=True)
-        given = kind.endswith("ForTokenClassification")
-        return model if given else add_score_head(model, tokens=True, seed=self.engine_config.seed)
+        has_head = kind.endswith("ForTokenClassification")
+        return model if has_head else add_score_head(model, tokens=True, seed=self.engine_config.seed)
 
     def _documents(self, samples: Samples) -> Any:
         """Return samples as documents of which the rows before each answer's tokens count."""

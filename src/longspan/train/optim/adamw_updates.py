@@ -165,15 +165,15 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
 
     Versions are raised by hand, for autograd does not see what the kernel writes.
     """
-    of_kernel = list[Update]()
-    others = list[Update]()
+    kernel_updates = list[Update]()
+    torch_updates = list[Update]()
     for update in updates:
         if update.parameter.numel():
-            (of_kernel if kernel_supports(update) else others).append(update)
-    launch_update_kernels(of_kernel, scale)
+            (kernel_updates if kernel_supports(update) else torch_updates).append(update)
+    launch_update_kernels(kernel_updates, scale)
     # A scale that is not a number changes nothing; the kernel sees to that itself.
-    if others and (scale is None or not bool(scale.isnan())):
-        for update in others:
+    if torch_updates and (scale is None or not bool(scale.isnan())):
+        for update in torch_updates:
             apply_update_by_torch(update, scale)
     torch.autograd.graph.increment_version([tensor for u in updates for tensor in (u.parameter, u.mean, u.square)])
 

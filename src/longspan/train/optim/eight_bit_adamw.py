@@ -99,13 +99,13 @@ def _pack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
     """
     local = local_tensor(parameter.detach())
     moments = [local_tensor(state[name]).reshape(-1) for name in (MEAN, SQUARE)]
-    result = _allocate(local)
-    packed = PackedMoments(result[MEAN], result[SQUARE], local.numel())
+    codes = _allocate(local)
+    packed = PackedMoments(codes[MEAN], codes[SQUARE], local.numel())
     for start, stop in _chunks(local):
         mean, square = (moment[start:stop].to(local.device, torch.float32) for moment in moments)
         nearest = torch.full_like(mean, NEAREST, dtype=torch.int32)
         packed.write(start, stop, mean, square, (nearest, nearest))
-    return result
+    return codes
 
 
 def _unpack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:

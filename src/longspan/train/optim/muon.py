@@ -207,15 +207,15 @@ def _orthogonalize_bundle(
     if not axes:
         numbers = max(1, bundle.shape[-2] * bundle.shape[-1])
         parts = bundle.reshape(-1, *bundle.shape[-2:]).split(max(1, BUNDLE_NUMBERS // numbers))
-        done = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
-        return torch.cat(done).view(bundle.shape)
+        orthogonal_parts = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
+        return torch.cat(orthogonal_parts).view(bundle.shape)
     axis, *others = axes
     ranks = len(axis.sizes)
     shares = [len(bundle) // ranks + ((member - turn) % ranks < len(bundle) % ranks) for member in range(ranks)]
     parts = bundle.split(shares)
     if axis.dim is None:
-        result = yield from _orthogonalize_bundle(parts[axis.rank], others, group, turn // ranks)
-        sends = [result] * ranks
+        own_share = yield from _orthogonalize_bundle(parts[axis.rank], others, group, turn // ranks)
+        sends = [own_share] * ranks
     else:
         dim = axis.dim + 1
         share = [shares[axis.rank], *bundle.shape[1:]]
@@ -246,14 +246,14 @@ def _symmetric_product(
 
     Of large ones a quarter is copied from its mirror.
     """
-    result = x.new_empty((*x.shape[:-1], x.shape[-2]))
-    onto = result if onto is None else onto
+    product = x.new_empty((*x.shape[:-1], x.shape[-2]))
+    onto = product if onto is None else onto
     rows = x.shape[-2]
     half = rows // 2 if rows >= HALVED else rows
     blocks = [(slice(None), slice(half))] + [(slice(half, None), slice(half, None))] * (half < rows)
     for here, there in blocks:
         torch.baddbmm(
-            onto[:, here, there], x[:, here], y[..., there], beta=beta, alpha=alpha, out=result[:, here, there]
+            onto[:, here, there], x[:, here], y[..., there], beta=beta, alpha=alpha, out=product[:, here, there]
         )
-    result[:, :half, half:] = result[:, half:, :half].mT
-    return result
+    product[:, :half, half:] = product[:, half:, :half].mT
+    return product

@@ -491,9 +491,9 @@ class _StateCopies:
         """Return the event after an update on the current stream, or after what it `stored` on the host (None: now)."""
         if self._to_host is None:
             return None
-        done = torch.cuda.Event()
-        done.record(self._to_host if stored else torch.cuda.current_stream(self.device))
-        return done
+        event = torch.cuda.Event()
+        event.record(self._to_host if stored else torch.cuda.current_stream(self.device))
+        return event
 
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         """Copy pairs (on the device, on the host) to the device; return the event after which all are there (None:

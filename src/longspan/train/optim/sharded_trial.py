@@ -31,8 +31,8 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
         refusal = str(error)
     except Exception as error:  # an optimizer of any package may raise anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
-    answers = world.control.gather_objects((refusal, reason), "optimizer on sharded parameters")
-    for rank, (refusal, reason) in zip(world.home.ranks, answers, strict=True):
+    reports = world.control.gather_objects((refusal, reason), "optimizer on sharded parameters")
+    for rank, (refusal, reason) in zip(world.home.ranks, reports, strict=True):
         if refusal:
             raise ConfigError(refusal)
         if reason:

@@ -247,10 +247,10 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
     def read_local_documents() -> "_ReadDocuments":
         _check_local_documents(local)
-        read = _ReadDocuments()
+        read_documents = _ReadDocuments()
         for number, document in enumerate(_iterate_documents(local)):
-            read.add_document(number, document)
-        return read
+            read_documents.add_document(number, document)
+        return read_documents
 
     return _join_shares(
         result_or_first_error(world, read_local_documents, lambda error: reading_error(error, world)), world
@@ -329,10 +329,10 @@ class _ReadDocuments:
         """
         digests = list[bytes]()
         for columns in self._documents:
-            of_document = hashlib.blake2b(repr(sorted(columns)).encode(), digest_size=16)
+            document_hash = hashlib.blake2b(repr(sorted(columns)).encode(), digest_size=16)
             for name in sorted(columns):
-                of_document.update(columns[name].tobytes())
-            digests.append(of_document.digest())
+                document_hash.update(columns[name].tobytes())
+            digests.append(document_hash.digest())
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
         names = {name for document in self._documents for name in document} - {IDS, LABELS}
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)

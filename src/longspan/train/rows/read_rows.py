@@ -148,12 +148,12 @@ class _Reader:
         positions = np.arange(start, end)
         tokens = self._read_tokens(value, document, positions, hidden)
         # A row predicts the next token, or has a score of its own.
-        of_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
-        labels = tokens[of_rows]
+        predicted_by_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
+        labels = tokens[predicted_by_rows]
         if isinstance(value, Labelled) or hidden is not None:
-            labels = self._read_labels(value, document, positions[of_rows], labels, hidden)
-        values = value.token_values(positions[of_rows]) if isinstance(value, Valued) else {}
-        self.names.check_values(document, values, positions[of_rows])
+            labels = self._read_labels(value, document, positions[predicted_by_rows], labels, hidden)
+        values = value.token_values(positions[predicted_by_rows]) if isinstance(value, Valued) else {}
+        self.names.check_values(document, values, positions[predicted_by_rows])
         for depth, batch in enumerate(self.at_depth):
             ahead = slice(depth, depth + stop - start)
             ids = tokens[ahead]

@@ -246,8 +246,8 @@ class DocumentPasses:
         numbers = sums[:, : self._width]
         if self.error is None:
             try:
-                given = numbers[:, 0] if self._width == 1 else numbers
-                loss, coefficients = sum_set_losses(self.loss.function, sets, given)
+                loss_sums = numbers[:, 0] if self._width == 1 else numbers
+                loss, coefficients = sum_set_losses(self.loss.function, sets, loss_sums)
                 self.check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
                 return loss, coefficients.reshape(numbers.shape)
             except Exception as error:  # of the caller's function

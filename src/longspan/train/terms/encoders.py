@@ -54,8 +54,8 @@ class EncodersTerm(Term):
         else:
             encoding = ahead.result()
         self._encoding = encoding
-        read = partial(encoding.read_items, inputs.documents.documents)
-        read_and_compare_digest(read, table.digest(), inputs.world, what="lists of items")
+        read_items = partial(encoding.read_items, inputs.documents.documents)
+        read_and_compare_digest(read_items, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Plan the waves of some micro-batches of an evaluation and read this rank's items, without the other ranks."""

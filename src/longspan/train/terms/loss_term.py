@@ -40,12 +40,12 @@ class LossTerm(Term):
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         world = inputs.world
         self._world = world
-        read = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
+        read_loss = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
         names = {"what": "losses, sets or divisors", "hint": _HINT}
         self.loss_fn: StepLoss
         self.divisor: float
         self.loss_fn, self.divisor, loss_text = read_and_compare_digest(
-            read, text_digest("a loss or a divisor"), world, _to_loss_error, **names
+            read_loss, text_digest("a loss or a divisor"), world, _to_loss_error, **names
         )
         world.control.compare_digests(text_digest(loss_text), **names)
         if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
@@ -86,8 +86,8 @@ class LossTerm(Term):
         if not isinstance(self.loss_fn, DocumentPasses):
             return {}
         figures = self.loss_fn.loss.figures
-        made = {} if figures is None else figures(np.reshape(sums, self.loss_fn.sums.shape))
-        return {"forward_twice": self.loss_fn.forward_twice, "figures": made}
+        named_figures = {} if figures is None else figures(np.reshape(sums, self.loss_fn.sums.shape))
+        return {"forward_twice": self.loss_fn.forward_twice, "figures": named_figures}
 
 
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"

@@ -141,8 +141,8 @@ class BatchTargets:
                 f"with each: longspan.Document(ids, {missing[0]}=…)"
             )
         weights = np.stack([self._values.get(name, self.weights) for name in columns])
-        own = scores or 1
-        return np.concatenate([numbers[:own] * weights, numbers[own:] * weights[:1]])
+        read_by_loss = scores or 1
+        return np.concatenate([numbers[:read_by_loss] * weights, numbers[read_by_loss:] * weights[:1]])
 
     def compute_values(self, hidden: Tensor, head: Head, also: Sequence[str], chunk_rows: int) -> Tensor:
         """Compute log-probabilities or scores of these targets, and the distributions' numbers that `also` names.
@@ -152,10 +152,10 @@ class BatchTargets:
         """
 
         def tabulate(logits: Tensor, ids: Tensor) -> Tensor:
-            of_rows = (
+            row_numbers = (
                 row_scores(logits, ids)[0].movedim(0, -1) if head.makes_scores else target_log_probs(logits, ids)
             )
-            values = of_rows.reshape(-1, len(ids))
+            values = row_numbers.reshape(-1, len(ids))
             return torch.cat([values, distribution_values(logits, ids, also)]) if also else values
 
         return chunked_values(hidden, self.targets, tabulate, head, chunk_rows)

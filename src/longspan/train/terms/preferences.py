@@ -90,7 +90,7 @@ class Preferences:
             _, rewards, kl = self._answer_losses(table[:, 0])
             log_probs = table[::2, 0]
             others = {"kl": kl}
-            chosen, rejected = (torch.nonzero(self.labels == wanted)[:, 0] for wanted in (True, False))
+            chosen, rejected = (torch.nonzero(self.labels == is_desirable)[:, 0] for is_desirable in (True, False))
             documents_of = {"chosen": 2 * chosen, "rejected": 2 * rejected}
         else:
             _, log_probs, rewards, others = self._pair_figures(table, [*range(len(table))])
@@ -118,9 +118,10 @@ class Preferences:
         ratios = sums - self.reference
         beta = self.arguments["beta"]
         kl = ratios[1::2].detach().mean().clamp(min=0)
-        wanted = self.labels.double()
-        weights = self.arguments["desirable_weight"] * wanted + self.arguments["undesirable_weight"] * (1 - wanted)
-        losses = weights * (1 - torch.sigmoid(beta * (2 * wanted - 1) * (ratios[::2] - kl)))
+        desirable = self.labels.double()
+        weights = self.arguments["desirable_weight"] * desirable
+        weights = weights + self.arguments["undesirable_weight"] * (1 - desirable)
+        losses = weights * (1 - torch.sigmoid(beta * (2 * desirable - 1) * (ratios[::2] - kl)))
         return losses, beta * ratios[::2].detach(), kl
 
     def _pair_figures(self, sums: Tensor, documents: list[int]) -> _Pairs:
