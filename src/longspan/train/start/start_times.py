@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(eq=False)
 class Starts:
     """Seconds by part of one process's start, which begins here."""
 
