@@ -125,8 +125,6 @@ class EvaluationOptions:
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
     share_prefixes: bool = True
     """Compute prefixes that documents share once (docs/shared-prefixes.md), where that is exact and faster."""
-    attention_kernel: str | None = None
-    """Attention kernel; None: as the model was prepared."""
     stopped: Callable[[], str] | None = None
     """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
     progress: Callable[[int, int], None] | None = None

@@ -68,9 +68,8 @@ class Portions:
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end
-        kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
         self.terms = encoder_terms(inputs)
-        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure, keywords=kernel)
+        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure)
 
     def evaluate_all(self) -> Totals:
         """Run all portions and return their sums over all ranks, which enter together.

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         TokenScores as TokenScores,
         reward_loss as reward_loss,
         score_loss as score_loss,
-        scores as scores,
         token_scores as token_scores,
     )
 

@@ -10,7 +10,7 @@ binds the same micro-batches; the first stage reads token ids, and only the last
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,9 +94,8 @@ class Passes:
 
     `model` is the language model, without encoders. `loss_fn` returns the sum of the losses of a micro-batch's rows,
     whose gradients are divided by `divisor`. `routing` counts the experts' loads of the step, None without experts.
-    `keywords` goes to every call of the model; `depths` of multi-token prediction run where there is a loss.
-    `frees_parameters`: whether passes without backward free at their end what FSDP2 has gathered. `temperature` divides
-    logits.
+    `depths` of multi-token prediction run where there is a loss. `frees_parameters`: whether passes without backward
+    free at their end what FSDP2 has gathered. `temperature` divides logits.
     """
 
     model: nn.Module
@@ -106,7 +105,6 @@ class Passes:
     loss_fn: LossFn
     divisor: float = 1.0
     routing: "RouterStatistics | None" = None
-    keywords: Mapping[str, Any] = field(default_factory=dict)
     frees_parameters: bool = True
     depths: int = 0
     terms: tuple[Term, ...] = ()
@@ -146,8 +144,7 @@ class Passes:
 
         `counting`: the call only counts the experts' loads, and makes no loss.
         """
-        router = {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
-        return {**self.keywords, **router}
+        return {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
 
     @property
     def needs_loads_first(self) -> bool:
