@@ -126,7 +126,7 @@ def test_every_failure_has_a_report_of_its_own(watches: list[Watch]) -> None:
         earlier = first.enter_operation("an early collective", (0, 1)).__enter__()
         assert "rank 1 is in 'a gather' of step 0" in fail_in(first, "one")
     second.step = 3
-    second.finished = "a later sum"
+    second.last_label = "a later sum"
     assert "rank 1 is computing in step 3, after 'a later sum'" in fail_in(first, "two")
     assert "rank 0 is in 'an early collective'" in fail_in(second, "three"), "rank 0 has not left it"
     answer = first.failure_error(earlier, RuntimeError("closed"))
@@ -171,14 +171,14 @@ def test_a_store_that_stays_silent_is_told_of_and_gpus_are_watched_on(
 
 def test_a_message_that_does_not_return_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = list[str]()
-    monkeypatch.setattr(AnsweringThread, "_end_process", lambda thread, operation, why: ended.append(operation.what))
+    monkeypatch.setattr(AnsweringThread, "_end_process", lambda thread, operation, why: ended.append(operation.label))
     watch = Watch(1, (0, 1), 9.0, None)
     thread = AnsweringThread(watch)
 
     def look(*, is_work: bool = False, seconds: float = 20.0, failed: bool = False) -> list[str]:
         with watch.enter_operation("a first message", (0, 1), is_work=is_work) as operation:
             operation.started -= seconds
-            watch.failed = operation if failed else None
+            watch.last_failed = operation if failed else None
             thread._end_with_stuck_host()
             thread._end_with_stuck_host()
         thread._end_with_stuck_host()
