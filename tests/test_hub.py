@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from longspan.cli.flags import parse_train
-from longspan.config.defaults import set_local_folders
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import DataConfig, ModelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.hub import find_local_path, hub_name

@@ -37,8 +37,9 @@ from longspan import Layout, World
 from longspan.bench.benches import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import raise_first_error, run_local
-from longspan.comm.all_ranks import StopSignal, run_on_every_rank, signal_of_any_rank
+from longspan.comm.all_ranks import run_on_every_rank
 from longspan.comm.channel import Channels
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.errors import CommError
 from longspan.versions import versions
 

@@ -28,10 +28,10 @@ from live_bytes import LiveBytes
 import longspan
 from longspan import World
 from longspan.cli.machine import machine_facts, set_gpu_environment
-from longspan.config.defaults import compute_dtype
+from longspan.config.dtypes import compute_dtype
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.document import synthetic_documents
+from longspan.data.synthetic_documents import synthetic_documents
 from longspan.files import write_atomically
 from longspan.model.layers import decoder_layers, vocabulary_size
 from longspan.model.presets import preset_config

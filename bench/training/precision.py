@@ -27,7 +27,7 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.model.float8_layers import unsupported_reason

@@ -27,9 +27,9 @@ from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
 from longspan.cli.upgrade import UpgradeFlags
-from longspan.config.file import kind_text
 from longspan.config.keys import class_texts, section_keys, section_texts
 from longspan.config.sections import section_kinds
+from longspan.config.values import kind_text
 from longspan.errors import ConfigError
 
 PAGES = {

@@ -12,8 +12,10 @@ from hypothesis import example, given, settings, strategies as st
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.attend import refuse_in_families
-from longspan.attention.call import Members, _sum_copies
-from longspan.attention.tiles import Mask, branch_tilings, find_copies
+from longspan.attention.blocks import _sum_copies
+from longspan.attention.masks import Mask, branch_tilings
+from longspan.attention.members import Members
+from longspan.attention.tiles import find_copies
 from longspan.comm.shard import ShardPart
 from longspan.errors import AttentionError
 from longspan.ssm import causal_conv, linear_scan
@@ -147,20 +149,20 @@ def test_attend_equals_the_separate_documents(slots):
 
 MUTATIONS = {
     "a branch sees its sibling": (
-        "attention.tiles",
+        "attention.masks",
         "return make_tilings(tiles._replace(document=prefix[tiles.document]))",
         "return make_tilings(tiles._replace(k_stop=tiles.k_stop + 1, document=prefix[tiles.document]))",
     ),
     "a generation is left out": (
-        "attention.call",
+        "attention.members",
         "for ancestors in group.ancestors():\n                prefix",
         "for ancestors in [*group.ancestors()][:1]:\n                prefix",
     ),
-    "a window counts from the branch": ("attention.tiles", "base = bases[q.document]", "base = 0 * bases[q.document]"),
-    "of repeated keys one copy counts": ("attention.call", "for index in copies])", "for index in copies[:1]])"),
+    "a window counts from the branch": ("attention.masks", "base = bases[q.document]", "base = 0 * bases[q.document]"),
+    "of repeated keys one copy counts": ("attention.blocks", "for index in copies])", "for index in copies[:1]])"),
 }
 SENT = (
-    "attention.call",
+    "attention.members",
     "stop = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes])",
     "stop = np.append(np.minimum(stop, first_seen[runs.document]), lengths[prefixes] - 1)",
 )

@@ -102,7 +102,7 @@ def test_one_tensor_as_it_is_becomes_a_matrix_without_a_copy():
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     kernels = MagicMock()
-    monkeypatch.setattr(rows_module, "kernel_module", lambda: kernels)
+    monkeypatch.setattr(rows_module, "import_triton_kernels", lambda name: kernels)
     monkeypatch.setattr(rows_module, "_compiled", {})
     return kernels.copy_rows
 

@@ -69,7 +69,7 @@ def noticed(rank: int, names: Sequence[str], mutations: Sequence[Change]) -> lis
 
 
 def errs(rank: int, case: Case, world: World) -> bool:
-    bridge._exchange.cache_clear()
+    bridge._planned_exchange.cache_clear()
     try:
         return bool(wrong(rank, case, world))
     except LayoutError:

@@ -23,7 +23,8 @@ from longspan.checkpoint.files import (
     complete_checkpoints,
     step_of,
 )
-from longspan.checkpoint.saver import SMALL, CheckpointSaver, HostCopies, StagedTensors
+from longspan.checkpoint.host_copies import SMALL, HostCopies, StagedTensors
+from longspan.checkpoint.saver import CheckpointSaver
 from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks

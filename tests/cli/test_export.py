@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.model.weights.write import weight_unit
 from longspan.run.metrics import read_metrics

@@ -14,7 +14,7 @@ from longspan.cli.main import main
 from longspan.cli.plans import answer as plans_answer, question
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
-from longspan.config.defaults import compute_dtype
+from longspan.config.dtypes import compute_dtype
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.data.run_order import order_lengths

@@ -9,9 +9,10 @@ import pytest
 import torch
 from bench.processes.host_scale import Traffic, traffic
 
-from longspan.comm.all_ranks import StopSignal, raise_first_error, signal_of_any_rank
+from longspan.comm.all_ranks import raise_first_error
 from longspan.comm.control_group import PairRounds
 from longspan.comm.failure_reports import FailureReports
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.comm.world import World
 from longspan.errors import CommError, DataError
 from longspan.layout import Layout

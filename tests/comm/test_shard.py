@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from longspan import comm
-from longspan.comm.shard import Derived, SequenceShard, bind, to_device
+from longspan.comm.device import to_device
+from longspan.comm.shard import Derived, SequenceShard, bind
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Layout

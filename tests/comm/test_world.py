@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.comm import leave_together
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
-from longspan.comm.process_groups import ProcessGroups
-from longspan.comm.rendezvous import CONNECTIONS, Place, join_world_of_all_ranks, raise_open_file_limit
+from longspan.comm.process_groups import CONNECTIONS, ProcessGroups, raise_open_file_limit
+from longspan.comm.rendezvous import Place, join_world_of_all_ranks
 from longspan.comm.shard import bind
 from longspan.comm.world import World, world_of
 from longspan.errors import CheckpointError, CommError, DataError

@@ -9,7 +9,7 @@ import torch
 from longspan.model.experts import expert_products
 from longspan.model.experts.expert_products import Loads, run_experts
 from longspan.model.experts.moe import connect_experts
-from longspan.model.layers import expert_modules
+from longspan.model.kinds import expert_modules
 from tests.model.experts.moe_models import moe_config
 from tests.model.lora.adapted import drawn
 from tests.model.stock import random_model

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from longspan.attention import KERNELS, AttendCall, rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.kernels import table
-from longspan.attention.tiles import Launch, Mask, RowIdentities, Tile, Tiling
+from longspan.attention.masks import Mask
+from longspan.attention.tiles import Launch, RowIdentities, Tile, Tiling
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -33,10 +34,10 @@ from longspan.model.float8.products import Float8Weight, linear_in_float8, quant
 from longspan.model.seams import norms
 from longspan.model.seams.norms import NormFormula, fuse_norms, split_long_norms
 from longspan.plan import plan_fixed
-from longspan.ssm.kernels.call import LocalRuns
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, FirstRows, RowsBefore, write_first_outputs
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta import compute_run_maps
+from longspan.ssm.kernels.local_runs import LocalRuns
 from longspan.train.loss import target_log_probs_and_gradient
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from tests.model.stock import texts, tiny

@@ -32,7 +32,7 @@ OFF = (
         "score_heads",
         "seams.chosen_keys",
     ),
-    *("seams.mixers", "seams.norms", "take_apart", "tensor_parallel", "tensor_parallel_feature", "vision"),
+    *("seams.mixers", "seams.norms", "tensor_parallel", "tensor_parallel_feature", "vision"),
 )
 TEXT_ONLY = """
 import os, sys

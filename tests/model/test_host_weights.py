@@ -20,11 +20,10 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError, PlanError
 from longspan.evaluation import evaluate
 from longspan.layout import Layout
-from longspan.model import load_model, save_model
-from longspan.model.activations import host_offload
+from longspan.model import host_arena, load_model, save_model
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.host_weights import HostParam, HostStore
-from longspan.model.kinds import HOST_STORE, packed_weights, waits_on_host
+from longspan.model.marks import HOST_STORE, packed_weights, waits_on_host
 from longspan.model.saving.whole_weights import weights_by_name
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
@@ -404,7 +403,7 @@ def _refusals(rank: int) -> None:
         assert text in str(caught.value) and "leave offload_weights out" in str(caught.value)
     with World(Layout(2), backend=backend(), timeout=60) as world:
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
-            patched.setattr(host_offload, "free_host_bytes", lambda: 300_000 if rank else None)
+            patched.setattr(host_arena, "free_host_bytes", lambda: 300_000 if rank else None)
             prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
         message = str(caught.value)
         assert "weights and gradients on the host (train.offload_weights) take" in message

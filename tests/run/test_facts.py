@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longspan.attention import AttendCall, Mask
-from longspan.attention.call import Dropout
+from longspan.attention.dropout import Dropout
 from longspan.comm import World
 from longspan.config.sections import RunConfig, RunSection
 from longspan.layout import Layout

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from longspan.ssm.kernels.call import CHUNK, LocalRuns
 from longspan.ssm.kernels.delta import Pieces, cut_into_pieces
+from longspan.ssm.kernels.local_runs import CHUNK, LocalRuns
 from tests.mutation import mutated
 
 CPU = torch.device("cpu")

@@ -122,7 +122,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "the last token of an odd length": KnownError(
             checks.attention((7, 3, 1), True, False),
-            "attention.call",
+            "attention.members",
             "        if group.pad_to is None:\n            return segments\n"
             "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])",
             "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document] // 2 * 2)",
@@ -217,7 +217,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         ),
         "a resumed run repeats the first epoch's order": KnownError(
             checks.steps_of_resumed_runs,
-            "data.stream",
+            "data.shuffle",
             "keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]",
             "keys = [_hash_words(key + 0 * epochs * _GOLDEN) for key in self._keys]",
         ),

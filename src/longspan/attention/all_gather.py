@@ -10,19 +10,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.call import (
-    AttendCall,
-    Gradients,
+from longspan.attention.blocks import (
     HeadSlice,
-    Members,
-    Saved,
     add_block,
     backward_head_groups,
     block_gradients,
     cut_heads,
     sink_gradient,
 )
-from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
+from longspan.attention.call import AttendCall, Gradients, Saved
+from longspan.attention.members import Members
+from longspan.attention.rows import accumulation_dtype, concat_heads, join_columns, sum_rows
+from longspan.attention.sums import Partial, RowSum
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.messages import GATHER_SLICE_BYTES as SLICE_BYTES, GATHER_SLICES as SLICES
 

@@ -15,23 +15,25 @@ of each row and head, if the kernel takes those.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Gradients, Members, Saved, add_block, sum_addends
+from longspan.attention.blocks import add_block, sum_addends
+from longspan.attention.call import AttendCall, Gradients, Saved
+from longspan.attention.members import Members
 from longspan.attention.ring import Queries, RingGradients, key_blocks, make_queries, ring_backward, ring_forward
 from longspan.attention.rows import (
-    Partial,
+    ALIGNED_BYTES,
     accumulation_dtype,
     copy_rows,
     deltas,
     head_slice_by_member,
-    heads_as_numbers,
     join_columns,
-    numbers_as_heads,
     views_by_member,
 )
+from longspan.attention.sums import Partial
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.messages import (
     EXCHANGE_SLICE_BYTES as SLICE_BYTES,
@@ -410,3 +412,24 @@ class _Backward:
         self._leaving.append(
             (slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients"))
         )
+
+
+def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
+    """View numbers of rows and heads (T, N) bit by bit as heads (T, N, size) of `dtype`, to travel with such heads.
+
+    Behind each number come zeros, so many that the numbers of a slice of `heads_of_slice` heads take a multiple of 16
+    bytes: kernels want rows at such addresses.
+    """
+    aligned = ALIGNED_BYTES // numbers.itemsize
+    wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))
+    wide[..., 0] = numbers
+    return wide.view(dtype)
+
+
+def heads_as_numbers(heads: Tensor) -> Tensor:
+    """View heads as the numbers (R, n) that `numbers_as_heads` made them of, in the accumulation dtype."""
+    return (
+        heads.clone(memory_format=torch.contiguous_format)
+        .view(accumulation_dtype(heads.dtype))[..., 0]
+        .contiguous()
+    )

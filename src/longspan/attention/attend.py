@@ -20,25 +20,17 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
-from longspan.attention.call import (
-    AttendCall,
-    CallPart,
-    Dropout,
-    Gradients,
-    Members,
-    Saved,
-    cache_of,
-    dtype_name,
-    mix_seed,
-)
+from longspan.attention.call import AttendCall, CallPart, Gradients, Saved, cache_of, dtype_name
+from longspan.attention.dropout import Dropout, mix_seed
 from longspan.attention.kernels import choose_kernel
+from longspan.attention.masks import Mask
+from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import accumulation_dtype, cast_rows, contiguous_heads, take_rows
 from longspan.attention.saved_outputs import active_recording
-from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
+from longspan.comm.autograd import break_graphs_around
 from longspan.comm.replays import Replay, Run
-from longspan.comm.shard import break_graphs_around
 from longspan.errors import AttentionError, import_object
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.messages import REPLAYED_NUMBERS

@@ -15,18 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.call import (
-    AttendCall,
-    Gradients,
-    Members,
-    Saved,
-    add_block,
-    backward_head_groups,
-    block_gradients,
-    sink_gradient,
-    sum_addends,
-)
-from longspan.attention.rows import Partial, RowSum, accumulation_dtype, add_addends, concat_heads, join_columns
+from longspan.attention.blocks import add_block, backward_head_groups, block_gradients, sink_gradient, sum_addends
+from longspan.attention.call import AttendCall, Gradients, Saved
+from longspan.attention.members import Members
+from longspan.attention.rows import accumulation_dtype, add_addends, concat_heads, join_columns
+from longspan.attention.sums import Partial, RowSum
 from longspan.attention.tiles import Launch
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 

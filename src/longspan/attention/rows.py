@@ -1,17 +1,10 @@
 """Copies, sums and merges of rows between tensors that lie differently: by heads, by member, in document order.
 
-`Partial` and `RowSum` collect the outputs and gradients of blocks that arrive one after another, in float32 (float64
-for float64 inputs), so that the error does not grow with the number of blocks. A sum of one addend stays in the
-addend's dtype. On GPUs each copy, sum and merge is one pass over memory, by Triton's kernels (`row_kernels.py`), which
-come with torch's CUDA builds; elsewhere torch's own operations take several.
+On GPUs each copy, sum and merge is one pass over memory, by Triton's kernels (`row_kernels.py`), which come with
+torch's CUDA builds; elsewhere torch's own operations take several.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from math import gcd
 from typing import Any
 
 import torch
@@ -20,17 +13,19 @@ from torch.nn.functional import pad
 
 from longspan.comm import Addend
 from longspan.comm.ring import Block
+from longspan.lazy import import_triton_kernels
 
+RowIndex = slice | Tensor
+Move = tuple[Tensor, Tensor]  # (source, into)
+
+NO_KEY = -1e30  # log-sum-exp of a row that has chosen no key of a block: finite, so that blocks are merged by it
+NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
+ALIGNED_BYTES = 16  # Triton compiles a kernel for addresses that this divides, and another for those it does not
 _PAIRS = 16  # (row, head) pairs that one program merges, or whose sums it takes
 _COPIES = 3  # at most, in one launch
 _REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are some dozens
+_KERNELS = "longspan.attention.row_kernels"
 _compiled: dict[Hashable, Any] = {}
-
-
-@cache
-def kernel_module(name: str = "longspan.attention.row_kernels") -> Any:
-    """Return a module of Triton's kernels; None without Triton."""
-    return None if find_spec("triton") is None else import_module(name)
 
 
 def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
@@ -81,12 +76,12 @@ def _launch_kernel(
             key += (x.dtype, x.get_device())
             addresses |= x.data_ptr()  # 16 divides their union if it divides each
     launch_key = (*key, *values)
-    compiled_kernel = None if addresses % _ALIGNED else _compiled.get(launch_key)
+    compiled_kernel = None if addresses % ALIGNED_BYTES else _compiled.get(launch_key)
     if compiled_kernel is not None:
         compiled_kernel[grid](*arguments, *values)
         return
-    compiled_kernel = getattr(kernel_module(), name)[grid](*arguments, **constants)
-    if not addresses % _ALIGNED:
+    compiled_kernel = getattr(import_triton_kernels(_KERNELS), name)[grid](*arguments, **constants)
+    if not addresses % ALIGNED_BYTES:
         if len(_compiled) >= _REMEMBERED:
             _compiled.clear()
         _compiled[launch_key] = compiled_kernel
@@ -97,20 +92,12 @@ def _padded_width(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-RowIndex = slice | Tensor
-Move = tuple[Tensor, Tensor]
-
-_ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
-NO_KEY = -1e30  # log-sum-exp of a row that has chosen no key of a block: finite, so that blocks are merged by it
-NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
-
-
 def covers_all_rows(rows: RowIndex, count: int) -> bool:
     return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
 
 
 def can_run_row_kernels(x: Tensor) -> bool:
-    return x.is_cuda and kernel_module() is not None
+    return x.is_cuda and import_triton_kernels(_KERNELS) is not None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -322,106 +309,5 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
-    """View numbers of rows and heads (T, N) bit by bit as heads (T, N, size) of `dtype`, to travel with such heads.
-
-    Behind each number come zeros, so many that the numbers of a slice of `heads_of_slice` heads take a multiple of 16
-    bytes: kernels want rows at such addresses.
-    """
-    aligned = _ALIGNED // numbers.itemsize
-    wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))
-    wide[..., 0] = numbers
-    return wide.view(dtype)
-
-
-def heads_as_numbers(heads: Tensor) -> Tensor:
-    """View heads as the numbers (R, n) that `numbers_as_heads` made them of, in the accumulation dtype."""
-    return (
-        heads.clone(memory_format=torch.contiguous_format)
-        .view(accumulation_dtype(heads.dtype))[..., 0]
-        .contiguous()
-    )
-
-
 def pad_heads(x: Tensor, size: int) -> Tensor:
     return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
-
-
-@dataclass(eq=False)
-class Partial:
-    """Attention of queries (T, N, H) to the keys added so far: out (T, N, Hv) and lse (T, N).
-
-    A row that has seen no key has out 0 and lse −inf.
-    """
-
-    _q: Tensor
-    _value_dim: int
-    _total: tuple[Tensor, Tensor] | None = None
-
-    def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention of some rows to further keys: out (rows, N, Hv) and a finite lse (rows, N)."""
-        if self._total is None and covers_all_rows(rows, len(self._q)):
-            self._total = out, lse
-            return
-        total_out, total_lse = self.result()
-        dtype = accumulation_dtype(self._q.dtype)
-        if total_out.dtype != dtype:
-            (total_out,) = cast_rows((total_out,), dtype)
-            self._total = total_out, total_lse
-        merge_rows_(total_out, total_lse, rows, out, lse)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """In the accumulation dtype; where one launch gave all rows and nothing was merged, out keeps the kernel's
-        dtype.
-        """
-        if self._total is None:
-            dtype = accumulation_dtype(self._q.dtype)
-            rows_and_heads = self._q.shape[:2]
-            out = self._q.new_zeros((*rows_and_heads, self._value_dim), dtype=dtype)
-            self._total = out, self._q.new_full(rows_and_heads, -torch.inf, dtype=dtype)
-        return self._total
-
-    def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return out (T, N, Hv) and lse (T, N), in which the `sinks` (N,) are counted as keys (None: there are none).
-
-        A sink is one more key with value 0: it joins the log-sum-exp of each row, and the output shrinks by its weight.
-        A row that sees no key and whose sink is −inf gets a finite lse, so that its weights are 0 and not NaN.
-        """
-        out, lse = self.result()
-        if sinks is None:
-            return out, lse
-        lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
-        return out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks
-
-
-@dataclass(eq=False)
-class RowSum:
-    """A sum of tensors that each cover some of the rows of one `like` it; rows that none covers are zero."""
-
-    _like: Tensor
-    _total: Tensor | None = None
-
-    def add(self, rows: RowIndex, x: Tensor) -> None:
-        """Add x (rows, …) to distinct rows; a first x of all rows becomes the sum, without a copy."""
-        if self._total is None and covers_all_rows(rows, len(self._like)):
-            self._total = x
-            return
-        add_rows([(x, self._full_sum())], rows)
-
-    def add_heads(self, heads: slice, x: Tensor) -> None:
-        """Add x (T, heads, …) to some heads of all rows."""
-        all_rows = slice(0, len(self._like))
-        if heads == slice(0, self._like.shape[1]):
-            self.add(all_rows, x)
-        else:
-            add_rows([(x, self._full_sum()[:, heads])], all_rows)
-
-    def _full_sum(self) -> Tensor:
-        (self._total,) = cast_rows((self.result(),), accumulation_dtype(self._like.dtype))
-        return self._total
-
-    def result(self) -> Tensor:
-        """Return the sum in the accumulation dtype; a single addend that covers all rows keeps its own dtype."""
-        if self._total is None:
-            self._total = self._like.new_zeros(self._like.shape, dtype=accumulation_dtype(self._like.dtype))
-        return self._total

@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm.channel import Channel, widen_half_precision
-from longspan.comm.shard import to_device
+from longspan.comm.device import to_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
 from longspan.layout.exchange import Groups, RowMoves, plan_moves
 
-Pair = tuple[Tensor, Tensor]
+IndexPair = tuple[Tensor, Tensor]  # source and target rows
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceMoves:
-    """RowMoves with their indices on a device; fields named as there mean the same.
+    """RowMoves with their indices on a device; fields mean what they mean in `longspan.layout.exchange.RowMoves`.
 
     The pool ends with a row of zeros, to which `places` lead where nobody has the row.
     """
@@ -36,8 +36,8 @@ class DeviceMoves:
     stays: Tensor
     places: Tensor
     summed_rows: Tensor
-    folds: tuple[Pair, ...]
-    further_addends: tuple[Pair, ...]
+    folds: tuple[IndexPair, ...]
+    further_addends: tuple[IndexPair, ...]
     widened: bool
 
 
@@ -60,11 +60,12 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
 
 
 def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
-    """Return this member's rows of the target, from x, its rows of the source; entered by all that send or receive.
+    """Return this member's rows of the target, from x (rows of the source here, …); entered by all that send or
+    receive.
 
     What leaves is packed by one indexing kernel, one message for each pair of members. Rows that stay are copied
     meanwhile. Several smaller messages, packed and unpacked while others travel, take longer on H200s over NVLink.
-    Nothing waits for the device.
+    Nothing waits for the device. `what` names the exchange in errors.
     """
     dtype = x.dtype
     if moves.widened:
@@ -162,7 +163,7 @@ class RowExchange:
         back = () if self._moves_back is None else self._moves_back.receives
         return sum(self._moves_there.receives), sum(back)
 
-    def back(self, gradient: Tensor) -> Tensor:
+    def carry_back(self, gradient: Tensor) -> Tensor:
         """Bring the gradient of this rank's rows of `need` back to its rows of `have`; entered by all ranks.
 
         For a caller who runs backward passes himself, after a call under `torch.no_grad()`.
@@ -172,6 +173,8 @@ class RowExchange:
 
 
 class _ExchangeRows(torch.autograd.Function):
+    """A RowExchange as a node of autograd; `anchor`, empty, requires a gradient where the rows do not."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
         ctx.move = move
@@ -183,5 +186,5 @@ class _ExchangeRows(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        gradient = ctx.move.back(gradients[0])
+        gradient = ctx.move.carry_back(gradients[0])
         return gradient, gradient.new_zeros(ctx.anchor_shape), None

@@ -43,7 +43,7 @@ from longspan.config.sections import (
     ParallelConfig,
     RunConfig,
 )
-from longspan.corpus.files import find_root
+from longspan.corpus.sources.find_files import find_root
 from longspan.errors import ConfigError, plural
 from longspan.evaluation.request import (
     HOME,

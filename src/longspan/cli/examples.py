@@ -12,9 +12,9 @@ from typing import Annotated
 
 import longspan
 from longspan.cli.flags import Word, parse_flags
-from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json
+from longspan.plain_text import nearest_hint
 
 ALL = "all"
 _WIDEST = 110  # characters of a line of the list, without the name

@@ -16,8 +16,8 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from longspan.cli.processes import Device, count_ranks
-from longspan.config.defaults import resolve_defaults, set_local_folders
-from longspan.config.file import kind_text, nearest_hint, read_file, read_words
+from longspan.config.defaults import resolve_defaults
+from longspan.config.file import read_file
 from longspan.config.keys import (
     NOT_GIVEN,
     class_texts,
@@ -26,12 +26,15 @@ from longspan.config.keys import (
     section_texts,
     with_key_values,
 )
+from longspan.config.local_folders import set_local_folders
 from longspan.config.other_names import key_of_other_name
 from longspan.config.reference import OFTEN
 from longspan.config.renamed import renamed_hint, renamed_value
 from longspan.config.sections import RunConfig, section_kinds
+from longspan.config.values import kind_text, read_words
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
+from longspan.plain_text import nearest_hint
 
 Groups = Mapping[str, Sequence[str]]  # titles, and the flags of each: those that --help shows, as SHOWN of a class
 _NAMES = 30  # columns of flags

@@ -97,7 +97,8 @@ def _generate_on_rank(
     outlive_output(None, ["stderr"])
     with block_signals():  # some of these imports catch every exception, and that of a signal with them
         from longspan.comm import World
-        from longspan.comm.all_ranks import StopSignal, run_on_every_rank
+        from longspan.comm.all_ranks import run_on_every_rank
+        from longspan.comm.received_signals import StopSignal
         from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
         from longspan.corpus.rows.sample import Row
         from longspan.evaluation.completions import CompletionSettings, complete_prompts

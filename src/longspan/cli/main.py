@@ -118,7 +118,7 @@ def _run_verb(words: list[str]) -> int:
         return 0
     verb, *arguments = words
     if verb not in VERBS:
-        from longspan.config.file import nearest_hint
+        from longspan.plain_text import nearest_hint
 
         raise ConfigError(f"longspan has no verb {verb!r}: {nearest_hint(verb, VERBS)}")
     return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(arguments)

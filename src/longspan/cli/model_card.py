@@ -12,8 +12,8 @@ from longspan import __version__
 from longspan.checkpoint.export import Exported
 from longspan.checkpoint.files import read_state
 from longspan.comm.all_ranks import LogLine
-from longspan.config.defaults import loss_text
 from longspan.config.file import load_config
+from longspan.config.loss_arguments import loss_text
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.hub import ADAPTER_CONFIGURATION, hub_name

@@ -13,11 +13,12 @@ from tokenizers.decoders import DecodeStream
 
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
-from longspan.corpus.build import load_configured_tokenizer
-from longspan.corpus.files import rows_of_file, texts_for_tokenizer
 from longspan.corpus.lines import row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
-from longspan.corpus.rows.sample import BadRow, Sample, rename_columns
+from longspan.corpus.rows.kinds import rename_columns
+from longspan.corpus.rows.sample import BadRow, Sample
+from longspan.corpus.run_corpus import load_configured_tokenizer
+from longspan.corpus.sources.first_rows import rows_of_file, texts_for_tokenizer
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.document import NO_TARGET, Document
 from longspan.data.shared_prefixes import find_families

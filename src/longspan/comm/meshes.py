@@ -1,7 +1,8 @@
-"""The device meshes of a world, over communicators of its ranks along each axis."""
+"""The device meshes of a world, over communicators of its ranks along each axis, and exchanges along an axis."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from longspan.comm.autograd import apply_with_gradient
 from longspan.comm.process_groups import ProcessGroups
-from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.errors import CommError
 from longspan.layout import Integers, Layout
 from longspan.plain_text import excerpt
@@ -160,3 +161,20 @@ def _forget_shardings() -> None:
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+def exchange_tensors(
+    tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
+) -> Generator[None, None, list[Tensor]]:
+    """Send `tensors[m]` to member m of an axis of a mesh; return what each member sends here, of these shapes.
+
+    It yields once, when all is on its way.
+    """
+    sends = [tensor.numel() for tensor in tensors]
+    receives = [math.prod(shape) for shape in shapes]
+    leaving = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    arriving = leaving.new_empty(sum(receives))
+    work = group.alltoall_base(arriving, leaving, receives, sends)
+    yield
+    work.wait()
+    return [part.view(*shape) for part, shape in zip(arriving.split(receives), shapes, strict=True)]

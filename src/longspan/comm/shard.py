@@ -5,17 +5,16 @@ process group, so that it may be kept, passed through FSDP2 and bound again by a
 group after group in plan order, document after document, in the order of the group's partition.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm.stated_gradients import apply_with_gradient
+from longspan.comm.autograd import apply_with_gradient
+from longspan.comm.device import to_device
 from longspan.comm.world import World, world_of
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments
@@ -88,18 +87,6 @@ class ShardPart(Immutable):
         )
 
 
-def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
-    """Return an array as a tensor on `device`; on a CPU it shares the array's memory.
-
-    To a GPU the array goes through page-locked memory, and the host does not wait. From ordinary memory CUDA would let
-    all queued work end first, so that every micro-batch would begin with an empty queue.
-    """
-    tensor: Any = torch.from_numpy(x)
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def _lay_out_part(part: ShardPart, base: int) -> tuple[Integers, Integers, Integers, Integers]:
     """Packed row and position of each row, id and number of rows of each document that has one.
 
@@ -143,27 +130,6 @@ def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
             next_row[slot] += counts[member]
         base += group.tokens
     return sources
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def break_graphs_around(fn: Function) -> Function:
-    """Make torch.compile end its graph before a call of this function and begin another after it.
-
-    Where no compiled code runs, the function is called directly: torch's switch costs the host ten more calls.
-    """
-    disabled = torch.compiler.disable(fn)
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None where nothing that is compiled runs
-    from torch._dynamo.eval_frame import skip_code
-
-    @wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
-
-    skip_code(cast(Any, run).__code__)  # so that dynamo compiles no frame of `run` itself
-    vars(run).update(vars(disabled) | {"_torchdynamo_wrapper_id": id(run)})  # by which dynamo knows the switch
-    return cast(Function, run)
 
 
 RowsAt = tuple[tuple[Tensor, Tensor], ...]  # local rows (n,) and rows (n, D) for them, of every modality

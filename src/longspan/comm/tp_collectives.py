@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from longspan.comm.autograd import apply_with_gradient, break_graphs_around
 from longspan.comm.channel import EVENT_BYTES, Channel, _all_gather_single, widen_half_precision
-from longspan.comm.shard import break_graphs_around
-from longspan.comm.stated_gradients import apply_with_gradient
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]

@@ -18,13 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from longspan.comm.failure_reports import (
-    ANSWER_SECONDS,
-    Activity,
-    FailureReport,
-    FailureReports,
-    last_collective_text,
-)
+from longspan.comm.device import is_out_of_memory
+from longspan.comm.failure_reports import ANSWER_SECONDS, Activity, FailureReport, FailureReports
+from longspan.comm.flight_recorder import last_collective_text
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.plain_text import excerpt
@@ -35,13 +31,6 @@ def is_backend_error(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, LongspanError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """No memory was left, on a device or on the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def error_in_one_line(error: BaseException) -> str:

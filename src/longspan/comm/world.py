@@ -21,21 +21,18 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from longspan.comm.channel import Channels
 from longspan.comm.control_group import ControlGroup
+from longspan.comm.device import BOTH, choose_device
 from longspan.comm.failure_reports import FailureReports, read_nodes
 from longspan.comm.meshes import Meshes
-from longspan.comm.process_groups import ByRanks, ProcessGroups
-from longspan.comm.rendezvous import (
-    BOTH,
-    Place,
-    choose_device,
-    clone_store_connection,
+from longspan.comm.process_groups import (
+    ByRanks,
+    ProcessGroups,
     destroy_groups,
     init_default_group,
-    join_world_of_all_ranks,
     raise_open_file_limit,
-    shared_store,
     wait_until_destroyed,
 )
+from longspan.comm.rendezvous import Place, clone_store_connection, join_world_of_all_ranks, shared_store
 from longspan.comm.replays import forget_replays
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.errors import CommError, plural

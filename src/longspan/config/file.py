@@ -1,23 +1,22 @@
 """Configuration files: TOML to a RunConfig and back. Unknown names are refused with the nearest known one."""
 
-import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import section_keys, with_key_values
 from longspan.config.other_names import key_of_other_name
 from longspan.config.plan_section import EvalConfig
-from longspan.config.renamed import OLD_SETS, SETS, VALUES, renamed_hint, renamed_value, upgraded_tables
+from longspan.config.renamed import OLD_SETS, SETS, renamed_hint, upgraded_tables
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
+from longspan.config.values import convert_value
 from longspan.errors import ConfigError
+from longspan.plain_text import nearest_hint
 
 TABLES: dict[str, type[Any]] = {"data.sources": SourceConfig, SETS: EvalConfig}  # tables of an array, not a value
 Value = TypeVar("Value")
@@ -65,14 +64,6 @@ def config_keys() -> tuple[str, ...]:
     """List every "section.key", in order."""
     names = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in section_keys(kind))
     return tuple(name for name in names if name not in TABLES)
-
-
-def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """Write the nearest of the known `names`, or all where none is near; a `prefix` of all names is not compared."""
-    names = tuple(names)
-    bare = [known_name.removeprefix(prefix) for known_name in names]
-    matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
-    return f"did you mean {prefix + matches[0]!r}?" if matches else f"known: {', '.join(names)}"
 
 
 def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
@@ -174,7 +165,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 
     def read(key: str) -> object:
         if key in types:
-            return _convert_value(f"{label}.{key}", values[key], types[key], source)
+            return convert_value(f"{label}.{key}", values[key], types[key], source)
         name = f"{label}.{key}"
         if hint := renamed_hint(f"{OLD_SETS}.{key}" if isinstance(section, EvalConfig) else name, values[key]):
             raise ConfigError(f"{name} in {source}: {hint}{_upgrade_advice(source)}")
@@ -196,81 +187,3 @@ def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str
         if elsewhere
         else nearest_hint(key, siblings).replace("'", f"'{label}.", 1)
     )
-
-
-def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
-    value = choice_of_bool(value, kind)
-    if value in ([], ()) and get_origin(kind) is tuple:
-        return ()  # not by `_value_if_it_fits`: where a list is one of several types, an empty list fits none
-    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-        fitting = _value_if_it_fits(value, option)
-        if fitting is not None:
-            return fitting
-    if key in VALUES and (new := renamed_value(key, value)) != value:
-        hint = f" ({value} is {str(new).lower()} now)"
-    else:
-        is_choice = get_origin(kind) is Literal and isinstance(value, str)
-        hint = f" ({nearest_hint(str(value), get_args(kind))})" if is_choice else ""
-    raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
-
-
-def choice_of_bool(value: object, kind: Any) -> object:
-    """Return the choice that true ("full" or "layers") or false ("none") stands for; other values are unchanged."""
-    if (
-        get_origin(kind) is not Literal
-        or not isinstance(value, bool | str)
-        or str(value).lower() not in ("true", "false")
-    ):
-        return value
-    words = ("full", "layers") if str(value).lower() == "true" else ("none",)
-    return next((word for word in words if word in get_args(kind)), value)
-
-
-def read_words(words: Sequence[str], kind: Any) -> object | None:
-    """Read the words of a flag as a value of this type, or of one of these types; None where they are none."""
-    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-        if get_origin(option) is tuple:
-            value = _value_if_it_fits([read_words([word], get_args(option)[0]) for word in words], option)
-        else:
-            candidates = [x for word in words for x in _word_values(word, option)] if len(words) == 1 else []
-            fitting = (_value_if_it_fits(candidate, option) for candidate in candidates)
-            value = next((x for x in fitting if x is not None), None)
-        if value is not None:
-            return value
-    return None
-
-
-def _word_values(word: str, kind: Any) -> Iterator[object]:
-    for read in (int, float):
-        with suppress(ValueError):
-            yield read(word)
-    yield {"true": True, "false": False}.get(word.lower())
-    yield choice_of_bool(word, kind)
-
-
-def _value_if_it_fits(value: object, option: Any) -> object | None:
-    if get_origin(option) is Literal:
-        return value if value in get_args(option) else None
-    if get_origin(option) is tuple:
-        items = value if isinstance(value, list | tuple) else ()
-        inner = [_value_if_it_fits(item, get_args(option)[0]) for item in items]
-        return tuple(inner) if inner and None not in inner else None
-    if isinstance(value, bool) is not (option is bool):  # to Python a bool is an int, too
-        return None
-    if option is float and isinstance(value, int):
-        return float(value)
-    return value if isinstance(value, option) else None
-
-
-def kind_text(kind: Any) -> str:
-    """Write the type of a key in words."""
-    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-    if isinstance(kind, UnionType):
-        return " or ".join(kind_text(option) for option in get_args(kind))
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(kind)))
-    if get_origin(kind) is tuple:
-        item = get_args(kind)[0]
-        names = {int: "integers", str: "strings", float: "numbers"}
-        return f"a list of {names[item] if item in names else ', '.join(map(repr, get_args(item)))}"
-    return words[kind]

@@ -5,10 +5,8 @@ No key stands here, nothing is decided, and torch is not imported.
 
 import ast
 import inspect
-import json
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from keyword import iskeyword
@@ -116,44 +114,6 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
         name = field.name.removesuffix("_")  # optimizer.class is a word of Python: class_
         keys.append(Key(name, kinds[field.name], bound, field.default, needs))
     return tuple(sorted(keys, key=lambda key: FIRST.index(key.name) if key.name in FIRST else len(FIRST)))
-
-
-def read_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Read arguments written as "momentum=0.9", with values as in JSON; a value that is not JSON is a string.
-
-    >>> read_arguments("optimizer.arguments", ("momentum=0.9", "nesterov=true"))
-    {'momentum': 0.9, 'nesterov': True}
-    """
-    arguments = dict[str, Any]()
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f'{name} has {text!r}; write name=value, as in "beta=0.9"')
-        try:
-            arguments[key] = json.loads(value)
-        except ValueError:
-            arguments[key] = value
-    return arguments
-
-
-def word_and_number(name: str, text: str, words: Mapping[str, AtLeast | None]) -> tuple[str, float]:
-    """Read a word, and the number behind its colon where it may have one, by its bound; 0 where none is given.
-
-    >>> word_and_number("optimizer.lr_schedule", "wsd:200", {"cosine": None, "wsd": AtLeast(1)})
-    ('wsd', 200.0)
-    """
-    word, colon, rest = text.partition(":")
-    bound = words.get(word)
-    number = 0.0
-    with suppress(ValueError):  # of what is no number: 0 is outside every bound
-        number = float(rest or 0)
-    if word in words and (not colon or (bound is not None and bound.allows(number))):
-        return word, number
-    forms = ", ".join(
-        repr(known_word) + (f" or '{known_word}:NUMBER' ({number_bound})" if number_bound else "")
-        for known_word, number_bound in words.items()
-    )
-    raise ConfigError(f"{name} is {text!r}; give {forms}")
 
 
 def _attribute(key: str) -> str:

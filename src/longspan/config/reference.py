@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from longspan.config.file import TABLES, kind_text
+from longspan.config.file import TABLES
 from longspan.config.keys import Key, section_keys, section_texts
 from longspan.config.sections import section_kinds
+from longspan.config.values import kind_text
 
 # The keys that most runs set, in the order in which one meets them.
 OFTEN = (

@@ -20,22 +20,19 @@ from transformers import PreTrainedConfig
 
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor, load_processor
-from longspan.corpus.row_files import row_file
-from longspan.corpus.rows.media import RowMedia, row_and_media
-from longspan.corpus.rows.sample import BadRow, RowError, rename_columns
-from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
+from longspan.corpus.rows.kinds import rename_columns
+from longspan.corpus.rows.media.row_media import RowMedia, row_and_media
+from longspan.corpus.rows.sample import BadRow
+from longspan.corpus.rows.values import RowError
+from longspan.corpus.sources.row_files import row_file
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
+from longspan.data.image_table import ImageTable, PlacedImage, display_paths, split_paths
 from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Partition
-from longspan.model.take_apart import video_tokens
-from longspan.model.vision.image_tokens import (
-    ImageInput,
-    ImageTokens,
-    Video,
-    VideoTokens,
-    check_image_arguments_of_config,
-    image_tokens,
-)
+from longspan.model.multimodal.video_tokens import video_tokens
+from longspan.model.vision.image_inputs import ImageInput, check_image_arguments_of_config
+from longspan.model.vision.image_tokens import ImageTokens, image_tokens
+from longspan.model.vision.videos import Video, VideoTokens
 from longspan.plan.items.encoding_plan import ItemTable, MediaItem
 
 THREADS = 4

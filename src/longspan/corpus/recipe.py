@@ -11,9 +11,11 @@ from typing import Any
 from longspan.config.sections import MAX_TEXT_BYTES, DataConfig, RowForm, RunConfig
 from longspan.corpus.cache import cache_folder
 from longspan.corpus.document_encoder import DocumentEncoder
-from longspan.corpus.files import STDLIB, CorpusFile, find_rows, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import DATE, KIND_TEXTS, Kind, RowSettings
+from longspan.corpus.rows.kinds import KIND_TEXTS, Kind
+from longspan.corpus.rows.sample import DATE, RowSettings
+from longspan.corpus.sources.find_files import STDLIB, CorpusFile, find_rows
+from longspan.corpus.sources.first_rows import kind_of_files
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import PAIRS, SourceFile
 from longspan.errors import DataError
@@ -78,7 +80,9 @@ class Recipe:
 
     @property
     def encoder(self) -> DocumentEncoder:
-        """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
+        """What makes documents of rows. Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its
+        own; else four.
+        """
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         longest = self.settings.data.max_document_tokens
         skip_bad = self.settings.data.on_bad_row == "skip"
@@ -115,15 +119,19 @@ class CorpusSettings:
 
     @classmethod
     def for_run(cls, config: RunConfig) -> "CorpusSettings":
+        """Return the settings of the documents that a run trains on."""
         loss = config.train.loss
         form: RowForm = loss if loss in ("", "orpo", "kto") else "pairs"
         return cls(config.data, num_labels=config.model.num_labels, preference=form)
 
     @classmethod
-    def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **names: str) -> "CorpusSettings":
-        """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut."""
+    def for_set(cls, config: RunConfig, path: str, split: str, longest: int, **fields: str) -> "CorpusSettings":
+        """Return the settings of an evaluation set: those of the run, but for its rows and where texts are cut.
+
+        `longest` is the most tokens of a document (0: any); `fields` are the set's `folder` and `prefix`.
+        """
         data = replace(config.data, path=path, split=split, sources=(), max_document_tokens=longest)
-        return replace(cls.for_run(replace(config, data=data)), **names)
+        return replace(cls.for_run(replace(config, data=data)), **fields)
 
     def source_paths(self) -> tuple[tuple[str, str], ...]:
         """Return the key and the path of each source; without any, the standard library is the only one."""
@@ -165,13 +173,15 @@ def find_kinds(settings: CorpusSettings, files: Sequence[CorpusFile]) -> list[Ki
         source_files = [file for file in files if file.source == number]
         kinds.append(kind_of_files(source_files, settings.data))
     form = settings.preference
-    fitting = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
-    others = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - fitting))
+    allowed_kinds = {PAIRS} | ({"prompt+completion"} if form == "kto" else set())
+    others = " and ".join(KIND_TEXTS[kind] for kind in sorted({*kinds} - allowed_kinds))
     paths = " and ".join(path for _, path in settings.source_paths())
     if form and others:
-        wanted = "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
+        required = (
+            "prompt, completion and label, or chosen and rejected" if form == "kto" else "chosen and rejected"
+        )
         raise DataError(
-            f"rows of {paths} hold {others}, and train.loss needs {wanted}; give such rows, or leave train.loss out"
+            f"rows of {paths} hold {others}, and train.loss needs {required}; give such rows, or leave train.loss out"
         )
     if PAIRS in kinds and settings.num_labels != 1 and not form:
         raise DataError(

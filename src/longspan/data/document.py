@@ -1,4 +1,4 @@
-"""What a step reads as a document: token ids, labels and numbers in memory; synthetic ids.
+"""What a step reads as a document: token ids, labels and numbers in memory.
 
 A step takes the length of a document and indexes it with an array of positions: a list, an array or a tensor of token
 ids will do. A document may also have these members, which a rank calls with the positions of its rows:
@@ -9,9 +9,8 @@ ids will do. A document may also have these members, which a rank calls with the
 - `targets`: how many positions after 0 have a label; every rank needs this number without reading the document.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -201,29 +200,3 @@ def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]
     if not np.isfinite(array).all():
         raise DataError(f"{name!r} of a document has values that are not finite; give finite numbers")
     return array
-
-
-@dataclass(frozen=True)
-class SyntheticDocument:
-    """Token ids that are a function of document and position, the same on every rank; for probes and benches.
-
-    >>> import numpy as np
-    >>> SyntheticDocument(number=0, length=4096, vocabulary=512)[np.arange(3)]
-    array([ 40, 229, 114])
-    """
-
-    number: int
-    length: int
-    vocabulary: int
-    parent: int = -1
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, positions: Any) -> np.ndarray:
-        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503  # Knuth's multipliers for hashing
-        return (mixed ^ (mixed >> 13)) % self.vocabulary
-
-
-def synthetic_documents(lengths: Sequence[int], vocabulary: int) -> list[SyntheticDocument]:
-    return [SyntheticDocument(i, n, vocabulary) for i, n in enumerate(lengths)]

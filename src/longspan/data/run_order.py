@@ -10,7 +10,7 @@ from longspan.config.defaults import is_demo, set_steps
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import FAMILY_PLANNERS
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.shared_prefixes import find_families, group_documents
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture, ShuffledSource

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from longspan.data.corpus_documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.document import Document, count_targets
-from longspan.data.documents import LabelledCorpusDocument, ScoredCorpusDocument
 from longspan.data.scored_document import ScoredDocument
 from longspan.errors import DataError, plural
 from longspan.layout.partition import NO_TARGET
@@ -93,7 +93,7 @@ def share_prefixes(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DataError(f"{name} is {value!r}; give an integer of at least 1")
     families = find_families(documents, least_rows, max_rows, depths, length_limits)
-    return cut_documents(documents, *families, depths=depths)
+    return cut_documents(documents, families.lengths, families.parents, families.left_out, depths=depths)
 
 
 class Families(NamedTuple):
@@ -102,6 +102,14 @@ class Families(NamedTuple):
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     left_out: int = 0
+    too_large: "LargeFamily | None" = None  # the largest that was divided or left separate for the limit of rows
+
+
+class LargeFamily(NamedTuple):
+    """How many documents begin alike, and the rows that they would have as one family."""
+
+    documents: int
+    rows: int
 
 
 def find_families(
@@ -114,10 +122,19 @@ def find_families(
     """Find what `share_prefixes` cuts; of documents that begin unlike all others only the first ids are read."""
     families = list[_Family]()
     left_out = 0
+    too_large: LargeFamily | None = None
     rows = dict[int, int]()
     for numbers in _candidates(documents, rows, least_rows, depths, length_limits):
-        for family in _divide(documents, rows, numbers, least_rows, max_rows, depths):
-            if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
+        common = [0]  # of each document, the first rows that the one before has as well
+        common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
+        whole = _make_family(documents, numbers, common, least_rows)
+        if max_rows is None or whole.rows <= max_rows:
+            families.append(whole)
+            continue
+        if too_large is None or whole.rows > too_large.rows:
+            too_large = LargeFamily(len(numbers), whole.rows)
+        for family in _divide(documents, numbers, common, least_rows, max_rows):
+            if len(family.documents) > 1 and family.rows <= max_rows:
                 families.append(family)
             else:
                 left_out += len(family.documents)
@@ -132,7 +149,7 @@ def find_families(
         for depth, parent in family.prefixes:
             lengths.append(depth - (family.prefixes[parent][0] if parent >= 0 else 0))
             parents.append(first + parent if parent >= 0 else -1)
-    return Families(tuple(lengths), tuple(parents), left_out)
+    return Families(tuple(lengths), tuple(parents), left_out, too_large)
 
 
 def cut_documents(
@@ -206,21 +223,14 @@ def _candidates(
 
 
 def _divide(
-    documents: Sequence[Any],
-    rows: dict[int, int],
-    numbers: list[int],
-    least: int,
-    max_rows: int | None,
-    depths: int,
+    documents: Sequence[Any], numbers: list[int], common: list[int], least: int, max_rows: int
 ) -> Iterator[_Family]:
-    """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in common."""
-    common = [0]  # of each document, the first rows that the one before has as well
-    common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
+    """Yield families of at most `max_rows` rows, as far as neighbours share as many as they have in `common`."""
     start = 0
     total = 0
     for index, number in enumerate(numbers):
         added = len(documents[number]) - (common[index] if index > start else 0)
-        if max_rows is not None and index > start and total + added > max_rows:
+        if index > start and total + added > max_rows:
             yield _make_family(documents, numbers[start:index], common[start:index], least)
             start = index
             total = 0

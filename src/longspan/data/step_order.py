@@ -13,17 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.array_files import pickle_form, restored_array
-from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.stream import (
-    ENDLESS,
-    EVAL_SET,
-    HELD_OUT,
-    DocumentStream,
-    EpochEnds,
-    Mixture,
-    shuffled_sample,
-    shuffled_sources,
-)
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
+from longspan.data.shuffle import shuffled_sample
+from longspan.data.stream import ENDLESS, EVAL_SET, HELD_OUT, DocumentStream, EpochEnds, Mixture, shuffled_sources
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plan.shape.positions import LengthLimit

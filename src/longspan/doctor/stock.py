@@ -37,8 +37,9 @@ from longspan.model.exactness.image_documents import (
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.multimodal.image_modules import refuse_model_without_images
+from longspan.model.multimodal.video_tokens import video_tokens
 from longspan.model.seams.chosen_keys.indexers import order_equal_scores
-from longspan.model.take_apart import refuse_model_without_images, video_tokens
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
 

@@ -71,10 +71,9 @@ def complete_prompts(
         layers = f"{copy.staying} of {plural(copy.layers, 'layer')} stayed on the first rank"
         others = "" if copy.staying == copy.layers else ", the others were gathered for each token"
         seconds = seconds_text(time.monotonic() - began)
-        cost = (
-            f"{plural(len(rows), 'completion')} of {tokens} in {seconds}: {bytes_text(copy.gathered)} of weights "
-        )
-        return Completions(rows, f"{cost}were gathered; {layers}{others}")
+        weights = f"{bytes_text(copy.gathered_bytes)} of weights were gathered"
+        done = f"{plural(len(rows), 'completion')} of {tokens} in {seconds}"
+        return Completions(rows, f"{done}: {weights}; {layers}{others}")
 
     return copy.run(complete, "completions")
 

@@ -17,22 +17,22 @@ from longspan.checkpoint.storage import read_metadata
 from longspan.comm import World
 from longspan.comm.all_ranks import (
     LogLine,
-    StopSignal,
     is_first_rank,
     run_on_every_rank,
     run_on_first_rank,
     silence_warnings_of_other_ranks,
 )
+from longspan.comm.received_signals import StopSignal
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
-from longspan.corpus.build import corpus_line, documents_with_images
-from longspan.corpus.builder import build_documents
-from longspan.corpus.files import FileSums
-from longspan.corpus.lines import left_out_lines, row_lines
+from longspan.corpus.build_documents import build_documents
+from longspan.corpus.for_model import fit_documents_to_model
+from longspan.corpus.lines import corpus_line, left_out_lines, row_lines
 from longspan.corpus.recipe import CorpusSettings, make_recipe
+from longspan.corpus.sources.file_sums import FileSums
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
-from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.data.run_order import make_step_order
 from longspan.data.stream import ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -283,7 +283,7 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
         model = replace(model, rope_scaling="")
     configuration = scale_positions(configuration, model, longest, origin, log, cut_by="--max-document-tokens")
     if folder := checked.tokenizer.folder:
-        sets = {name: documents_with_images(documents, configuration, folder) for name, documents in sets.items()}
+        sets = {name: fit_documents_to_model(documents, configuration, folder) for name, documents in sets.items()}
     # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
     first = request.subjects[0]
     heads = query_heads(configuration)

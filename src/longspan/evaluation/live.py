@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from longspan.comm import World, raise_first_error
-from longspan.comm.device_memory import measure_added_peak, unused_bytes
+from longspan.comm.device import measure_added_peak, unused_bytes
 from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import (
@@ -28,17 +28,12 @@ from longspan.evaluation.metrics import (
     with_sums_of_sets,
 )
 from longspan.evaluation.result import Evaluation
-from longspan.model.kinds import find_float8_weight, has_weights_on_host, keep_float8_weights, packed_weight
-from longspan.model.layers import score_columns
+from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
+from longspan.model.kinds import score_columns
+from longspan.model.marks import find_float8_weight, find_packed_weight, has_weights_on_host, keep_float8_weights
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import (
-    fsdp_modules,
-    leave_out_idle_hooks,
-    reduction_groups,
-    reshard,
-    reshards_after_forward,
-)
+from longspan.model.sharding import fsdp_modules, reduction_groups, reshards_after_forward
 from longspan.plan import MicroBatch, Plan
 from longspan.resolve.choice import PlannerConfig
 from longspan.train.families import cached_plan, share_where_faster
@@ -94,7 +89,7 @@ def _bytes_per_element(group: Any, parameter: Any) -> float:
     policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
     dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
     has_copy = find_float8_weight(owner.module, owner.param_name) is not None
-    if (packed := packed_weight(owner.module, owner.param_name)) is not None:
+    if (packed := find_packed_weight(owner.module, owner.param_name)) is not None:
         return packed.columns / packed.row_bytes * (packed.dtype.itemsize + has_copy)
     return dtype.itemsize + has_copy
 

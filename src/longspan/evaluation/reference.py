@@ -18,9 +18,9 @@ import numpy as np
 from longspan.checkpoint.base import weights_fingerprint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
-from longspan.config.defaults import compute_dtype_name
+from longspan.config.dtypes import compute_dtype_name
 from longspan.config.sections import RunConfig
-from longspan.data.documents import CorpusDocuments
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.errors import DataError, ModelError, plural
 from longspan.evaluation.live import evaluate
 from longspan.evaluation.metrics import EvaluationOptions

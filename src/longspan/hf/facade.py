@@ -19,8 +19,9 @@ from longspan.errors import ConfigError, DataError, ModelError
 from longspan.hf.refusals import NAMES_TO_READ, refuse_hooks
 from longspan.hf.scores import CalledScores, make_leaf, read_scored_batch, stock_loss
 from longspan.layout import Floats
-from longspan.model.kinds import unwrap_peft_model
-from longspan.model.layers import SCORE_HEADS, architecture_name, score_columns
+from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.kinds import SCORE_HEADS, score_columns
+from longspan.model.layers import architecture_name
 from longspan.train import TokenLogProbs, documents_of
 
 VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")

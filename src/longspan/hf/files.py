@@ -28,9 +28,9 @@ from longspan.checkpoint.storage import unreadable_data_text
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_files import write_adapter
-from longspan.model.kinds import unwrap_peft_model
 from longspan.model.saving.load_weights import load_weights
 from longspan.model.saving.save_model import write_all_but_weights
 from longspan.model.saving.stock_model import stock_configuration

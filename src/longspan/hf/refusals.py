@@ -19,10 +19,10 @@ from transformers.trainer_utils import SaveStrategy
 from longspan.config.keys import AUTO
 from longspan.errors import ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.exactness.check_model import refuse_quantized
 from longspan.model.frozen.formats.loaded_linears import holds_codes
-from longspan.model.kinds import unwrap_peft_model
-from longspan.model.layers import SCORE_HEADS
+from longspan.model.kinds import SCORE_HEADS
 from longspan.model.replaced_parameters import refuse_gradient_hooks
 from longspan.model.score_heads import find_score_head
 

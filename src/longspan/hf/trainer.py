@@ -36,11 +36,12 @@ from longspan.hf.refusals import (
 )
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.frozen.formats.loaded_linears import holds_codes
-from longspan.model.kinds import unwrap_peft_model, waits_on_host
 from longspan.model.layers import architecture_name
+from longspan.model.marks import waits_on_host
 from longspan.model.prepared import PrepareOptions
 from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.model.seams.guards import guard_prepared_model

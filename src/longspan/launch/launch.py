@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError, RankLostError
 from longspan.host import usable_cores
+from longspan.launch.environment import LOOPBACK, torchrun_variables
 from longspan.launch.fork_server import kill_fork_server, start_fork_server
+from longspan.launch.process_end import describe_death
 from longspan.launch.rank_process import (
     DEAD_KEY,
     DUMP,
@@ -31,13 +32,9 @@ from longspan.launch.rank_process import (
     stack_text,
 )
 from longspan.launch.stop_signals import Forwarding, block_signals
-from longspan.launch.worker import describe_death
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
-
-
-LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing outside this host reaches them
 
 
 def start_store_server() -> Any:
@@ -53,21 +50,6 @@ def start_store_server() -> Any:
     return TCPStore(
         LOOPBACK, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-
-
-def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
-    variables = {
-        "WORLD_SIZE": n,
-        "LOCAL_WORLD_SIZE": n,
-        "GROUP_RANK": 0,
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
-        "OMP_NUM_THREADS": threads,
-    }
-    if sys.platform == "linux":  # over the loopback network, unless the user has named another
-        variables |= {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
-    return {name: str(value) for name, value in variables.items()}
 
 
 @dataclass(eq=False)

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError, plural
 from longspan.model.activations.tiles import TiledForward
 from longspan.model.features import Call, Feature
-from longspan.model.kinds import IS_COMPILED, class_forward, find_mixers
+from longspan.model.kinds import class_forward, find_mixers
 from longspan.model.layers import architecture_name, layers_and_mtp_blocks
+from longspan.model.marks import IS_COMPILED
 from longspan.model.seams.norms import restore_class_norms
 from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 
@@ -86,7 +87,7 @@ def compile_layers(models: Sequence[PreTrainedModel]) -> str:
     replaced = [x for x in layers if "forward" in vars(x) or not inspect.isfunction(class_forward(x))]
     for layer in layers:
         if layer not in replaced:
-            _compile_layer(layer)
+            _compile_one_layer(layer)
     classes = " and ".join(dict.fromkeys(map(architecture_name, replaced)))
     left_out = f", {plural(len(replaced), 'layer')} not: the forward of {classes} was replaced" if replaced else ""
     return f"{plural(len(layers) - len(replaced), 'layer')} around attention{left_out}"
@@ -99,7 +100,7 @@ def compiled_graphs_text() -> str:
     return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
 
 
-def _compile_layer(layer: nn.Module) -> None:
+def _compile_one_layer(layer: nn.Module) -> None:
     _set_up_compiler()
     restore_class_norms(_modules_in_graphs(layer))
     # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
@@ -111,7 +112,7 @@ def _compile_layer(layer: nn.Module) -> None:
         # torch.compile ends its graph before a call of this module and begins another one after it
         vars(module)["forward_outside_graphs"] = module.forward
         module.forward = MethodType(_forward_outside_graphs, module)
-    layer_run = _LayerRun(layer, torch.compile(class_forward(layer), dynamic=True, backend=BACKEND))
+    layer_run = _CompiledForward(layer, torch.compile(class_forward(layer), dynamic=True, backend=BACKEND))
     setattr(layer, IS_COMPILED, True)
     # In transformers 5.23 the class's forward runs the checkpoint; in 5.17 the call does.
     in_forward = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(
@@ -157,7 +158,7 @@ def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
 
 
 @dataclass(eq=False)
-class _LayerRun:
+class _CompiledForward:
     """A layer's compiled forward (`run`)."""
 
     layer: nn.Module
@@ -175,13 +176,13 @@ class _LayerRun:
         if hidden.requires_grad or not trains:
             hidden = hidden.view_as(hidden)
         else:
-            hidden = _Begun.apply(hidden, hidden.new_empty(()).requires_grad_())
+            hidden = _RequireGradient.apply(hidden, hidden.new_empty(()).requires_grad_())
         if args:
             return self.run(self.layer, hidden, *args[1:], **kwargs)
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
 
-class _Begun(torch.autograd.Function):
+class _RequireGradient(torch.autograd.Function):
     """Makes rows require a gradient, which backward drops: of the first layer above a frozen embedding.
 
     It runs the same graphs as the others then, for three more products, 0.2 % of a step of 36 layers.
@@ -196,7 +197,7 @@ class _Begun(torch.autograd.Function):
         return None, None
 
 
-def _run_within_checkpoint(layer_run: _LayerRun, *args: Any, **kwargs: Any) -> Any:
+def _run_within_checkpoint(layer_run: _CompiledForward, *args: Any, **kwargs: Any) -> Any:
     layer: Any = layer_run.layer
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(layer_run, **kwargs), *args)

@@ -57,7 +57,7 @@ class Execution:
         return ""
 
     def _kernel_words(self, call: AttendCall) -> str:
-        """Name the kernel of a layer, or both if groups of one document take another than groups of several."""
+        """Name the kernel that runs a layer's call, in words that name two if groups of one document take another."""
         of_packed = choose_kernel(replace(call, one_document=False), self.kernel).name
         is_undivided = call.mask.chunk is None  # chunks divide a document as several documents would
         of_single = choose_kernel(replace(call, one_document=is_undivided), self.kernel).name
@@ -90,5 +90,6 @@ def check_same_kernels(execution: Execution, world: World) -> None:
 
 
 def _mask_text(call: AttendCall) -> str:
+    """Return in words which keys the rows of a call's layers see, such as "window of 4,096"."""
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"

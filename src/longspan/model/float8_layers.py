@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import raise_first_error
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter
 from longspan.model.features import Feature
 from longspan.model.float8.products import (
     ScaledRows,
@@ -23,11 +24,12 @@ from longspan.model.float8.products import (
     multiply_scaled_rows,
     quantise_by_torch,
 )
-from longspan.model.kinds import belongs_to_adapter, find_float8_weight
-from longspan.model.layers import MTP, decoder_layers, expert_modules, mtp_depths, router_modules
+from longspan.model.kinds import expert_modules, router_modules
+from longspan.model.layers import MTP, decoder_layers, mtp_depths
+from longspan.model.marks import find_float8_weight
 from longspan.model.seams.set_forwards import has_forward_of_others
-from longspan.model.tensor_parallel import plan as styles
-from longspan.model.tensor_parallel.plan import list_styles
+from longspan.model.tensor_parallel import module_styles as styles
+from longspan.model.tensor_parallel.module_styles import list_styles
 
 MULTIPLE = 16  # of numbers: what products in float8 need of both widths of a matrix
 _LEAST_WIDTH = 64
@@ -81,7 +83,7 @@ class Float8Feature(Feature):
         word = self.options.float8
         if word != "rowwise":
             return ModelError(f'float8 is {word!r}; use "rowwise" (one scale a row), or "" for none')
-        dtype = self.options.sharding(self.world).dtype_of(model)
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
         if reasons := [*_reasons_against_float8(model, self.world.device, dtype, self.world.home.tp)]:
             return ModelError(
                 f'float8 is "rowwise" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'

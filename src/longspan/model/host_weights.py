@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory, range_bytes
+from longspan.model.adapted_modules import is_peft_module
 from longspan.model.features import Call, Feature
-from longspan.model.kinds import HOST_STORE, is_peft_module, note_norm, packed_weight
+from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.layers import architecture_name
+from longspan.model.marks import HOST_STORE, find_packed_weight, record_norm_on_device
 from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
 from longspan.plain_text import bytes_text
 
@@ -163,7 +164,7 @@ class HostParam(FSDPParam):
             self.staged_sum = None
         (norm,) = torch._foreach_norm([tensor], 2, dtype=torch.promote_types(tensor.dtype, torch.float32))
         gradient._local_tensor.copy_(tensor, non_blocking=True)
-        note_norm(gradient, norm)
+        record_norm_on_device(gradient, norm)
         if tensor.is_cuda:
             self.grad_offload_event = torch.cuda.current_stream(tensor.device).record_event()
         return gradient
@@ -340,7 +341,7 @@ class HostWeightsFeature(Feature):
 
     def _waits(self, parameter: Any) -> bool:
         place = parameter._module_info
-        if packed_weight(place.module, place.param_name) is not None:
+        if find_packed_weight(place.module, place.param_name) is not None:
             return False
         return not (self._keeps_trained and parameter.sharded_param.requires_grad)
 

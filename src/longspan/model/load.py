@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.layers import SCORE_HEADS, vocabulary_size
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.drawn_weights import RandomWeights
 from longspan.model.weights.empty_model import (
@@ -105,6 +106,11 @@ def load_model(
 def _load_folder(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, architecture: Any, *, sharded: bool
 ) -> PreTrainedModel:
+    """Check a folder's files, and make the model of them: without memory if `sharded`, to be filled by `prepare`.
+
+    Weights that lie there in 4 or 8 bits are filled here; others are read by transformers. `architecture` None: a
+    causal language model.
+    """
     model = empty_model(config, dtype, architecture)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -136,6 +142,7 @@ def check_folder_weights(folder: str | Path) -> None:
 
 
 def _find_stored_weights(folder: Path) -> "StorageMethod | None":
+    """Return how a folder has weights in 4 or 8 bits; None if it has not. ModelError for a format that is not read."""
     if not (settings := quantization_settings(folder)):
         return None
     from longspan.model.frozen.formats.storage_methods import find_storage_method
@@ -157,6 +164,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _make_random_model(
     config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None, seed: int
 ) -> PreTrainedModel:
+    """Draw a model's weights by `seed`, on the CPU; the caller's random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = new_model(config, torch.float32, architecture)
@@ -168,6 +176,7 @@ def _make_random_model(
 
 @contextmanager
 def _as_model_error(sentence: str) -> Iterator[None]:
+    """Raise what goes wrong inside as a ModelError that begins with this sentence; ModelErrors pass as they are."""
     try:
         yield
     except ModelError:
@@ -199,17 +208,17 @@ def checked_folder_weights(
     unread = source.unread
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES]
     buffers = dict(model.named_buffers())
-    known = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
-    if unread.keys() - known:
+    left_out = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
+    if unread.keys() - left_out:
         from longspan.model.mtp.published_names import select_published_mtp_names
 
-        known |= select_published_mtp_names(unread, model.config.get_text_config().num_hidden_layers)
-    if unknown := sorted(unread.keys() - known):  # towers of a text model
+        left_out |= select_published_mtp_names(unread, model.config.get_text_config().num_hidden_layers)
+    if unknown := sorted(unread.keys() - left_out):  # towers of a text model
         whole_config = read_configuration(folder)
         if (image_class := image_text_class_of_architectures(whole_config)) is not None:
             whole = FolderWeights(folder, empty_model(whole_config, torch.float32, image_class), join=join)
-            known |= set(unknown) - whole.unread.keys()
-    if unknown := sorted(unread.keys() - known):
+            left_out |= set(unknown) - whole.unread.keys()
+    if unknown := sorted(unread.keys() - left_out):
         raise ModelError(
             f"the files of {folder} hold {plural(len(unknown), 'tensor')} that a {type(model).__name__} of its "
             f"config.json does not take: {items_text(unknown)}; use the config.json that belongs to the weights, or "
@@ -225,7 +234,10 @@ def checked_folder_weights(
 
 
 def _refuse_weights_of_other_class(folder: Path, model: PreTrainedModel) -> None:
-    """Its names may all be a stock class's, which transformers would load, and compute something else."""
+    """Raise ModelError where config.json names a class (`architectures`) that is neither the model's nor transformers'.
+
+    Its weights may have a stock class's names: transformers would load them, and compute something else.
+    """
     names = model.config.architectures or []
     stock = type(model).__name__
     if names and not any(name.lower() == stock.lower() or hasattr(transformers, name) for name in names):

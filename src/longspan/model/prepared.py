@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.layout import Layout
+from longspan.model.adapted_modules import adapter_dropout, is_peft_module, unwrap_peft_model
 from longspan.model.exactness.check_model import check_model
 from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution
 from longspan.model.features import Call, features_of
-from longspan.model.kinds import adapter_dropout, is_peft_module, unwrap_peft_model
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.layers import is_tied
 from longspan.model.options import PrepareOptions
-from longspan.model.parts import is_tied
 from longspan.model.replaced_parameters import FORMER, name_parameters
 from longspan.model.seams.attention_calls import IMPLEMENTATION, number_layers
 from longspan.model.seams.call_rules import CallRules
@@ -40,8 +40,8 @@ from longspan.model.weights.fill import pop_deferred_weights
 
 if TYPE_CHECKING:
     from longspan.model.multimodal.multimodal_model import MultimodalModel
+    from longspan.model.multimodal.take_apart import EncoderHome
     from longspan.model.pipeline.pipeline import PipelineModel
-    from longspan.model.take_apart import EncoderHome
 
 
 @overload
@@ -120,7 +120,7 @@ def prepare(
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
         return prepare_language_model(model, world, options)
-    from longspan.model.take_apart import take_encoder_apart
+    from longspan.model.multimodal.take_apart import take_encoder_apart
 
     with take_encoder_apart(model, world, encoder, options) as join:
         return join(prepare_language_model(model, world, options))
@@ -141,7 +141,7 @@ def prepare_language_model(
         feature.connect(model)
     record = record_calls_and_draws(model, class_draws)
     sharding = options.sharding(world)
-    dtype = sharding.dtype_of(model)
+    dtype = sharding.compute_dtype_of(model)
     calls = checked_attend_calls(model, options.attention_kernel, record.calls, device=world.device, dtype=dtype)
     name_parameters(model)
     _set_configuration(model)
@@ -179,6 +179,10 @@ def prepare_language_model(
 
 
 def _connect_operations(model: PreTrainedModel) -> None:
+    """Let a model's attention call longspan, and its masks and positions be those of shards; changes it in place.
+
+    Layers are numbered, by which a call of attention finds its own.
+    """
     config = model.config
     text = model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -197,6 +201,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
 
 
 def _set_configuration(model: PreTrainedModel) -> None:
+    """Change a model's configuration: no cache, and no tied embeddings where embedding and head are two parameters."""
     model.config.use_cache = False  # no call goes on from keys and values of an earlier one
     is_whole = not any(map(is_peft_module, model.modules()))
     if is_whole and not is_tied(model) and not score_columns(model):
@@ -208,6 +213,10 @@ def _set_configuration(model: PreTrainedModel) -> None:
 def _make_call_rules(
     model: PreTrainedModel, record: MetaRecord, options: PrepareOptions, world: World
 ) -> CallRules:
+    """Return what later calls of the model are checked by: what it cannot have, in words, and its tables and limits.
+
+    `record` is of the pass on the meta device.
+    """
     rates = [attention_dropout(call.module) for call in record.calls]
     separate = {
         "keys that an indexer chooses": any(call.indexed for call in record.calls),

@@ -6,14 +6,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.errors import ModelError, plural
-from longspan.model.kinds import is_pipeline
 from longspan.model.layers import architecture_name
+from longspan.model.marks import is_pipeline
 
 FORMER = "name_before_prepare"  # an attribute of parameters
 
 
 def name_parameters(model: nn.Module) -> None:
-    """Note each parameter's name in it. Raises ModelError as `refuse_gradient_hooks`."""
+    """Leave each parameter's name on it (FORMER), by which an optimizer of replaced parameters is told later.
+
+    Raises ModelError as `refuse_gradient_hooks`.
+    """
     refuse_gradient_hooks(model)
     for name, parameter in model.named_parameters():
         setattr(parameter, FORMER, name)

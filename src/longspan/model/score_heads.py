@@ -23,7 +23,8 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from longspan.errors import ModelError
 from longspan.model.features import Feature
-from longspan.model.layers import SCORE_HEADS, architecture_name, base_model, base_name
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import architecture_name, base_model, base_model_name
 from longspan.model.weights.drawn_weights import DrawnWeights
 from longspan.model.weights.fill import JoinedWeights, fill_when_prepared, find_deferred_weights
 
@@ -59,7 +60,7 @@ class _ScoresOfRows:
 
 
 @cache
-def _class_of_rows(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _class_with_row_scores(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The name and the module stay, by which transformers finds sources and a saved folder its class."""
     return type(stock.__name__, (_ScoresOfRows, stock), {"__module__": stock.__module__})
 
@@ -89,7 +90,7 @@ class ScoreHeadFeature(Feature):
                 "by its base model and its head alone; do the rest in the base model, or in a hook on one of its "
                 "modules"
             )
-        model.__class__ = _class_of_rows(stock)
+        model.__class__ = _class_with_row_scores(stock)
         try:
             yield
         except BaseException:
@@ -114,11 +115,11 @@ def score_class(config: PreTrainedConfig, kind: str = SCORE_HEADS[0]) -> type[Pr
         raise ModelError(
             f"{type(config).__name__} stands for no causal language model, over which a head could score"
         )
-    return _make_class(causal[type(config)], generic, kind)
+    return _make_score_class(causal[type(config)], generic, kind)
 
 
 @cache
-def _make_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[PreTrainedModel]:
+def _make_score_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[PreTrainedModel]:
     family = next(x for x in causal.__mro__ if x.__name__.endswith("PreTrainedModel"))
     name = causal.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + kind
     prefix = {"base_model_prefix": "model", "__module__": causal.__module__}
@@ -146,8 +147,8 @@ def add_score_head(
     base = base_model(model)
     deferred = find_deferred_weights(model)
     # the folder's names would be others
-    moved = deferred is not None and base_name(model) != scored.base_model_prefix
-    if not base_name(model) or type(base_model(scored)) is not type(base) or moved:
+    moved = deferred is not None and base_model_name(model) != scored.base_model_prefix
+    if not base_model_name(model) or type(base_model(scored)) is not type(base) or moved:
         raise ModelError(
             f"{architecture_name(model)} keeps a {type(base).__name__} below its head, and {kind.__name__} a "
             f"{type(base_model(scored)).__name__}; give an AutoModelForCausalLM of this configuration"

@@ -5,8 +5,8 @@ from transformers import PreTrainedModel
 
 from longspan.model.exactness.split_trial import refuse_mixed_features
 from longspan.model.features import Feature
-from longspan.model.tensor_parallel.plan import list_styles
-from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_ranks
+from longspan.model.tensor_parallel.module_styles import list_styles
+from longspan.model.tensor_parallel.split_model import refuse_tensor_parallel, split_over_ranks
 
 
 class TensorParallelFeature(Feature):

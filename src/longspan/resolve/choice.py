@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
-from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import (
     FAMILY_PLANNERS,
@@ -24,6 +23,7 @@ from longspan.data.shared_prefixes import Families, find_families
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
+from longspan.plain_text import nearest_hint
 from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST

@@ -5,9 +5,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
+from longspan.config.defaults import encoder_default
+from longspan.config.dtypes import DTYPE_BYTES, compute_dtype_name
 from longspan.config.keys import AUTO
-from longspan.config.sections import ON_HOST, RunConfig, chooses_measures, given_checkpointing
+from longspan.config.memory_keys import ON_HOST, chooses_measures, given_checkpointing
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.plan import Cost, FixedMemory, MemoryPlan, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST

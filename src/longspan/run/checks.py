@@ -10,25 +10,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longspan.checkpoint.files import require_local_root
-from longspan.config.defaults import encoder_is_given, loss_arguments
-from longspan.config.file import nearest_hint
+from longspan.config.defaults import encoder_is_given
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
+from longspan.config.loss_arguments import loss_arguments
+from longspan.config.memory_keys import check_memory_keys
 from longspan.config.plan_section import EvalConfig, name_of_key
-from longspan.config.sections import (
-    RANDOM,
-    BestFigure,
-    NamedGroup,
-    RunConfig,
-    check_memory_keys,
-    held_out_set,
-    section_kinds,
-)
-from longspan.corpus.files import STDLIB, find_files
-from longspan.corpus.rows.sample import COLUMNS
+from longspan.config.sections import RANDOM, RunConfig, held_out_set, section_kinds
+from longspan.config.text_values import BestFigure, NamedGroup
+from longspan.corpus.rows.kinds import COLUMNS
+from longspan.corpus.sources.find_files import STDLIB, find_files
 from longspan.errors import ConfigError, import_object, plural
 from longspan.hub import adapter_folder_advice
 from longspan.layout import Layout
 from longspan.model import PRESETS
+from longspan.plain_text import nearest_hint
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.kernel_names import KERNEL_NAMES
 from longspan.plan.memory.settings import UPDATES_PARTS

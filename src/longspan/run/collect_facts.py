@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from longspan.comm import World
-from longspan.config.defaults import loss_arguments, loss_text
-from longspan.config.sections import NamedGroup
+from longspan.config.loss_arguments import loss_arguments, loss_text
+from longspan.config.text_values import NamedGroup
 from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.host import usable_cores
 from longspan.model.execution import Execution, model_execution
-from longspan.model.kinds import packed_weights
+from longspan.model.marks import packed_weights
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts

@@ -8,7 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from longspan.comm.all_ranks import StopSignal, run_on_every_rank, run_on_first_rank, signal_of_any_rank
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.keys import AUTO
 from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer

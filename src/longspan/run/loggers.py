@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, import_object
 from longspan.files import write_atomically
+from longspan.plain_text import nearest_hint
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

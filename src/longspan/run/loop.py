@@ -14,16 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longspan.comm import World, raise_first_error
-from longspan.comm.all_ranks import (
-    LogLine,
-    StopSignal,
-    is_first_rank,
-    result_or_error,
-    run_on_every_rank,
-    signal_of_any_rank,
-)
-from longspan.comm.device_memory import peak_memory_bytes
+from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
+from longspan.comm.device import peak_memory_bytes
+from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.sections import RunConfig
+from longspan.data.documents import CorpusDocuments
 from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
@@ -67,6 +62,7 @@ class Steps:
         self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
         self._allocator = AllocatorWatch(run.world.device)
         self._said_what_is_shared = False
+        self._said_what_is_divided = False
 
     def take_step(self, step: int) -> tuple[dict[str, Any], Plan]:
         """Run one optimizer step (from 0); returns its row of metrics (from 1) and its plan. A profiled step's seconds
@@ -80,7 +76,7 @@ class Steps:
         if isinstance(run.model, MultimodalModel):
             reader.prepare_step(step + 1, run.model)
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
-            result = run.take_step(plan, documents, step, partial(reader.prepare_step, step + 1))
+            result = run.take_step(plan, documents, step, partial(self._work_beside_step, step))
         seconds = time.perf_counter() - started
         if profiles is None or step + 1 not in profiles.steps:
             self._slow_slots.add_ratio(result.slot_ratio)
@@ -114,6 +110,19 @@ class Steps:
         if profiles is not None:
             profiles.write_files()
         return row | self._allocator.count_step_retries(), plan
+
+    def _work_beside_step(self, step: int) -> None:
+        """Do on the host, while `step` (from 0) computes, what needs no other rank: read the next step, and say once
+        where documents that begin alike are more than a group holds."""
+        self._reader.prepare_step(step + 1)
+        run = self._run
+        if self._said_what_is_divided or not is_first_rank(run.world):
+            return
+        documents = run.order.documents_to_share(step)
+        line = "" if documents is None else divided_line(run, documents)
+        if line:
+            self._log(f"step {step + 1}: {line}")
+            self._said_what_is_divided = True
 
     def agree_after_step(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
         """Return what the ranks agree on after a step, by one message if none received a signal or failed."""
@@ -155,6 +164,25 @@ def shared_line(plan: Plan, shape: ModelShape | None) -> str:
         separate = model_flops(shape, [plan.path_lengths[document] for document in whole])
         line += f", {separate / model_flops(shape, plan.lengths, bases=plan.bases):.1f} times fewer operations"
     return line
+
+
+def divided_line(run: TrainingRun, documents: CorpusDocuments) -> str:
+    """Say which documents of a step begin alike and have more rows together than a group holds; "" for none."""
+    choice = run.training_choice
+    home = run.world.home
+    most = choice.most_family_rows(home)
+    # no family has more rows than its documents
+    if most is None or sum(documents.lengths) <= most:
+        return ""
+    families = choice.find_families(documents, home, run.order.length_limits)
+    if families is None or families.too_large is None:
+        return ""
+    count, rows = families.too_large
+    return (
+        f"{plural(count, 'document')} that begin alike have {rows:,} rows as one family, and a group holds {most:,} "
+        f"(context.max_tokens_per_slot {choice.options.rows:,} × degree {choice.widest_even_degree(home)}): they are "
+        "divided, or trained as separate documents (docs/shared-prefixes.md)"
+    )
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:

@@ -16,16 +16,18 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, held_out_set
-from longspan.corpus.build import (
-    build_shared_corpus,
-    documents_with_images,
-    load_configured_tokenizer,
-    open_or_build_run_corpus,
-    open_shared_corpus,
+from longspan.corpus.for_model import (
+    fit_documents_to_model,
 )
 from longspan.corpus.recipe import CorpusSettings, find_kinds
+from longspan.corpus.run_corpus import (
+    load_configured_tokenizer,
+    open_corpus_on_all_ranks,
+    open_or_build_corpus,
+    open_shared_corpus,
+)
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
-from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.corpus_documents import Corpus, CorpusDocuments
 from longspan.data.run_order import documents_line, make_step_order
 from longspan.data.shared_prefixes import cut_documents
 from longspan.data.step_order import StepOrder, documents_of_units, sample_documents
@@ -110,7 +112,7 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with name_file_in_errors(folder):
             tokenizer = load_configured_tokenizer(config) or load_tokenizer(directory)
-            open_or_build_run_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
+            open_or_build_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
 
     run_on_first_rank(world, build_corpus, DataError)
     return run_on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)
@@ -220,7 +222,7 @@ def open_data(
     if config.evaluation.sets:
         run_on_first_rank(world, check_rows_of_sets, DataError)
     metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
-    corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
+    corpus = open_corpus_on_all_ranks(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
     sets = open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, log)
@@ -228,7 +230,7 @@ def open_data(
 
     def add_images() -> tuple[EvaluationSet, ...]:
         return tuple(
-            replace(s, documents=documents_with_images(s.documents, model, run_dir), metrics=metrics) for s in sets
+            replace(s, documents=fit_documents_to_model(s.documents, model, run_dir), metrics=metrics) for s in sets
         )
 
     sets = run_on_every_rank(world, add_images, DataError)

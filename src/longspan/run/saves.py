@@ -25,7 +25,7 @@ from longspan.checkpoint.files import checkpoint_path, complete_checkpoints, rem
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_every_rank, run_on_first_rank
-from longspan.config.sections import BestFigure
+from longspan.config.text_values import BestFigure
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import (
     CheckpointError,

@@ -17,19 +17,20 @@ from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfin
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
 from longspan.comm.world_machine import set_world_machine
-from longspan.config.defaults import absolute_path, warn_about_small_updates
+from longspan.config.defaults import warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
+from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.build import check_ids_in_vocabulary
-from longspan.data.documents import CorpusDocuments
+from longspan.corpus.for_model import check_ids_in_vocabulary
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, share_none, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
 from longspan.files import read_json, write_atomically
-from longspan.model.kinds import find_language_model
 from longspan.model.load import torch_dtype
+from longspan.model.marks import find_language_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars

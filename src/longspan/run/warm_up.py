@@ -18,16 +18,17 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
-from longspan.comm.device_memory import peak_memory_bytes
-from longspan.comm.watch import is_out_of_memory
+from longspan.comm.device import is_out_of_memory, peak_memory_bytes
 from longspan.config.plan_section import ONE_DEGREE
-from longspan.data.document import NO_TARGET, SyntheticDocument, count_targets
+from longspan.data.document import NO_TARGET, count_targets
 from longspan.data.scored_document import ScoredDocument
+from longspan.data.synthetic_documents import SyntheticDocument
 from longspan.errors import plural
 from longspan.layout import Integers
 from longspan.model.compiled_layers import compiled_graphs_text
-from longspan.model.kinds import find_language_model
-from longspan.model.layers import score_columns, vocabulary_size
+from longspan.model.kinds import score_columns
+from longspan.model.layers import vocabulary_size
+from longspan.model.marks import find_language_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
 from longspan.resolve.choice import StepPlanner

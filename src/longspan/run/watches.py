@@ -10,8 +10,8 @@ import torch
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
-from longspan.comm.device_memory import allocator_retries, peak_memory_bytes, peak_reserved_bytes
-from longspan.comm.watch import error_in_one_line, is_out_of_memory
+from longspan.comm.device import allocator_retries, is_out_of_memory, peak_memory_bytes, peak_reserved_bytes
+from longspan.comm.watch import error_in_one_line
 from longspan.comm.world import open_worlds
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table

@@ -14,8 +14,9 @@ import torch
 
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.channel import Channel
+from longspan.errors import LayoutError
 from longspan.layout.segments import Flags, Integers
-from longspan.ssm.kernels.call import LocalRuns
+from longspan.ssm.kernels.local_runs import LocalRuns
 
 
 class Runs(NamedTuple):
@@ -204,3 +205,8 @@ def shard_chains(shard: SequenceShard) -> tuple[Chains, ...]:
     if shard not in chains_by_shard:
         chains_by_shard[shard] = tuple(Chains(part, shard.device) for part in shard.parts)
     return chains_by_shard[shard]
+
+
+def check_is_shard(caller: str, shard: object) -> None:
+    if not isinstance(shard, SequenceShard):
+        raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import Handle, SequenceShard, to_device
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers, expand_runs
-from longspan.ssm.chains import Chains, shard_chains
+from longspan.ssm.chains import Chains, check_is_shard, shard_chains
 from longspan.ssm.kernels.convolutions import (
     Convolution,
     ConvolutionGradients,
@@ -27,7 +27,7 @@ from longspan.ssm.kernels.convolutions import (
     RowsBefore,
     choose_convolution,
 )
-from longspan.ssm.state_pass import check_is_shard, join_part_rows
+from longspan.ssm.state_pass import join_part_rows
 
 
 class Halo:

@@ -17,21 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import SequenceShard
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
-from longspan.ssm.chains import Chains, Passing, shard_chains
+from longspan.ssm.chains import Chains, Passing, check_is_shard, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, ScanKernel, scan_kernel
-from longspan.ssm.kernels.call import (
-    Forward,
-    SavedScan,
-    index_on_device,
-    map_states,
-    pick_rows,
-    put_rows,
-    state_dtype,
-)
-from longspan.ssm.kernels.packages import fla_function, fla_unsupported_call_reason
+from longspan.ssm.kernels.interface import Forward, SavedScan, map_states, state_dtype
+from longspan.ssm.kernels.local_runs import index_on_device, pick_rows, put_rows
 
 
 class ForwardFold:
@@ -200,17 +192,6 @@ def _put_local_runs(into: Tensor, values: Tensor, local_number_of_run: Integers)
         put_rows(into, local_number_of_run[local], pick_rows(values, local))
 
 
-def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
-    """Compute x / √(Σ x² + epsilon) over the last dimension.
-
-    fla's kernel, where it can be used, leaves half precision as it is; torch's operations make it float32.
-    """
-    if not fla_unsupported_call_reason(x.dtype, x.device):
-        return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
-    x = x if x.dtype == torch.float64 else x.float()
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
-
-
 @break_graphs_around
 def linear_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard, scale: float = 1.0
@@ -233,11 +214,6 @@ def linear_scan(
         None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
     ]
     return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def check_is_shard(caller: str, shard: object) -> None:
-    if not isinstance(shard, SequenceShard):
-        raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
 
 
 def _check_scan_inputs(

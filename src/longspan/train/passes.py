@@ -18,18 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, to_device
-from longspan.model.kinds import is_pipeline, keep_float8_weights
-from longspan.model.layers import preserve_modes
-from longspan.model.seams.call_rules import is_prepared
-from longspan.model.sharding import (
+from longspan.model.fsdp_passes import (
     defer_until_last_pass,
     drop_gradients_after_error,
-    fsdp_modules,
     keep_parameters_whole,
     keeps_parameters_gathered,
     reshard,
-    sum_gradients_over_slots,
 )
+from longspan.model.layers import preserve_modes
+from longspan.model.marks import is_pipeline, keep_float8_weights
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.sharding import fsdp_modules, sum_gradients_over_slots
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
 from longspan.train.read_rows import LocalBatch, padding_batch, read_local_batches

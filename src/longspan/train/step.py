@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import LossError
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
 from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy

@@ -22,7 +22,7 @@ from longspan.comm import World, on_all_ranks, to_device
 from longspan.comm.channel import Channel
 from longspan.data.document import NO_TARGET
 from longspan.errors import ModelError, NonFiniteError, PlanError
-from longspan.model.kinds import is_multimodal, is_pipeline, modules_and_worlds, norm_on_device
+from longspan.model.marks import is_multimodal, is_pipeline, modules_and_worlds, norm_on_device
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import excerpt
 from longspan.train.optim.offload_states import OffloadedStates

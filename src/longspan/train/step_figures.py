@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.model.execution import model_execution
-from longspan.model.kinds import adapter_of_prepared_model
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
@@ -82,7 +82,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.num_layers)
         if encoder is not None:
-            from longspan.model.take_apart import find_trained_part
+            from longspan.model.multimodal.image_modules import find_trained_part
             from longspan.plan.items.encoder_shape import EncoderShape
 
             trained = find_trained_part(encoder)

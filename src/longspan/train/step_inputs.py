@@ -14,8 +14,8 @@ from longspan.comm import World
 from longspan.data.document import count_targets
 from longspan.errors import DataError, LossError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.kinds import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.marks import has_weights_on_host, is_multimodal, is_pipeline, waits_on_host
 from longspan.model.seams.call_rules import call_rules, refuse_unprepared_model
 from longspan.model.seams.position_tables import refuse_documents_beyond_positions
 from longspan.model.seams.randomness import refuse_randomness

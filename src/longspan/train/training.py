@@ -20,18 +20,14 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, silence_warnings_of_other_ranks
-from longspan.config.defaults import compute_dtype, encoder_default, encoder_is_given, loss_arguments
+from longspan.config.defaults import encoder_default, encoder_is_given
+from longspan.config.dtypes import compute_dtype
 from longspan.config.keys import AUTO
+from longspan.config.loss_arguments import loss_arguments
+from longspan.config.memory_keys import ON_HOST, given_checkpointing
 from longspan.config.plan_section import EvalConfig, name_of_key
-from longspan.config.sections import (
-    ON_HOST,
-    ModelConfig,
-    NamedGroup,
-    RunConfig,
-    TrainConfig,
-    given_checkpointing,
-    held_out_set,
-)
+from longspan.config.sections import ModelConfig, RunConfig, TrainConfig, held_out_set
+from longspan.config.text_values import NamedGroup
 from longspan.errors import ConfigError, LongspanError, ModelError, plural
 from longspan.host import free_host_bytes
 from longspan.hub import hub_name
@@ -41,7 +37,8 @@ from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.features import Call, features_of
 from longspan.model.float8_layers import unsupported_reason
-from longspan.model.layers import MTP, SCORE_HEADS
+from longspan.model.kinds import SCORE_HEADS
+from longspan.model.layers import MTP
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions
@@ -224,7 +221,7 @@ def _check_before_prepare(
     options = _prepare_options(config, world, model, None, training=True)
     with ExitStack() as forms:
         if images:
-            from longspan.model.take_apart import take_apart_or_undo
+            from longspan.model.multimodal.take_apart import take_apart_or_undo
 
             forms.enter_context(take_apart_or_undo(model))
         features = features_of(Call(model, model, world, options))
@@ -340,7 +337,7 @@ def check_model_fits(
 def _choose_trained_parts(config: RunConfig, model: PreTrainedModel, *, images: bool, training: bool = True) -> Any:
     adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     if images:
-        from longspan.model.take_apart import freeze_image_modules
+        from longspan.model.multimodal.image_modules import freeze_image_modules
 
         freeze_image_modules(model, config.encoder.trainable or encoder_default(config))
     if training:

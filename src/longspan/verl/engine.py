@@ -36,10 +36,11 @@ from longspan.errors import CheckpointError, ConfigError, DataError, NonFiniteEr
 from longspan.hub import find_local_path
 from longspan.layout import Layout
 from longspan.model import disable_adapter, image_tokens, prepare, save_model, weights_by_name
+from longspan.model.adapted_modules import belongs_to_adapter, name_without_adapter
 from longspan.model.adapters.adapter_files import name_in_peft_files
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
-from longspan.model.kinds import adapter_of_prepared_model, belongs_to_adapter, name_without_adapter
 from longspan.model.load import load_model, torch_dtype
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.saving.whole_weights import WholeWeights
 from longspan.model.score_heads import add_score_head, score_class
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS

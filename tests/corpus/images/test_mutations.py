@@ -20,7 +20,7 @@ def family(name: str) -> Callable[..., Any]:
     return lambda tmp_path, _: families.test_ids_and_rows_are_those_of_the_stock_processor(name, tmp_path)
 
 
-ROWS, DOCUMENTS, ENCODER = "corpus.rows.media", "corpus.image_documents", "corpus.document_encoder"
+ROWS, DOCUMENTS, ENCODER = "corpus.rows.media.placeholders", "corpus.image_documents", "corpus.document_encoder"
 Change = tuple[str, str, str]
 moving = partial(videos.test_tokens_places_and_positions, "qwen2.5-vl")
 cut = tables.test_long_documents_are_cut_before_an_image
@@ -51,7 +51,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     ),
     "videos of a row are one": ((DOCUMENTS, "(p.document, p.image.number)", "0"), moving),
     "the images of the document before": (
-        ("data.images", "(document, document + 1)", "(document - 1, document)"),
+        ("data.image_table", "(document, document + 1)", "(document - 1, document)"),
         stock,
     ),
     "a field is dropped": (

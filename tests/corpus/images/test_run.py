@@ -12,7 +12,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.corpus.image_documents import ImageReader
 from longspan.corpus.images.image_file import ImageFile
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.data.step_order import StepOrder
 from longspan.run.metrics import read_metrics

@@ -9,9 +9,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from longspan.config.sections import RowForm
-from longspan.corpus.document_encoder import NOTHING, OWN_TOKEN, Encoded, MismatchedAnswers
+from longspan.corpus.document_encoder import NOTHING, OWN_TOKEN, Encoded
+from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import BadRow, Row as DataRow, RowSettings, Sample, row_kind
+from longspan.corpus.rows.kinds import row_kind
+from longspan.corpus.rows.sample import BadRow, Row as DataRow, RowSettings, Sample
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.document import NO_TARGET
 from tests.corpus.rows.conversations import TOOL, asks, says

@@ -9,7 +9,7 @@ import torch
 
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.model.kinds import packed_weights
+from longspan.model.marks import packed_weights
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

@@ -11,8 +11,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.features import Call, features_of
-from longspan.model.kinds import unwrap_peft_model
 from longspan.model.options import PrepareOptions
 from longspan.testing import run_ranks
 from tests.model.frozen.packed_models import adapted

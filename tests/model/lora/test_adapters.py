@@ -17,11 +17,11 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import disable_adapter, load_model, prepare, save_model
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_adapter
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora, lines_about_adapter
-from longspan.model.kinds import unwrap_peft_model
-from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
+from longspan.model.tensor_parallel.split_model import refuse_tensor_parallel
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

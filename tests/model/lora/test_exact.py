@@ -15,7 +15,8 @@ from longspan.comm import World
 from longspan.doctor.stock import compute_in_float64
 from longspan.layout import Layout
 from longspan.model import disable_adapter, prepare
-from longspan.model.kinds import find_mixers, peft_modules
+from longspan.model.adapted_modules import peft_modules
+from longspan.model.kinds import find_mixers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step, token_log_probs
@@ -206,7 +207,11 @@ def _unscaled(family: str, adapter: str) -> Any:
     return peft_model
 
 
-SPLIT, SUMMED, SCALING = "model.tensor_parallel.styles", "sum_partial_gradients(linear, key)", "scaling forgotten"
+SPLIT, SUMMED, SCALING = (
+    "model.tensor_parallel.split_modules",
+    "sum_partial_gradients(linear, key)",
+    "scaling forgotten",
+)
 FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
 MUTATIONS: dict[str, tuple[Change | None, set[str]]] = {  # and what shows it
     "nothing": (None, set()),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan import Group, Layout, MicroBatch, SequenceShard, World, plan_fixed, prepare, run_step
-from longspan.bridge.bridge import AHEAD, embedding_arguments
+from longspan.bridge.item_rows import AHEAD, embedding_arguments
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.multimodal.multimodal_model import _SpliceHook  # pyright: ignore[reportPrivateUsage]

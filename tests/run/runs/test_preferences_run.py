@@ -20,7 +20,7 @@ from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, ModelError
 from longspan.model import load_model

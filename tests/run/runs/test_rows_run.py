@@ -20,7 +20,7 @@ from longspan.cli.plans.question import choose_gpus
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import (
     count_held_out,
     documents_line,

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from longspan.cli.export import main as export_main
-from longspan.config.defaults import loss_arguments
+from longspan.config.loss_arguments import loss_arguments
 from longspan.config.sections import RunConfig
-from longspan.data.documents import Corpus
+from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
 from longspan.data.step_order import sample_documents
 from longspan.errors import LongspanError

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from longspan import Layout, World, evaluate, run_step, save_model
 from longspan.errors import CommError, DataError, LongspanError, ModelError, NonFiniteError, PlanError
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
-from longspan.model.vision.image_tokens import ImageInput
+from longspan.model.vision.image_inputs import ImageInput
 from longspan.multimodal import MediaDocuments, MediaItem
 from longspan.testing import backend, run_ranks
 from longspan.train import clip_grad_norm, grad_norm

@@ -38,8 +38,8 @@ MUTATIONS = {
         PASS, "stack.enter_context(sum_gradients_over_slots(module, self.encoder.world))", "pass", COPIES
     ),
     "gradients are averaged over the encoder's slots": Mutation(
-        PASS, "wave.bridge.back(_row_gradient(wave, output))",
-        "wave.bridge.back(_row_gradient(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
+        PASS, "wave.bridge.carry_back(_row_gradient(wave, output))",
+        "wave.bridge.carry_back(_row_gradient(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
     ),
     "the loss is divided by slots": Mutation(
         "train.passes", "return loss_sum / self.divisor",
@@ -56,9 +56,9 @@ MUTATIONS = {
     ),
     "a slice of what arrived is taken twice": Mutation(PASS, "starts[index] += rows", "pass", FAN_OUT),
     "rows of an item are reversed": Mutation(
-        "bridge.bridge", "rows.to(embeddings.dtype)[None]", "rows.to(embeddings.dtype).flip(0)[None]", FAN_IN
+        "bridge.item_rows", "rows.to(embeddings.dtype)[None]", "rows.to(embeddings.dtype).flip(0)[None]", FAN_IN
     ),
-    "rows are added to the embeddings": Mutation("bridge.bridge", ".index_copy(1", ".index_add(1", FAN_IN),
+    "rows are added to the embeddings": Mutation("bridge.item_rows", ".index_copy(1", ".index_add(1", FAN_IN),
     "owners of a shared item begin at its first row": Mutation(
         OWNERS, "parts.append(expand_runs(first + segments.start, first + segments.stop))",
         "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "DataError",

@@ -18,7 +18,7 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.kinds import HOST_STORE
+from longspan.model.marks import HOST_STORE
 from longspan.model.sharding import fsdp_modules
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.config.file import load_config
-from longspan.config.sections import NamedGroup
+from longspan.config.text_values import NamedGroup
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model

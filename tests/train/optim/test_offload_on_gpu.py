@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, optim
 from torch.utils._pytree import tree_leaves, tree_map
 
-from longspan.model.kinds import HOST_STORE
+from longspan.model.marks import HOST_STORE
 from longspan.train.optim import offload_states as module
 from longspan.train.optim.offload_states import OffloadedStates
 from tests.train.optim.test_offload_states import (

@@ -24,7 +24,7 @@ from longspan import (
     run_step,
     token_log_probs,
 )
-from longspan.model.kinds import unwrap_peft_model
+from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import MicroBatchLoss, SharedDocuments, share_prefixes

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Dropout, Saved
+from longspan.attention.call import AttendCall, Saved
+from longspan.attention.dropout import Dropout
 from longspan.attention.rows import NO_KEY, accumulation_dtype
 from longspan.attention.tiles import Launch, Tile, visible_keys
 

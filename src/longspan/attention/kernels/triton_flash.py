@@ -6,7 +6,6 @@ of keys, so that nothing is added by two of them and results are the same bits e
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -16,8 +15,10 @@ from torch import Tensor
 from longspan.attention.call import AttendCall, Saved, unsupported_capability_reason
 from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
+from longspan.lazy import import_triton_kernels
 
 LARGEST = 512
+_KERNELS = "longspan.attention.kernels.triton_flash_kernels"
 
 
 class BlockSizes(NamedTuple):
@@ -63,11 +64,6 @@ def unsupported_reason(device: torch.device) -> str:
     return unsupported_capability_reason(device, range(8, 100), "8.0")
 
 
-@cache
-def _flash_kernels() -> Any:
-    return import_module("longspan.attention.kernels.triton_flash_kernels")
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     q, k, v = (contiguous_heads(x) for x in (q, k, v))
@@ -77,7 +73,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
     def launch_blocks(blocks: BlockSizes) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
-        _flash_kernels().forward[len(block_list), q.shape[1]](
+        import_triton_kernels(_KERNELS).forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, *bits, q.shape[1] // k.shape[1]),
             *_score_arguments(launch, call),
             *strides_of(q, k, v),
@@ -101,7 +97,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
     def launch_query_gradients(blocks: BlockSizes) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
-        _flash_kernels().query_gradients[len(block_list), q.shape[1]](
+        import_triton_kernels(_KERNELS).query_gradients[len(block_list), q.shape[1]](
             *(*tensors, dq, block_list, *shared), **constants, **blocks.constants
         )
 
@@ -110,7 +106,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         block_list = launch.blocks(blocks.keys, of_keys=True)
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
-            _flash_kernels().key_gradients[len(block_list), k.shape[1]](
+            import_triton_kernels(_KERNELS).key_gradients[len(block_list), k.shape[1]](
                 *(*tensors, dk, dv, block_list, *shared),
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
@@ -132,7 +128,7 @@ def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor 
     rows, columns = _PACKED
     block_list = launch.blocks(rows, of_keys=False)
     indices = call.indices.contiguous()
-    _flash_kernels().pack_bits[(len(block_list),)](
+    import_triton_kernels(_KERNELS).pack_bits[(len(block_list),)](
         *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts),
         *(indices.shape[1], rows, columns),
     )
@@ -154,7 +150,7 @@ def launch_fitting_blocks(
             launch_blocks(choices[index])
             _fitting[key] = index
             return
-        except _flash_kernels().OutOfResources:
+        except import_triton_kernels(_KERNELS).OutOfResources:
             if index + 1 == len(choices):
                 raise
 

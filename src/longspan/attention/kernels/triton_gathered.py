@@ -5,7 +5,6 @@ attention has them in its absorbed form. Forward and backward cost rows × chose
 float32 atomics, whose order differs from run to run: not for deterministic mode.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from longspan.attention.kernels.triton_flash import (
 )
 from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
+from longspan.lazy import import_triton_kernels
 
 # By the value's width, from 128: heads (`rows`) and keys of a block, warps, stages of loads in flight. Those of 128 and
 # 512 are the fastest of four to six on an H200.
@@ -71,7 +71,7 @@ def _launch_on_runs(
     A program has 16 heads at least, as products have.
     """
     assert call.indices is not None
-    kernels = import_module("longspan.attention.kernels.triton_gathered_kernels")
+    kernels = import_triton_kernels("longspan.attention.kernels.triton_gathered_kernels")
     indices = call.indices.contiguous()
     places, place_starts, *_ = launch.chosen_keys
     q, k, v, *dout = (contiguous_heads(x) for x in tensors)

@@ -17,11 +17,11 @@ from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, 
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
 from longspan.comm import World
-from longspan.comm.device_memory import allocator_retries, peak_reserved_bytes
+from longspan.comm.device import allocator_retries, peak_reserved_bytes
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
-from longspan.data.document import synthetic_documents
+from longspan.data.synthetic_documents import synthetic_documents
 from longspan.errors import ConfigError
 from longspan.model.execution import model_execution
 from longspan.model.layers import vocabulary_size

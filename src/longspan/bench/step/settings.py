@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from longspan.bench.benches import BenchFlags, change_layer_count
 from longspan.cli.flags import Groups, Word, parse_flags
 from longspan.cli.plans.planning import SourceFlags, read_lengths
-from longspan.config.defaults import compute_dtype, resolve_defaults, set_local_folders
+from longspan.config.defaults import resolve_defaults
+from longspan.config.dtypes import compute_dtype
 from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import (
     ContextConfig,
     LoraSection,

@@ -27,7 +27,8 @@ from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
-from longspan.corpus.files import STDLIB, find_rows, text_sizes
+from longspan.corpus.sources.find_files import STDLIB, find_rows
+from longspan.corpus.sources.first_rows import text_sizes
 from longspan.data.manifest import SHORTEST
 from longspan.data.run_order import (
     documents_line,
@@ -80,13 +81,13 @@ def open_run_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator[Run
         documents = _describe_documents(run, order, lengths, log)
         yield replace(documents, line=f"{documents.line}; estimated")
         return
-    from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
     from longspan.corpus.recipe import CorpusSettings
+    from longspan.corpus.run_corpus import load_configured_tokenizer, open_or_build_corpus
 
     engine = load_configured_tokenizer(config)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:
         settings = CorpusSettings.for_run(config)
-        corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
+        corpus = open_or_build_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
         share_by_keys(config, order, corpus, log)
         rows = corpus.image_share

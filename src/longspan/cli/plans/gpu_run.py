@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longspan.cli.plans.question import Gpus
-from longspan.config.sections import RunConfig, check_memory_keys
+from longspan.config.memory_keys import check_memory_keys
+from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS, find_published_preset

@@ -22,7 +22,7 @@ from longspan.cli.flags import (
 from longspan.cli.machine import NO_GPUS, find_gpus
 from longspan.cli.plans.planning import PlanningFlags
 from longspan.cli.processes import count_host_ranks, has_torchrun
-from longspan.config.defaults import set_local_folders
+from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
 from longspan.host import free_host_bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longspan.data.images import Stamp, size_and_time
+from longspan.data.image_table import Stamp, size_and_time
 from longspan.errors import DataError
 
 if TYPE_CHECKING:

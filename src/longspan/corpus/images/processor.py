@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan.corpus.images.image_file import Size, import_pillow
 from longspan.corpus.images.without_torchvision import VideoProcessor, load_stock_processor
 from longspan.errors import DataError
-from longspan.model.vision.image_tokens import GRIDS, IN_DOCUMENT, PIXELS, SIZES, Grid, ImageInput
+from longspan.model.vision.image_inputs import GRIDS, IN_DOCUMENT, PIXELS, SIZES, Grid, ImageInput
 from longspan.model.weights.hf_folder import folder_error_text
 
 # Fields of a processor's output that are not about images.

@@ -1,4 +1,4 @@
-"""Encodes rows of one kind: texts, prompts with completions, tokens, and conversations (`chat.py`).
+"""Encodes rows of one kind as samples: texts, prompts with completions, tokens, conversations, pairs.
 
 A `RowEncoding` pickles for worker processes. Rows are cut into documents in `document_encoder.py`.
 """
@@ -16,32 +16,33 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.long_texts import PIECE, LongTextError
-from longspan.corpus.rows.messages import check_messages, convert_to_messages
-from longspan.corpus.rows.preferences import check_says_something, join_samples, read_preference, with_prompt
-from longspan.corpus.rows.sample import (
+from longspan.corpus.rows.kinds import (
     CHATS,
     KEYS,
-    MASKS,
-    BadRow,
     Kind,
-    Row,
-    RowError,
-    RowSettings,
-    Sample,
-    Unseen,
     check_keys,
     check_objects,
-    count_inside,
     has_media_keys,
-    has_value,
     is_chat,
     media_key,
     read_keys,
+)
+from longspan.corpus.rows.messages import check_messages
+from longspan.corpus.rows.other_formats import convert_to_messages
+from longspan.corpus.rows.preferences import (
+    check_says_something,
+    join_samples,
     read_label,
+    read_preference,
+    with_prompt,
+)
+from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, Unseen, count_inside
+from longspan.corpus.rows.token_ids import take_token_ids
+from longspan.corpus.rows.values import (
+    RowError,
+    has_value,
     require_key,
     require_string,
-    short_repr,
-    type_name,
 )
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
@@ -51,8 +52,9 @@ from longspan.layout import Integers
 from longspan.model.weights.tokenizer_files import has_image_processor
 
 if TYPE_CHECKING:  # of conversations and images, which texts do without
-    from longspan.corpus.rows.chat import ChatEncoding
-    from longspan.corpus.rows.media import RowImages, RowMedia
+    from longspan.corpus.rows.chats.chat import ChatEncoding
+    from longspan.corpus.rows.media.placeholders import RowImages
+    from longspan.corpus.rows.media.row_media import RowMedia
     from longspan.corpus.rows.template import ChatTemplate
 
 
@@ -91,78 +93,6 @@ def encode_completion(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
     return Sample(
         ids, np.where(is_target, ids, NO_TARGET), unseen=Unseen(inside_tokens=count_inside(spans, [len(prompt)]))
     )
-
-
-def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
-    """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it."""
-    ids = _read_integers(require_key(values, "input_ids"), "input_ids")
-    if not len(ids):
-        raise RowError("input_ids has no tokens; leave the row out")
-    _check_ids(ids, "input_ids", vocabulary_size)
-    labels = values.get("labels")
-    masks = [name for name in MASKS if values.get(name) is not None]
-    if labels is not None and masks:
-        raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
-    _check_one_document(values, len(ids))
-    padding = values.get("attention_mask")
-    if padding is not None and (masked := int((_read_integers(padding, "attention_mask") == 0).sum())):
-        raise RowError(f"attention_mask masks {masked} tokens of padding; leave the padding out")
-    if labels is not None:
-        targets = _check_length(_read_integers(labels, "labels"), "labels", len(ids))
-        _check_ids(targets[targets != NO_TARGET], "labels", vocabulary_size)
-        return Sample(ids, targets)
-    if not masks:
-        return Sample(ids)
-    is_target = np.logical_and.reduce([_read_mask(values[name], name, len(ids)) for name in masks])
-    return Sample(ids, np.where(is_target, ids, NO_TARGET))
-
-
-def _check_one_document(values: Mapping[str, Any], length: int) -> None:
-    lengths = values.get("seq_lengths")
-    positions = values.get("position_ids")
-    hint = "give each a row of its own, steps pack rows themselves"
-    if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
-        raise RowError(f"seq_lengths says that the row holds {len(lengths)} documents; {hint}")
-    if positions is not None and not np.array_equal(_read_integers(positions, "position_ids"), np.arange(length)):
-        raise RowError(
-            f"position_ids are not 0 to {length - 1}, as those of one document are; {hint}, or leave them out"
-        )
-
-
-def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
-    mask = _check_length(_read_integers(values, name), name, length)
-    if bad := [int(value) for value in mask if value not in (0, 1)]:
-        raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
-    return mask == 1
-
-
-def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """An array of numpy, also of objects, counts as the list of its entries."""
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, list):
-        raise RowError(f"{name} is {type_name(values)}; give a list of integers: {short_repr(values)}")
-    # Of other entries than numbers, such as lists of different lengths, numpy may fail to make an array.
-    are_numbers = all(isinstance(value, int | float | np.number | np.bool_) for value in values)
-    array = np.asarray(values) if are_numbers else None
-    if array is None or (len(array) and array.dtype.kind not in "iub"):  # numpy makes floats of an empty list
-        raise RowError(f"{name} holds something else than integers; give a list of integers: {short_repr(values)}")
-    return array.astype(np.int64)
-
-
-def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
-    if len(values) != length:
-        raise RowError(f"{name} has {len(values)} entries for {length} input_ids; give one each")
-    return values
-
-
-def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary_size: int) -> None:
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary_size))
-    if len(wrong):
-        raise RowError(
-            f"{name} holds {ids[wrong[0]]} at {wrong[0]}, and the tokenizer has ids 0 to {vocabulary_size - 1}; "
-            "tokenize with the model's own tokenizer"
-        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +148,7 @@ class RowEncoding:
         """What makes placeholders of images; None if the tokenizer's folder has no image processor."""
         if not has_image_processor(self.tokenizer.folder):
             return None
-        from longspan.corpus.rows.media import RowImages
+        from longspan.corpus.rows.media.placeholders import RowImages
 
         template = None
         with suppress(DataError):  # texts need none
@@ -364,7 +294,7 @@ class RowEncoding:
 
     @cached_property
     def _chat(self) -> "ChatEncoding":
-        from longspan.corpus.rows.chat import ChatEncoding
+        from longspan.corpus.rows.chats.chat import ChatEncoding
 
         return ChatEncoding(self.tokenizer, self.template, self.settings, self.images)
 
@@ -380,7 +310,7 @@ class RowEncoding:
                     "leave them out"
                 )
             return values, None
-        from longspan.corpus.rows.media import row_and_media
+        from longspan.corpus.rows.media.row_media import row_and_media
 
         bare_values, media = row_and_media(row)
         if media and self.kind == "input_ids":

@@ -1,11 +1,13 @@
-"""Rows of preferences: the prompt that both answers begin with, what is no answer, labels, and pairs as one sample."""
+"""Rows with labels, margins or pairs of answers: what is read of them, and a pair as one sample."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from longspan.corpus.rows.sample import RowError, Sample, Unseen, has_value, short_repr
+from longspan.corpus.rows.sample import Sample, Unseen
+from longspan.corpus.rows.values import RowError, has_value, short_repr
 
 
 def with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -68,3 +70,25 @@ def join_samples(first: Sample, second: Sample) -> Sample:
         images=(*first.images, *moved),
         stops=(length, length + len(second.ids)),
     )
+
+
+def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") -> tuple[float, ...]:
+    """Read the label of a row's document: a number, of several scores one of their classes, or a number for each.
+
+    Raises RowError for another label, and without one.
+    """
+    label = values.get(name)
+    if label is None:
+        raise RowError(f'needs "{name}", as model.num_labels is {num_labels}; found keys {sorted(values)}')
+    numbers = label.tolist() if isinstance(label, np.ndarray) else label if isinstance(label, list) else [label]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+        raise RowError(f"{name} is {short_repr(label)}; give a finite number, or a list of such")
+    if len(numbers) not in (1, num_labels):
+        raise RowError(
+            f"{name} has {len(numbers)} numbers, and model.num_labels is {num_labels}; give one, or as many"
+        )
+    if len(numbers) < num_labels and numbers[0] not in range(num_labels):
+        raise RowError(
+            f"{name} is {numbers[0]}, and model.num_labels is {num_labels}: classes are 0 to {num_labels - 1}"
+        )
+    return tuple(map(float, numbers))

@@ -18,8 +18,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
-from longspan.corpus.rows.messages import Field, read_json_value, replace_field
-from longspan.corpus.rows.sample import DATE, KIND_TEXTS, RowError, short_repr, type_name
+from longspan.corpus.rows.kinds import KIND_TEXTS
+from longspan.corpus.rows.message_texts import Field, replace_field
+from longspan.corpus.rows.messages import read_json_value
+from longspan.corpus.rows.sample import DATE
+from longspan.corpus.rows.values import RowError, short_repr, type_name
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from longspan.attention.saved_outputs import Recording, Reentrant, Result
 from longspan.errors import ModelError
-from longspan.model.activations.host_offload import HOST_OFFLOAD, HostArena, HostOffload, check_free_host_memory
-from longspan.model.activations.tiles import (
+from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
+from longspan.model.activations.pass_state import (
     current_autocast_factory,
     has_active_dropout,
     random_states,
@@ -32,6 +32,7 @@ from longspan.model.activations.tiles import (
 )
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.features import Call, Feature
+from longspan.model.host_arena import HostArena, check_free_host_memory
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
 from longspan.model.sharding import reduction_groups
 from longspan.plan.memory.settings import CHECKPOINT_POLICIES, CheckpointPolicy

@@ -1,12 +1,12 @@
 """MLPs and experts that run over tiles of rows (tokens), so that only one tile's intermediate tensors exist at a time.
 
-`_Keep` alone saves the rows, so that recomputation of a layer that ends here stops before `_Tiles` runs. `_Tiles` runs
-each tile again in backward; gradients of parameters are summed over tiles in float32 or wider, and returned once.
+`_KeepRows` alone saves the rows, so that recomputation of a layer that ends here stops before `_RunTiles` runs.
+`_RunTiles` runs each tile again in backward; gradients of parameters are summed over tiles in float32 or wider, and
+returned once.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError
+from longspan.model.activations.pass_state import (
+    MakeContext,
+    current_autocast_factory,
+    has_active_dropout,
+    random_states,
+    use_random_states,
+)
 from longspan.model.features import Feature
-from longspan.model.kinds import keep_float8_weights
-from longspan.model.layers import expert_modules, layers_and_mtp_blocks
+from longspan.model.kinds import expert_modules
+from longspan.model.layers import layers_and_mtp_blocks
+from longspan.model.marks import keep_float8_weights
 
 ROWS = -2  # the dim of rows (…, R, W)
 TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
-Around = Callable[[], AbstractContextManager[Any]]
 
 
 def count_tiles(rows: int, tile_rows: int) -> int:
@@ -57,16 +64,16 @@ def run_in_tiles(
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
         with around():
-            return _run_each_tile(run, rows, count)
+            return _run_tile_by_tile(run, rows, count)
     nodes: list[Any] = []
-    # if only parameters need gradients, an empty tensor that needs one makes `_Keep` a node of the graph
+    # if only parameters need gradients, an empty tensor that needs one makes `_KeepRows` a node of the graph
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
-    same_rows = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
+    same_rows = _KeepRows.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
     contexts = current_autocast_factory(rows[0]), around
-    return _Tiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
+    return _RunTiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
 
 
-def _run_each_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -87,14 +94,14 @@ def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]
     return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
-class _Keep(torch.autograd.Function):
-    """The identity on rows; it saves them for `_Tiles`, the node behind, which saves nothing itself."""
+class _KeepRows(torch.autograd.Function):
+    """The identity on rows; it saves them for `_RunTiles`, the node behind, which saves nothing itself."""
 
     @staticmethod
     def forward(
         ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor
     ) -> tuple[Tensor, ...]:
-        """`nodes` hands this context to `_Tiles`; `anchor`, empty, needs a gradient where no row does, for a node."""
+        """Append this context to `nodes`, for `_RunTiles`; `anchor`, empty, needs a gradient where no row does."""
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
@@ -107,8 +114,8 @@ class _Keep(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-class _Tiles(torch.autograd.Function):
-    """A function of rows over tiles; backward runs each tile again, from the rows that `_Keep` saved."""
+class _RunTiles(torch.autograd.Function):
+    """A function of rows over tiles; backward runs each tile again, from the rows that `_KeepRows` saved."""
 
     @staticmethod
     def forward(
@@ -117,7 +124,7 @@ class _Tiles(torch.autograd.Function):
         nodes: list[Any],
         count: int,
         row_tensors: int,
-        contexts: tuple[Around, Around],
+        contexts: tuple[MakeContext, MakeContext],
         *tensors: Tensor,
     ) -> Tensor:
         ctx.run = run
@@ -126,13 +133,13 @@ class _Tiles(torch.autograd.Function):
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[row_tensors:]
         with ctx.around():
-            return _run_each_tile(run, tensors[:row_tensors], count)
+            return _run_tile_by_tile(run, tensors[:row_tensors], count)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = ctx.node.saved_tensors
-        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_Keep`
+        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_KeepRows`
         trained = [p for p in ctx.parameters if p.requires_grad]
         row_gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
@@ -173,42 +180,6 @@ def _add_tile_gradients(
             wide = torch.promote_types(gradient.dtype, torch.float32)
             # a copy, as it may share memory with the gradient of the output
             sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
-
-
-def current_autocast_factory(x: Tensor) -> Around:
-    """Return a function that makes the autocast context of now again.
-
-    Its cache is off: a tile would use the cast weights of the tile before, whose graph autograd has freed.
-    """
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype, cache_enabled=False)
-
-
-def has_active_dropout(module: nn.Module) -> bool:
-    """Return whether a module has dropout that is on."""
-    return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in module.modules())
-
-
-def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the random generators of the host and of a device (None if it is not a GPU)."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Set the random generators to these states inside, and then put the caller's back; None changes nothing."""
-    if states is None:
-        yield
-        return
-    host, of_device = states
-    with torch.random.fork_rng(devices=[] if of_device is None else [device]):
-        torch.set_rng_state(host)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
-        yield
 
 
 class TiledForward:

@@ -4,11 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from longspan.model.kinds import (
-    is_adapted,
-    is_expert_adapter,
-    peft_modules,
-)
+from longspan.model.adapted_modules import is_adapted, is_expert_adapter, peft_modules
 
 
 class AdaptedWeight(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.kinds import adapter_dropout, adapter_of_prepared_model, belongs_to_adapter, peft_modules
+from longspan.model.adapted_modules import adapter_dropout, belongs_to_adapter, peft_modules
+from longspan.model.marks import adapter_of_prepared_model
 
 Value = TypeVar("Value")
 

@@ -14,22 +14,21 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_adapter
-from longspan.model.adapters.disable_adapter import redirect_peft_model
-from longspan.model.adapters.new_adapter import adapter_is_drawn_by_prepare
-from longspan.model.features import Call, Feature
-from longspan.model.kinds import (
-    base_module,
+from longspan.model.adapted_modules import (
     belongs_to_adapter,
-    find_indexers,
     has_trained_copy,
     is_adapted,
     is_expert_adapter,
     peft_modules,
+    unadapted_module,
 )
-from longspan.model.layers import expert_modules, mtp_depths
+from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_adapter
+from longspan.model.adapters.disable_adapter import redirect_peft_model
+from longspan.model.adapters.new_adapter import adapter_is_drawn_by_prepare
+from longspan.model.features import Call, Feature
+from longspan.model.kinds import expert_modules, find_indexers
+from longspan.model.layers import is_tied, mtp_depths
 from longspan.model.mtp.trained_depths import reasons_against_mtp, select_mtp_weights
-from longspan.model.parts import is_tied
 from longspan.model.weights.fill import find_deferred_weights
 
 _DORA = "DoraLinearVariant"
@@ -192,7 +191,7 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
             f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
             "it is saved as one of modules_to_save"
         )
-    adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
+    adapted = {name: unadapted_module(module) for name, module in modules.items() if is_adapted(module)}
     if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
         reasons.append(
             f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them"

@@ -8,10 +8,8 @@ from typing import Any
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.kinds import (
-    adapter_of_prepared_model,
-    peft_modules,
-)
+from longspan.model.adapted_modules import peft_modules
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.seams.guards import SAVES, refuse_call
 
 

@@ -17,18 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import is_adapted
 from longspan.model.adapters.adapted_weights import adapted_weights
 from longspan.model.adapters.adapter import adapter_parameters
 from longspan.model.adapters.target_names import _check_target_names, _default_target_names, _linears_outside_towers
-from longspan.model.kinds import (
-    is_adapted,
-    name_without_adapter,
-)
-from longspan.model.layers import (
-    SCORE_HEADS,
-    architecture_name,
-    decoder_layers,
-)
+from longspan.model.kinds import SCORE_HEADS, name_without_adapter
+from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.mtp.trained_depths import unwrap_trained_mtp
 from longspan.model.parts import is_tied
 from longspan.model.weights.empty_model import has_meta_parameters

@@ -13,13 +13,10 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.kinds import (
+    expert_modules,
     find_indexers,
 )
-from longspan.model.layers import (
-    decoder_layers,
-    expert_modules,
-    towers_beside_text_model,
-)
+from longspan.model.layers import decoder_layers, towers_beside_text_model
 
 
 def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | None]:

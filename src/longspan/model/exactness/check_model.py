@@ -14,8 +14,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.exactness.class_trial import draws_of_exact_class, needs_class_trial
 from longspan.model.features import Feature
-from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_indexers, find_mixers, is_indexed, is_mixer
-from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, score_columns, text_model
+from longspan.model.kinds import (
+    ROWWISE_LAYER_TYPES,
+    attends_to_chosen_keys,
+    find_indexers,
+    find_mixers,
+    is_mixer,
+    score_columns,
+)
+from longspan.model.layers import base_model, decoder_layers, reads_other_modalities, text_model
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.prefixes import has_bidirectional_prefix
@@ -129,7 +136,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which rotary frequencies and scalings of queries go by the rows of a call, and not by documents."""
+    """Yield which rotary frequencies and scalings of queries read a call's rows, and cannot be chosen by document."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     # Modules that name their type in `rope_type` can choose frequencies by document (`seams/rope.py`).
@@ -154,7 +161,7 @@ def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Yield which types of layers, and which convolutions outside mixers, are not known to be exact."""
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        is_known = is_indexed if kind in INDEXED else is_mixer
+        is_known = attends_to_chosen_keys if kind in INDEXED else is_mixer
         layers = [
             index
             for index, layer in enumerate(decoder_layers(model).values())

@@ -17,19 +17,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.model.layers import base_model
 from longspan.model.seams.prefixes import has_bidirectional_prefix
 from longspan.model.vision.image_encoder import encode_images
-from longspan.model.vision.image_tokens import (
-    GRIDS,
+from longspan.model.vision.image_inputs import (
     IN_DOCUMENT,
     MASK,
-    SIZES,
     ImageInput,
-    ImageTokens,
-    Video,
-    VideoTokens,
     image_arguments,
     image_feature_parameters,
-    image_tokens,
 )
+from longspan.model.vision.image_tokens import GRIDS, SIZES, ImageTokens, image_tokens
+from longspan.model.vision.videos import Video, VideoTokens
 from longspan.plan.shape.families import find_family
 
 Side = tuple[int, int]

@@ -117,7 +117,7 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """Make a model of a small configuration, of the class for its task; "eager" where a class has no `attention`."""
+    """Make a model of a small configuration, of its task's class; "eager" attention where a class has no other."""
     settings = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = (
         AutoModelForImageTextToText if images or has_only_image_text_class(config) else AutoModelForCausalLM

@@ -20,7 +20,7 @@ from longspan.comm import World, world_of
 from longspan.comm.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
 from longspan.model.layers import preserve_modes
-from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, StyledModule, split_block_names
+from longspan.model.tensor_parallel.module_styles import COLWISE, ROWWISE, StyledModule, split_block_names
 from longspan.model.weights.local_tensors import local_tensor
 
 # How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.
@@ -129,7 +129,7 @@ def _call_results(
 
 
 def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
-    """Return the slice of the unsplit result for which this rank's `result`, a DTensor, stands; else the whole."""
+    """Return the slice of the unsplit result that this rank's `result`, if a DTensor, stands for; else the whole."""
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from longspan.model.experts.visits import find_row_kernels
-from longspan.model.kinds import find_float8_weight
+from longspan.model.marks import find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
 EXPERT_ADAPTERS = "adapters_of_experts"  # of experts: peft's module of each adapted parameter, by its name

@@ -19,18 +19,18 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from longspan.comm import SequenceShard, World
-from longspan.comm.all_to_all import all_to_all_rows, exchange_counts
+from longspan.comm.autograd import break_graphs_around
 from longspan.comm.channel import Channel
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.routed_rows import exchange_counts, send_routed_rows
 from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
+from longspan.model.adapted_modules import is_expert_adapter, peft_modules
 from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, Loads, run_experts
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.features import Feature
-from longspan.model.kinds import is_expert_adapter, peft_modules
-from longspan.model.layers import expert_modules, router_modules
+from longspan.model.kinds import expert_modules, router_modules
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.weights.empty_model import copy_to_device
@@ -195,7 +195,7 @@ def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channe
     sends = counts[channel.index].sum(1).tolist()  # of counts (sender, receiver, receiver's experts)
     counts_here = counts[:, channel.index]  # (sender, local experts)
     receives = counts_here.sum(1).tolist()
-    arrived = all_to_all_rows(x, sends, receives, channel)
+    arrived = send_routed_rows(x, sends, receives, channel)
     # Rows arrive by sender, and by expert within one sender: the order that sorts them by expert.
     starts = (counts_here.cumsum() - counts_here.ravel()).reshape(counts_here.shape)
     runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), counts_here.T.ravel(), strict=True)]
@@ -204,7 +204,7 @@ def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channe
     rows_of_experts = counts_here.sum(0)
     local_loads = Loads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
     outputs = run_experts(experts, spread_rows(arrived, visits), local_loads)
-    return all_to_all_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
+    return send_routed_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
 
 
 # ---- parameters where `ep` or `tp` is above 1
@@ -260,7 +260,7 @@ class ExpertFeature(Feature):
         world = self.world
         home = world.home
         sharding = self.options.sharding(world)
-        if not sharding.parameters or home.ep == home.tp == 1:
+        if not sharding.shard_parameters or home.ep == home.tp == 1:
             return
         policy = sharding.mixed_precision_policy(model)
         mesh = world.meshes.expert

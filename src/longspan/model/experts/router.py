@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.layers import architecture_name, router_sizes
+from longspan.model.kinds import router_sizes
+from longspan.model.layers import architecture_name
 
 
 @dataclass(frozen=True)

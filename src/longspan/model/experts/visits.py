@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention.rows import kernel_module
+from longspan.lazy import import_triton_kernels
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
 
@@ -19,7 +19,7 @@ def find_row_kernels(*tensors: Tensor | None) -> Any:
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
             return None
-    return kernel_module("longspan.model.experts.row_kernels")
+    return import_triton_kernels("longspan.model.experts.row_kernels")
 
 
 _MOST_COLUMNS = 2048

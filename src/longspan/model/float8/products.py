@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longspan.attention.rows import kernel_module
-from longspan.model.kinds import FLOAT8_WEIGHTS
+from longspan.lazy import import_triton_kernels
+from longspan.model.marks import FLOAT8_WEIGHTS
 from longspan.model.weights.local_tensors import local_tensor
 
 FLOAT8 = torch.float8_e4m3fn
@@ -107,7 +107,7 @@ def _find_quantise_kernels(x: Tensor) -> Any:
     """Return the kernels' module if they take x (GPU, contiguous in the last dim); else None."""
     if not x.is_cuda or x.stride(-1) != 1:
         return None
-    return kernel_module("longspan.model.float8.quantise_kernels")
+    return import_triton_kernels("longspan.model.float8.quantise_kernels")
 
 
 # ---- products of scaled values

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.attention.rows import kernel_module
+from longspan.lazy import import_triton_kernels
 from longspan.model.frozen.packed_format import PackedFormat, pair_pieces, value_table
 from longspan.plan.shape.packed import NF4 as ROWS, PackedRows
 
@@ -52,7 +52,7 @@ class FourBit(PackedFormat):
         has_kernel = (
             self.kind == "nf4" and self.rows.block == ROWS.block and self.dtype in (torch.float32, out.dtype)
         )
-        if has_kernel and packed.is_cuda and (kernels := kernel_module(_KERNELS)) is not None:
+        if has_kernel and packed.is_cuda and (kernels := import_triton_kernels(_KERNELS)) is not None:
             with torch._C.DisableTorchFunction():
                 kernels.unpack_nf4(packed, value_table(VALUES["nf4"], packed.device), out, ROWS.block)
         else:

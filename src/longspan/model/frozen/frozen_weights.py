@@ -13,24 +13,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
+from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, name_without_adapter, peft_modules
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.features import Call, Feature
 from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
 from longspan.model.frozen.four_bit import NF4
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.frozen.packed_param import PackedWeight, pack_parameter, unpack_when_gathered
-from longspan.model.kinds import (
-    belongs_to_adapter,
-    find_indexers,
-    find_mixers,
-    has_trained_copy,
-    name_without_adapter,
-    peft_modules,
-)
-from longspan.model.layers import architecture_name, decoder_layers, expert_modules, router_modules
-from longspan.model.tensor_parallel.plan import ROWWISE, SPLIT_INPUT, list_styles, mixer_parts
+from longspan.model.kinds import expert_modules, find_indexers, find_mixers, router_modules
+from longspan.model.layers import architecture_name, decoder_layers
+from longspan.model.tensor_parallel.mixer_parts import mixer_parts
+from longspan.model.tensor_parallel.module_styles import SPLIT_INPUT, list_styles
 from longspan.model.weights.fill import stored_formats
 from longspan.plain_text import bytes_text
+from longspan.plan.shape.families import ROWWISE
 
 _LEAST_ROWS = 64  # fewer outputs are one number a head, or a gate of experts
 _ROUTERS = ("gate", "router")  # that are plain linears
@@ -135,7 +131,7 @@ class FrozenFeature(Feature):
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Pack the weights: behind tensor parallelism, whose slices are packed, and before anything is sharded."""
-        dtype = self.options.sharding(self.world).dtype_of(model)
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
         sharing = defaultdict[int, list[tuple[str, nn.Module, str]]](list)  # modules that share a weight
         for name, (module, attribute) in weights_to_pack(model).items():
             if name in self._formats:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
-from longspan.model.kinds import PACKED_WEIGHTS, packed_weight
+from longspan.model.marks import PACKED_WEIGHTS, find_packed_weight
 from longspan.model.sharding import check_fsdp_names, fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import LocalPart
 
@@ -180,6 +180,6 @@ def unpack_when_gathered(model: nn.Module) -> None:
     for group in reduction_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
             place = parameter._module_info
-            if (record := packed_weight(place.module, place.param_name)) is not None:
+            if (record := find_packed_weight(place.module, place.param_name)) is not None:
                 parameter.__class__ = PackedParam
                 parameter.packed_weight = record

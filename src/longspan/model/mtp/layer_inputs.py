@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from longspan.bridge.bridge import embedding_arguments
+from longspan.bridge.item_rows import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, mtp_depths, named_layer_list
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, is_adapted
 from longspan.model.features import Feature
-from longspan.model.kinds import belongs_to_adapter, has_trained_copy, is_adapted
 from longspan.model.layers import MTP
 
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.bridge import AHEAD, add_rows, splice_rows
+from longspan.bridge.item_rows import AHEAD, add_rows, splice_rows
 from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.adapters.adapter import Adapter
 from longspan.model.execution import model_execution
-from longspan.model.kinds import adapter_of_prepared_model
 from longspan.model.layers import decoder_layers
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.running_layer import running_layer

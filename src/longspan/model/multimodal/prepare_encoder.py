@@ -93,7 +93,7 @@ def prepare_encoder(
     differ. Raises ModelError, before anything is changed, for a home, settings or a module that this does not fit.
     """
     sharding = Sharding(
-        parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
+        shard_parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
     measure = checkpoint_measure(activation_checkpointing)
     _check_encoder_can_be_prepared(module, world, sharding)
@@ -112,7 +112,7 @@ def prepare_encoder(
         _wrap_in_checkpoint(block, measure)
     for trial in trials:  # once forwards are wrapped: a trial replaces the wrapped one for its call
         trial.hook_next_call()
-    if sharding.parameters:
+    if sharding.shard_parameters:
         _cast_first_tensor(units.values(), compute_dtype)
         _refuse_second_calls(module, units)
         shard_over_slots(units.values(), world, sharding, root=module, cast_block_inputs=False)

@@ -13,10 +13,10 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import peft_modules, unadapted_module
 from longspan.model.exactness.split_trial import SplitTrial
-from longspan.model.kinds import base_module, peft_modules
-from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE, check_divided_sizes
-from longspan.model.tensor_parallel.styles import (
+from longspan.model.tensor_parallel.module_styles import COLWISE, QKV, ROWWISE, check_divided_sizes
+from longspan.model.tensor_parallel.split_modules import (
     split_linear,
     sum_input_gradients,
     sum_partial_gradients,
@@ -84,7 +84,7 @@ class SplitModule:
         """
         outputs = list[int]()
         for name, style in self.styles.items():
-            linear: Any = base_module(self.module.get_submodule(name))
+            linear: Any = unadapted_module(self.module.get_submodule(name))
             if style == QKV:
                 heads, key_heads = self._read_count(HEADS), self._read_count(KEY_HEADS)
                 head_dim = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
@@ -135,7 +135,9 @@ def _recognise_styles(module: nn.Module) -> dict[str, str]:
     styles = dict[str, str]()
     for name, owner in module.named_modules():
         children = dict(owner.named_children())
-        linears = {n: linear for n, child in children.items() if type(linear := base_module(child)) is nn.Linear}
+        linears = {
+            n: linear for n, child in children.items() if type(linear := unadapted_module(child)) is nn.Linear
+        }
         convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in children.values())  # LFM3-VL: between
         styles_here = dict.fromkeys(linears, REPLICATED) if convolves else _module_styles(linears)
         styles |= {f"{name}.{child}".lstrip("."): style for child, style in styles_here.items()}
@@ -144,7 +146,7 @@ def _recognise_styles(module: nn.Module) -> dict[str, str]:
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
     adapted = tuple(f"{name}." for name in peft_modules(module))
-    modules = {n: base_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
+    modules = {n: unadapted_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
@@ -212,7 +214,7 @@ def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
             )
         yield "heads", part.widths[0] // size
     for name, style in part.styles.items():
-        linear: Any = base_module(part.module.get_submodule(name))
+        linear: Any = unadapted_module(part.module.get_submodule(name))
         queries, keys = part.widths
         if style == QKV and queries + 2 * keys != linear.out_features:
             raise ModelError(

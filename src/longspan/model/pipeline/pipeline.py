@@ -16,7 +16,9 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.features import Call, Feature
-from longspan.model.layers import Absent, decoder_model, mtp_depths, router_sizes, score_columns, text_model_name
+from longspan.model.fsdp_passes import leave_out_idle_hooks, reshard
+from longspan.model.kinds import router_sizes, score_columns
+from longspan.model.layers import Absent, decoder_model, mtp_depths, text_model_name
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage, make_schedule
 from longspan.model.pipeline.stages import (
@@ -29,7 +31,6 @@ from longspan.model.pipeline.stages import (
 )
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.row_loss import add_row_loss
-from longspan.model.sharding import leave_out_idle_hooks, reshard
 from longspan.plan.memory.stage_bytes import stage_layers
 
 
@@ -243,7 +244,7 @@ class PipelineFeature(Feature):
         """
         if self._settings.pp == 1:
             return ()
-        self._dtype = self.options.sharding(self.world).dtype_of(model)
+        self._dtype = self.options.sharding(self.world).compute_dtype_of(model)
         parts = find_parts(model)
         layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), self._settings.stages)
         refuse_inexact_stages(model, parts)

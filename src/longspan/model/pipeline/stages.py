@@ -74,7 +74,7 @@ def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module],
                 )
 
 
-class _StagePlace(NamedTuple):
+class _ParameterPlace(NamedTuple):
     """A parameter as its module and its name there, because FSDP2 replaces parameters and keeps modules."""
 
     module: nn.Module
@@ -97,7 +97,7 @@ class StageCopies:
         """
         self._holders = [sorted(stage % pp for stage in entry.stages) for entry in shared]  # pipeline ranks
         self._counted_here = [entry.stages[0] % pp == position for entry in shared]
-        self._places: list[_StagePlace | None] = []  # of each parameter, None if no stage here has it
+        self._places: list[_ParameterPlace | None] = []  # of each parameter, None if no stage here has it
         self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
         for entry in shared:
             model = next((model for index, model in models.items() if index in entry.stages), None)
@@ -106,7 +106,7 @@ class StageCopies:
                 continue
             names_here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             path, _, attribute = next(name for name in entry.names if name in names_here).rpartition(".")
-            self._places.append(_StagePlace(model.get_submodule(path), attribute))
+            self._places.append(_ParameterPlace(model.get_submodule(path), attribute))
             if entry.names[0] not in names_here:
                 self.first_names[entry.names[0].rpartition(".")[0]] = model.get_submodule(path)
 
@@ -154,7 +154,9 @@ def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], wor
     gradient.copy_(total)
 
 
-KEYWORD = "longspan_embedding"  # layers' keyword argument: rows of the embedding, or a TakenEmbedding to fill
+EMBEDDING_KEYWORD = (
+    "longspan_embedding"  # layers' keyword argument: rows of the embedding, or a TakenEmbedding to fill
+)
 
 
 class TakenEmbedding:
@@ -174,7 +176,7 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
 def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -> Any:
     """Put `argument` into the `TakenEmbedding` on the first stage; on others replace it by the embedding."""
     kwargs = dict(kwargs)
-    embedding = kwargs.pop(KEYWORD)
+    embedding = kwargs.pop(EMBEDDING_KEYWORD)
     arguments: Any = kwargs if isinstance(argument, str) else [*args]
     if isinstance(embedding, TakenEmbedding):
         embedding.rows = arguments[argument]
@@ -246,7 +248,7 @@ class Stage(nn.Module):
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": x}
-        inputs |= {KEYWORD: embedding} if self.with_embedding else {}
+        inputs |= {EMBEDDING_KEYWORD: embedding} if self.with_embedding else {}
         inputs |= {
             "position_ids": stage_input.shard.position_ids[None],
             "shard": stage_input.shard,

@@ -15,10 +15,8 @@ from longspan.model.adapters.adapter_files import (
     WEIGHTS,
     name_in_peft_files,
 )
-from longspan.model.kinds import (
-    adapter_of_prepared_model,
-)
 from longspan.model.load import checked_folder_weights
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.saving.stock_model import empty_stock_model
 from longspan.model.saving.whole_weights import _models_of_stages

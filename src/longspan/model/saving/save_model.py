@@ -17,19 +17,15 @@ from transformers.dynamic_module_utils import custom_object_save
 from longspan.comm import World, result_or_first_error
 from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
 from longspan.model.adapters.adapter import Adapter
 from longspan.model.adapters.adapter_files import (
     entries_inside_modules,
     largest_trained_modules,
     write_adapter,
 )
-from longspan.model.kinds import (
-    adapter_of_prepared_model,
-    belongs_to_adapter,
-    find_language_model,
-    unwrap_peft_model,
-)
 from longspan.model.load import torch_dtype
+from longspan.model.marks import adapter_of_prepared_model, find_language_model
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.saving.stock_model import empty_stock_model
@@ -128,7 +124,9 @@ def _save_adapter(
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
         trained = {name for name, p in parameters if p.requires_grad and not belongs_to_adapter(name)}
-        trained_modules = largest_trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
+        trained_modules = largest_trained_modules(
+            encoder.module, trained, inside=str(encoder.module.base_model_name)
+        )
         modules += trained_modules
         state = encoder.module.state_dict()
         of_adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}

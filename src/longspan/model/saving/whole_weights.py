@@ -12,19 +12,14 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import belongs_to_adapter, unwrap_peft_model
 from longspan.model.adapters.adapted_weights import AdaptedWeight, adapted_weights
 from longspan.model.adapters.adapter import entries_trained_with_adapter
 from longspan.model.adapters.adapter_files import (
     name_in_peft_files,
 )
-from longspan.model.kinds import (
-    adapter_of_prepared_model,
-    belongs_to_adapter,
-    find_language_model,
-    name_without_adapter,
-    packed_weights,
-    unwrap_peft_model,
-)
+from longspan.model.kinds import name_without_adapter
+from longspan.model.marks import adapter_of_prepared_model, find_language_model, packed_weights
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_unprepared_model

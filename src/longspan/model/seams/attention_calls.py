@@ -10,7 +10,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
-from longspan.comm.shard import break_graphs_around
+from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError
 from longspan.model.layers import (
     decoder_layers,

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.attention import AttendCall, Mask, choose_kernel
-from longspan.attention.call import Dropout
+from longspan.attention.dropout import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
-from longspan.model.kinds import ROWWISE_LAYER_TYPES, find_mixers, is_indexed
+from longspan.model.kinds import ROWWISE_LAYER_TYPES, attends_to_chosen_keys, find_mixers
 from longspan.model.layers import architecture_name, decoder_layers, preserve_modes
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.probe import Probe, RecordedCall
@@ -328,7 +328,7 @@ def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall
             raise ModelError(
                 f"{layer_name} passes {', '.join(call.unknown)} to attention, which attend does not take"
             )
-        if call.indexed and not is_indexed(call.module):
+        if call.indexed and not attends_to_chosen_keys(call.module):
             raise ModelError(f"{layer_name} passes indices to attention that no known indexer chose, key by key")
         if layer is None or not 0 <= layer < config.num_hidden_layers:
             raise ModelError(f"{layer_name} has layer_idx {layer!r}; attend needs the global layer index")

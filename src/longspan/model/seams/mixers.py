@@ -24,7 +24,7 @@ from longspan.model.seams.probe import Probe
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.separate_rows import SeparateRows
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
-from longspan.ssm.kernels.call import state_dtype
+from longspan.ssm.kernels.interface import state_dtype
 
 
 def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from longspan.attention.rows import kernel_module
 from longspan.errors import ModelError
+from longspan.lazy import import_triton_kernels
 from longspan.model.features import Call, Feature
 from longspan.model.seams.set_forwards import has_forward_of_others
 
@@ -53,7 +53,7 @@ class NormFormula:
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
         """Compute the norm by the kernel; None if it cannot take these tensors, by type, device or width."""
         tensors = (x, weight) if gate is None else (x, weight, gate)
-        if any(not t.is_cuda or t.dtype not in _DTYPES for t in tensors) or kernel_module(_KERNELS) is None:
+        if any(not t.is_cuda or t.dtype not in _DTYPES for t in tensors) or import_triton_kernels(_KERNELS) is None:
             return None
         if weight.numel() // self.groups > _WIDEST or bool(self.gate) != (gate is not None) or not x.numel():
             return None
@@ -73,7 +73,7 @@ class _FusedNorm(torch.autograd.Function):
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         width, blocks, constants = _launch_sizes(rows, formula)
-        kernel_module(_KERNELS).norm_rows_kernel[blocks, formula.groups](
+        import_triton_kernels(_KERNELS).norm_rows_kernel[blocks, formula.groups](
             *(rows, gates, weight, out, inverse, len(rows), width, rows.stride(0), _row_stride(gates), eps),
             **constants,
         )
@@ -95,7 +95,7 @@ class _FusedNorm(torch.autograd.Function):
         width, blocks, constants = _launch_sizes(rows, formula)
         programs = min(blocks, _PROGRAMS)
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
-        kernel_module(_KERNELS).norm_rows_backward_kernel[programs, formula.groups](
+        import_triton_kernels(_KERNELS).norm_rows_backward_kernel[programs, formula.groups](
             *(rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), width),
             *(rows.stride(0), _row_stride(gates), dout.stride(0)),
             **constants,

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.kinds import adapter_of_prepared_model
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.seams.call_rules import call_rules
 
 _SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # draw one of several, as some routers choose experts

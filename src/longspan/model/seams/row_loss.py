@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.kinds import find_mixers
-from longspan.model.layers import architecture_name, base_model, mtp_depths, score_columns
+from longspan.model.kinds import find_mixers, score_columns
+from longspan.model.layers import architecture_name, base_model, mtp_depths
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe

@@ -17,8 +17,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import base_model, base_name, copy_shallow_module, text_model, towers_beside_text_model
-from longspan.model.vision.image_tokens import ImageInput, encoding_order, image_arguments
+from longspan.model.layers import (
+    base_model,
+    base_model_name,
+    copy_shallow_module,
+    text_model,
+    towers_beside_text_model,
+)
+from longspan.model.vision.image_inputs import ImageInput, encoding_order, image_arguments
 from longspan.plan import Group, MicroBatch
 
 
@@ -31,7 +37,7 @@ class ImageEncoder(nn.Module):
 
     def __init__(self, base: nn.Module, name: str) -> None:
         super().__init__()
-        self.base_name = name
+        self.base_model_name = name
         if name:
             self.add_module(name, base)
         else:
@@ -44,7 +50,7 @@ class ImageEncoder(nn.Module):
     @property
     def base(self) -> Any:
         """The model below the head, without its text model."""
-        return self.get_submodule(self.base_name) if self.base_name else self.__dict__["_whole"]
+        return self.get_submodule(self.base_model_name) if self.base_model_name else self.__dict__["_whole"]
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
         """Encode images.
@@ -84,7 +90,7 @@ def split_off_image_encoder(model: PreTrainedModel) -> ImageEncoder:
     base = base_model(model)
     text = text_model(model)
     towers = towers_beside_text_model(model)
-    name_of_base = base_name(model)  # read now: it may differ once the towers are gone
+    name_of_base = base_model_name(model)  # read now: it may differ once the towers are gone
     shell = copy_shallow_module(base)
     for name, child in list(base.named_children()):
         if child in towers:

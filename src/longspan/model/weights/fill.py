@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.kinds import name_without_adapter, packed_weights
+from longspan.model.adapted_modules import name_without_adapter
+from longspan.model.marks import packed_weights
 from longspan.model.weights.empty_model import allocate_model, persistent_buffers
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.model.weights.tied_names import tied_names

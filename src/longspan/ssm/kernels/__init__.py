@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from longspan.ssm.kernels import decay, delta
-from longspan.ssm.kernels.call import Inputs, LocalRuns, ScanKernel
-from longspan.ssm.kernels.packages import fla_unsupported_call_reason
+from longspan.ssm.kernels.fla import fla_unsupported_call_reason
+from longspan.ssm.kernels.interface import Inputs, ScanKernel
+from longspan.ssm.kernels.local_runs import LocalRuns
 from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
 TORCH = ScanKernel("torch", TorchForward, TorchBackward)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.ssm.kernels.call import LocalRuns
-from longspan.ssm.kernels.packages import fla_function, fla_unsupported_call_reason, triton_kernel
+from longspan.ssm.kernels.fla import fla_function, fla_unsupported_call_reason, triton_kernel
+from longspan.ssm.kernels.local_runs import LocalRuns
 
 
 class RowsBefore(NamedTuple):

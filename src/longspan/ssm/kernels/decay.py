@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, SavedScan, pick_rows
-from longspan.ssm.kernels.packages import (
+from longspan.ssm.kernels.fla import (
     add_batch_dim,
     chunk_arguments,
     chunk_cumsum,
@@ -20,6 +19,8 @@ from longspan.ssm.kernels.packages import (
     gradients_like_inputs,
     triton_kernel,
 )
+from longspan.ssm.kernels.interface import Inputs, SavedScan
+from longspan.ssm.kernels.local_runs import CHUNK, LocalRuns, pick_rows
 
 _BLOCK = 1024  # numbers of a head's state that one program scans
 

@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import (
-    CHUNK,
-    Inputs,
-    LocalRuns,
-    SavedScan,
-    map_states,
-    pick_rows,
-    put_rows,
-)
-from longspan.ssm.kernels.packages import (
+from longspan.ssm.kernels.fla import (
     add_batch_dim,
     chunk_arguments,
     chunk_cumsum,
@@ -32,6 +23,8 @@ from longspan.ssm.kernels.packages import (
     run_index_arguments,
     triton_kernel,
 )
+from longspan.ssm.kernels.interface import Inputs, SavedScan, map_states
+from longspan.ssm.kernels.local_runs import CHUNK, LocalRuns, pick_rows, put_rows
 
 _AT_ONCE = 64  # pieces times heads that fill a GPU
 _SHORTEST = 8 * CHUNK  # rows of a piece at least

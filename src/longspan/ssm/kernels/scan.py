@@ -15,7 +15,8 @@ from torch import Tensor
 
 from longspan.comm import to_device
 from longspan.layout.segments import Integers, expand_runs
-from longspan.ssm.kernels.call import Inputs, LocalRuns, SavedScan, pick_rows, state_dtype
+from longspan.ssm.kernels.interface import Inputs, SavedScan, state_dtype
+from longspan.ssm.kernels.local_runs import LocalRuns, pick_rows
 
 CHUNK = 32  # rows
 # rows where each key number has a decay of its own: pairs of rows times key numbers are held

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from longspan.comm.all_to_all import exchange_tensors
+from longspan.comm.meshes import exchange_tensors
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import BUNDLE_NUMBERS
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, Update

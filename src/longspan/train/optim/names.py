@@ -9,7 +9,7 @@ from itertools import chain
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.config.sections import NamedGroup
+from longspan.config.text_values import NamedGroup
 from longspan.errors import ConfigError, plural
 from longspan.model.layers import towers_beside_text_model
 from longspan.plan.shape.name_patterns import meets_any

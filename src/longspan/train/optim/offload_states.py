@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError, ModelError
-from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory, range_bytes
-from longspan.model.kinds import HOST_STORE, waits_on_host
+from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
+from longspan.model.marks import HOST_STORE, waits_on_host
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES

@@ -19,8 +19,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
-from longspan.config.keys import read_arguments
-from longspan.config.sections import NamedGroup, OptimizerSection
+from longspan.config.sections import OptimizerSection
+from longspan.config.text_values import NamedGroup, read_arguments
 from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_block, local_tensor
 from longspan.plan.shape.name_patterns import meets_any

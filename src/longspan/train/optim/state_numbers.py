@@ -1,6 +1,6 @@
 """How many numbers an optimizer keeps for each weight. torch is imported only for those that must be counted."""
 
-from longspan.config.defaults import DTYPE_BYTES
+from longspan.config.dtypes import DTYPE_BYTES
 from longspan.config.sections import OptimizerSection
 from longspan.plan.memory.settings import known_state_numbers
 

@@ -16,7 +16,8 @@ from longspan.comm import World, on_all_ranks, raise_first_error
 from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import LongspanError, LossError, ModelError, plural
 from longspan.layout import Floats
-from longspan.model.kinds import adapter_of_prepared_model, is_adapted
+from longspan.model.adapted_modules import is_adapted
+from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_two_pass_dropout
 from longspan.plain_text import short_text

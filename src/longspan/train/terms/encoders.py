@@ -25,11 +25,12 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error, to_devi
 from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
+from longspan.model.fsdp_passes import defer_until_last_pass, reshard
 from longspan.model.layers import preserve_modes
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import defer_until_last_pass, reshard, sum_gradients_over_slots
+from longspan.model.sharding import sum_gradients_over_slots
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.train.device_clock import DeviceClock
@@ -260,7 +261,7 @@ class ModalityPass:
                     finish()
                 output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
-                gradient = wave.bridge.back(_row_gradient(wave, output))
+                gradient = wave.bridge.carry_back(_row_gradient(wave, output))
                 torch.autograd.backward(output, gradient)
                 wave.output = None
                 wave.deliveries = []

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.config.defaults import loss_arguments
+from longspan.config.loss_arguments import loss_arguments
 from longspan.config.sections import TrainConfig
-from longspan.data.documents import CorpusDocuments
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.layout import Floats
 from longspan.train.read_rows import WEIGHTS
 from longspan.train.terms.document_loss import DocumentLoss

@@ -17,7 +17,8 @@ from longspan.comm import World
 from longspan.data.scored_document import LABEL
 from longspan.errors import LossError, plural
 from longspan.layout import Floats
-from longspan.model.layers import architecture_name, score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.layers import architecture_name
 from longspan.plan import Plan
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.read_rows import WEIGHTS

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from longspan.model.kinds import is_multimodal
-from longspan.model.layers import score_columns
+from longspan.model.kinds import score_columns
+from longspan.model.marks import is_multimodal
 from longspan.train.passes import Term
 from longspan.train.step_inputs import StepInputs
 

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.adapted_modules import is_adapted
 from longspan.model.frozen.formats.storage_methods import find_storage_method
 from longspan.model.frozen.formats.stored_weight import StoredWeight
-from longspan.model.kinds import is_adapted
 
 _SETTINGS = {  # by the name of a class
     "Linear4bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},

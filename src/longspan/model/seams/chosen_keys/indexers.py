@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from longspan.attention.attend import find_members
-from longspan.attention.call import Members
-from longspan.attention.tiles import Mask
-from longspan.comm.shard import break_graphs_around
+from longspan.attention.masks import Mask
+from longspan.attention.members import Members
+from longspan.comm.autograd import break_graphs_around
 from longspan.model.features import Feature
-from longspan.model.kinds import find_indexers, is_indexed
+from longspan.model.kinds import attends_to_chosen_keys, find_indexers
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
 from longspan.model.seams.model_calls import require_one_row_shard
@@ -78,8 +78,8 @@ class IndexerFeature(Feature):
 
     def convert(self, model: PreTrainedModel, execution: Any) -> None:
         """Say in the description which layers gather latents, and from what length of a document on."""
-        dtype = self.options.sharding(self.world).dtype_of(model)
-        indexed = [module for module in model.modules() if is_indexed(module)]
+        dtype = self.options.sharding(self.world).compute_dtype_of(model)
+        indexed = [module for module in model.modules() if attends_to_chosen_keys(module)]
         self.description["latents"] = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
 
 
@@ -91,7 +91,7 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
     for indexer in find_indexers(model).values():
         indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
     for module in model.modules():
-        if is_indexed(module):
+        if attends_to_chosen_keys(module):
             module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
             if not alone and hasattr(module, "expand_kv"):
                 vars(module)["expand_kv"] = partial(_expand_or_keep_latents, module)
