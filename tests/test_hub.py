@@ -14,7 +14,7 @@ from longspan.config.local_folders import set_local_folders
 from longspan.config.sections import DataConfig, ModelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.hub import find_local_path, hub_name
-from longspan.train.training import add_configured_adapter
+from longspan.train.run_model.load import add_configured_adapter
 
 HASH = "c1899de289a04d12100db370d81485cdf75e47ca"
 

@@ -38,7 +38,9 @@ from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.resolve.choice import PlannerConfig, home_of, query_heads
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.run_model.load import load_run_model
+from longspan.train.run_model.prepare import prepare_run_model
+from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
 
@@ -54,7 +56,7 @@ def run_steps(
     heads = query_heads(configuration)
     loaded = load_run_model(config, configuration)
     model = prepare_run_model(config, world, loaded, memory=chosen)
-    optimizer = make_optimizer(config, world, model, memory=chosen)
+    optimizer = build_run_optimizer(config, world, model, memory=chosen)
     training = Training(config, world, model, optimizer, Cost(), memory=chosen)
     plan = PlannerConfig.training(config, heads=heads).plan([rows], world.home)
     documents = synthetic_documents([rows], vocabulary_size(model) or 2)

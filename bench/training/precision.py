@@ -32,14 +32,10 @@ from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.model.float8_layers import unsupported_reason
 from longspan.plan import Cost
+from longspan.train.run_model.load import load_run_model, read_model_configuration
+from longspan.train.run_model.prepare import prepare_run_model
 from longspan.train.step import run_step
-from longspan.train.training import (
-    Training,
-    load_run_model,
-    make_optimizer,
-    prepare_run_model,
-    read_model_configuration,
-)
+from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
 BOUND = 0.02
@@ -78,7 +74,7 @@ def start(flags: argparse.Namespace, folder: Path) -> Path:
 def curve(config: RunConfig, corpus: Corpus, world: World, *, trains: bool = True) -> list[float]:
     model = prepare_run_model(config, world, load_run_model(config, read_model_configuration(config, 0)))
     world.seed = config.train.seed
-    training = Training(config, world, model, make_optimizer(config, world, model), Cost())
+    training = Training(config, world, model, build_run_optimizer(config, world, model), Cost())
     order = StepOrder(
         corpus.lengths, tokens_per_step=config.train.tokens_per_step, seed=config.train.seed, eval_documents=0
     )

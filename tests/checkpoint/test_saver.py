@@ -29,8 +29,8 @@ from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import offload_optimizer_states
-from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
+from longspan.train.optim.stochastic_rounding import RoundingBits
 from tests.checkpoint.test_checkpoint import contents, opened, slow, update
 
 

@@ -28,7 +28,7 @@ from longspan.data.corpus_documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
 from longspan.data.run_order import documents_line, make_step_order
 from longspan.errors import DataError
-from longspan.train.read_rows import read_inputs_and_labels
+from longspan.train.rows.read_rows import read_inputs_and_labels
 from tests.corpus.rows.families import write_folder
 from tests.train.small import write_texts
 

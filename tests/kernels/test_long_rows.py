@@ -38,7 +38,7 @@ from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, Fi
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta import compute_run_maps
 from longspan.ssm.kernels.local_runs import LocalRuns
-from longspan.train.loss import target_log_probs_and_gradient
+from longspan.train.log_probs import target_log_probs_and_gradient
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from tests.model.stock import texts, tiny
 from tests.reference import relative_error

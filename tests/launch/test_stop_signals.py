@@ -37,7 +37,7 @@ from longspan.launch.stop_signals import (
     ignore_signals,
     raise_on_stop_signals,
 )
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 from tests.faults.live_run import children_of, read_process
 from tests.train.small import small_config
 

@@ -31,7 +31,7 @@ from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, grad_norm, run_step
 from longspan.train.optim.offload_states import offload_optimizer_states
-from longspan.train.training import make_optimizer
+from longspan.train.training import build_run_optimizer
 from tests.model.frozen.packed_models import adapted
 from tests.model.stock import prepare_untried, texts
 from tests.mutation import Change, mutated
@@ -45,7 +45,7 @@ MUTATIONS: dict[str, Change] = {
         "pass",
     ),
     "the norm without gradients on the host": (
-        "train.step_end",
+        "train.gradient_norm",
         "return [next(others) if norm is None else norm for norm in norms]",
         "return [next(others) if norm is None else 0 * norm for norm in norms]",
     ),
@@ -114,7 +114,7 @@ def open_run(home: Home, world: World, *, on_host: bool) -> tuple[Any, Any]:
     model = prepare_untried(model, world, compute_dtype=home.compute, **home.options, **options)
     world.seed = 7
     keys = {"optimizer.lr": 1e-2, "train.offload_optimizer_states": True, "train.offload_weights": on_host}
-    return model, make_optimizer(load_config(None, keys | dict(home.keys)), world, model)
+    return model, build_run_optimizer(load_config(None, keys | dict(home.keys)), world, model)
 
 
 def take_steps(home: Home, world: World, model: Any, optimizer: Any, steps: range) -> list[Any]:

@@ -33,7 +33,7 @@ from longspan.run.set_up import resolve_with_kept_rows
 from longspan.run.world_facts import gather_facts
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.state_numbers import optimizer_state_numbers
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 from tests.train.small import small_config
 
 GIB = 1 << 30

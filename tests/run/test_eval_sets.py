@@ -26,7 +26,7 @@ from longspan.run.metrics import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.run_data import open_evaluation_set, open_evaluation_sets
 from longspan.testing import backend, run_ranks
-from longspan.train.training import check_set_length
+from longspan.train.run_model.rope_scaling import check_set_length
 from tests.corpus.rows.families import write_folder
 from tests.model.stock import without_trials
 from tests.run.runs.homes import ALONE, refusals

@@ -53,9 +53,10 @@ from longspan.model.seams.norms import fuse_norms
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.ssm import causal_conv, linear_scan
-from longspan.train.step import run_step, token_log_probs
-from longspan.train.step_end import clip_grad_norm
+from longspan.train.gradient_norm import clip_grad_norm
+from longspan.train.step import run_step
 from longspan.train.terms.mtp import MtpLoss
+from longspan.train.token_log_probs import token_log_probs
 from tests.model.stock import SIZES, prepare_untried
 from tests.reference import dense_attention, relative_error
 from tests.ssm.parity import by_rows, convolved

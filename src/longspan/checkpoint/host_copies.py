@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from longspan.model.activations.host_offload import HostArena
 from longspan.model.host_arena import range_bytes
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.train.optim.offload_states import make_sharded_tensor
+from longspan.train.optim.offload_states import sharded_state
 
 PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
 
@@ -109,7 +109,7 @@ class HostCopies:
                 target.copy_(source)
             else:
                 on_host.append((target, source))
-            staged[group][name] = make_sharded_tensor(value, target)
+            staged[group][name] = sharded_state(value, target)
         copied = None
         stream = self._arena.copies
         if stream is not None and on_gpu:  # after what the GPU computes now

@@ -29,8 +29,8 @@ from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.write import (
     weight_unit,
 )
-from longspan.train.run_depths import add_configured_depths, find_depth_weights
-from longspan.train.training import add_configured_adapter, load_run_model
+from longspan.train.run_model.depths import add_configured_depths, find_depth_weights
+from longspan.train.run_model.load import add_configured_adapter, load_run_model
 
 
 class SavedAdapter(NamedTuple):

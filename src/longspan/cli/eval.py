@@ -45,23 +45,22 @@ from longspan.config.sections import (
 )
 from longspan.corpus.sources.find_files import find_root
 from longspan.errors import ConfigError, plural
+from longspan.evaluation.fit_layout import HOME, fit_evaluation_plans, fit_home_to_ranks, layout_changes
 from longspan.evaluation.request import (
-    HOME,
-    Difference,
     EvalRequest,
     SavedWeights,
     Subject,
+    find_saved_weights,
+    parse_named_paths,
+)
+from longspan.evaluation.result import HELD_OUT, evaluation_table
+from longspan.evaluation.saved_results import (
+    Difference,
     SubjectResult,
     differences_by_set,
     document_rows,
-    find_saved_weights,
-    fit_evaluation_plans,
-    fit_home_to_ranks,
-    layout_changes,
-    parse_named_paths,
     results_record,
 )
-from longspan.evaluation.result import HELD_OUT, evaluation_table
 from longspan.files import as_json, json_safe_values, os_error_text, read_json
 from longspan.hub import find_local_path
 from longspan.launch.output import outlive_output
@@ -73,7 +72,8 @@ from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.progress import ProgressDisplay
-from longspan.train.starts import Starts, begin_gpu_imports
+from longspan.train.start.gpu_imports import begin_gpu_imports
+from longspan.train.start.start_times import Starts
 
 PROG = "longspan eval"
 TARGET = "a run's folder, a checkpoint or a Hugging Face folder"

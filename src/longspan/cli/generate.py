@@ -10,7 +10,8 @@ from longspan.cli.eval import check_request, make_request, parse_eval, ranks_of_
 from longspan.cli.flags import Groups, Repeated, Word, check_flags_at_least, parse_flags
 from longspan.cli.processes import Device, choose_processes, print_note, prints_results, run_on_ranks
 from longspan.errors import ConfigError, DataError
-from longspan.evaluation.request import EvalRequest, fit_evaluation_plans
+from longspan.evaluation.fit_layout import fit_evaluation_plans
+from longspan.evaluation.request import EvalRequest
 from longspan.files import as_json
 from longspan.launch.output import outlive_output
 from longspan.launch.stop_signals import block_signals
@@ -102,7 +103,7 @@ def _generate_on_rank(
         from longspan.corpus.prompts import Prompt, encode_prompts, read_prompt_rows
         from longspan.corpus.rows.sample import Row
         from longspan.evaluation.completions import CompletionSettings, complete_prompts
-        from longspan.evaluation.evaluate_saved import check_saved_weights, load_saved_model
+        from longspan.evaluation.load_saved import check_saved_weights, load_saved_model
         from longspan.plan.shape.positions import position_limit
 
     (subject,) = request.subjects

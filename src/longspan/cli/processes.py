@@ -141,7 +141,7 @@ def compile_attention_ahead(
     """
     if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
         return nullcontext()
-    from longspan.train.kernels_ahead import compile_kernels_ahead
+    from longspan.train.start.kernels_ahead import compile_kernels_ahead
 
     gpus = find_gpus()
     slots = home_of(config.parallel, processes.ranks).slots

@@ -28,7 +28,8 @@ from longspan.launch.stop_signals import NOTICES, Interrupted, block_signals, ig
 from longspan.resolve.choice import home_of
 from longspan.run.checks import check_config, check_data, check_paths_exist
 from longspan.run.loggers import check_wandb_login
-from longspan.train.starts import Starts, begin_gpu_imports
+from longspan.train.start.gpu_imports import begin_gpu_imports
+from longspan.train.start.start_times import Starts
 
 if TYPE_CHECKING:
     from longspan.run.facts import TrainResult

@@ -29,7 +29,7 @@ from longspan.layout import Floats
 from longspan.model import disable_adapter
 from longspan.plain_text import seconds_text
 from longspan.resolve.choice import PlannerConfig
-from longspan.train.training import AnyModel
+from longspan.train.run_model.prepare import AnyModel
 
 _STEPS = 16  # whose tokens are evaluated at a time
 _NEWS_SECONDS = 30.0
@@ -37,7 +37,7 @@ _NEWS_SECONDS = 30.0
 
 def open_references(documents: Sequence[CorpusDocuments], config: RunConfig, world: World) -> bool:
     """Give each corpus what is kept of its documents, NaN elsewhere; returns whether all of `documents` have it."""
-    key = run_on_first_rank(world, partial(_model_key, config, world.device.type), ModelError)
+    key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
 
     def read_files() -> list[Floats]:
         files = [(_reference_file(some, key), len(some.corpus)) for some in documents]
@@ -62,7 +62,7 @@ def compute_references(
 
     Raises EvaluationStopped for a signal; what was computed before is kept.
     """
-    key = run_on_first_rank(world, partial(_model_key, config, world.device.type), ModelError)
+    key = run_on_first_rank(world, partial(_reference_digest, config, world.device.type), ModelError)
     options = EvaluationOptions(name="the reference model", stopped=stopped)
     with disable_adapter(model) if config.lora.rank else nullcontext():
         for some in documents:
@@ -97,7 +97,7 @@ def _ids_without_reference(documents: CorpusDocuments) -> list[int]:
     return ids[np.isnan(documents.corpus.reference[ids])].tolist()
 
 
-def _model_key(config: RunConfig, device: str) -> str:
+def _reference_digest(config: RunConfig, device: str) -> str:
     """Sum what decides the log-probabilities of a corpus beside its tokens."""
     model = config.model
     weights = (

@@ -35,7 +35,7 @@ from longspan.model.saving.load_weights import load_weights
 from longspan.model.saving.save_model import write_all_but_weights
 from longspan.model.saving.stock_model import stock_configuration
 
-GLOBAL: tuple[Any, ...] = (
+GLOBAL_GENERATORS: tuple[Any, ...] = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
     (torch.get_rng_state, torch.set_rng_state),
@@ -51,8 +51,8 @@ class EpochOrder(NamedTuple):
     began: list[Any]
 
 
-def order_states(loader: Any) -> list[Any]:
-    states = [get() for get, _ in (*GLOBAL, *_generator_accessors(loader))]
+def read_order_states(loader: Any) -> list[Any]:
+    states = [get() for get, _ in (*GLOBAL_GENERATORS, *_generator_accessors(loader))]
     return tree_map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, states)
 
 
@@ -197,7 +197,7 @@ class FilesPart(StockTrainer):
         assert self._epoch is not None
         loader, number, first_step, began = self._epoch
         steps = self.state.global_step - first_step
-        now = order_states(loader)
+        now = read_order_states(loader)
         order = {"epoch": number, "steps": steps, "began": began, "now": now}
         run_on_first_rank(self.world, lambda: torch.save(order, Path(output_dir) / ORDER), CheckpointError)
 
@@ -255,11 +255,13 @@ class FilesPart(StockTrainer):
             batches = keywords["steps_trained_in_current_epoch"]
             states = self._order["began" if batches else "now"]
             # those of generators that the loader lacks now are left out
-            for (_, set_state), state in zip((*GLOBAL, *_generator_accessors(loader)), states, strict=False):
+            for (_, set_state), state in zip(
+                (*GLOBAL_GENERATORS, *_generator_accessors(loader)), states, strict=False
+            ):
                 set_state(state)
             first = first - batches // self.args.gradient_accumulation_steps
             self._order = None
-        self._epoch = EpochOrder(loader, number, first, order_states(loader))
+        self._epoch = EpochOrder(loader, number, first, read_order_states(loader))
         super()._run_epoch(**keywords)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

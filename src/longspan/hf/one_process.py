@@ -22,7 +22,7 @@ from longspan.layout import Layout
 
 StockTrainer: Any = object  # for a type checker: the Trainer class behind our parts in the order of bases
 
-OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
+RANKS_ATTRIBUTE = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
 
 
 class OneProcess:
@@ -86,7 +86,7 @@ class OneProcess:
     def arguments_for_all_ranks(self, args: TrainingArguments) -> TrainingArguments:
         """Return a copy of arguments whose batches are those of all ranks."""
         copied = copy.copy(args)
-        setattr(copied, OURS, self.ranks)
+        setattr(copied, RANKS_ATTRIBUTE, self.ranks)
         copied.per_device_train_batch_size *= self.ranks
         copied.per_device_eval_batch_size *= self.ranks
         return copied
@@ -131,7 +131,11 @@ class OneProcess:
             (Trainer, "__init__", refuse_stock),
             (Trainer, "save_model", save_on_all_ranks),
             (TrainingArguments, "_setup_devices", devices),
-            (TrainingArguments, "world_size", property(lambda args: 1 if hasattr(args, OURS) else self.ranks)),
+            (
+                TrainingArguments,
+                "world_size",
+                property(lambda args: 1 if hasattr(args, RANKS_ATTRIBUTE) else self.ranks),
+            ),
             (PartialState, "wait_for_everyone", lambda _: self.world.control.barrier("accelerate")),
         )
         for owner, name, value in patches:

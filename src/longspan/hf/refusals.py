@@ -214,7 +214,7 @@ def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range
     """Raise ModelError for a loss with nodes of passes, numbered `nodes`, in its graph; without one, for modules that
     keep tensors of a pass with their graph.
     """
-    if loss is not None and not _reaches(loss.grad_fn, nodes):
+    if loss is not None and not _graph_reaches(loss.grad_fn, nodes):
         return
     kept = [
         f"{name}.{attribute}"
@@ -226,7 +226,7 @@ def refuse_inner_loss(model: nn.Module, loss: Tensor | None = None, nodes: range
         raise ModelError(f"tensors of a pass are kept with their graph, {kept}: {_PASSES}; keep x.detach()")
 
 
-def _reaches(node: Any, nodes: range) -> bool:
+def _graph_reaches(node: Any, nodes: range) -> bool:
     todo = [node]
     seen = {None}
     while todo:

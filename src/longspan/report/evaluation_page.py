@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.errors import plural
-from longspan.evaluation.request import Difference
 from longspan.evaluation.result import HELD_OUT, SAME
+from longspan.evaluation.saved_results import Difference
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.page import COLORS, Part, chart, curve, page, page_head, section, table
 from longspan.report.run_folder import EvalRow, RunFolder

@@ -267,7 +267,8 @@ def check_optimizer(config: RunConfig) -> None:
     if optimizer.class_ != "adamw" or optimizer.arguments:
         from torch import nn  # which --help does without
 
-        from longspan.train.optim.optimizer import EIGHT_BIT_NEEDS, OptimizerChoice, parameter_groups
+        from longspan.train.optim.optimizer import EIGHT_BIT_NEEDS, OptimizerChoice
+        from longspan.train.optim.parameter_groups import parameter_groups
 
         choice = OptimizerChoice.from_section(optimizer)
         matrix = nn.Sequential(nn.Linear(2, 2, bias=False))  # in a layer, as muon needs

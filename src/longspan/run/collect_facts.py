@@ -23,8 +23,8 @@ from longspan.plan.shape.name_patterns import meets_any
 from longspan.run.facts import RunFacts, time_and_command
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
-from longspan.train.optim.optimizer import find_named_group, names_of_parameters
-from longspan.train.step_end import counted_parameters
+from longspan.train.gradient_norm import counted_parameters
+from longspan.train.optim.parameter_groups import find_named_group, names_of_parameters
 from longspan.train.step_figures import world_device_name
 
 

@@ -18,7 +18,7 @@ from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run
 from longspan.comm.device import peak_memory_bytes
 from longspan.comm.received_signals import StopSignal, signal_of_any_rank
 from longspan.config.sections import RunConfig
-from longspan.data.documents import CorpusDocuments
+from longspan.data.corpus_documents import CorpusDocuments
 from longspan.errors import ConfigError, LongspanError, RunFolderError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
@@ -39,7 +39,7 @@ from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 
 
 class Agreement(NamedTuple):

@@ -17,7 +17,7 @@ from longspan.run.facts import LAST_STEPS, LOCK, RunFacts
 from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
 from longspan.run.metrics import COMPLETIONS, CompletionsLog, MetricsLog, StepLog, evaluations_in_rows, read_metrics
 from longspan.run.run_data import TrainingRun
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 
 
 class PlanLog(StepLog):

@@ -39,7 +39,8 @@ from longspan.plan import AsyncPlanner, Plan
 from longspan.resolve.choice import query_heads
 from longspan.resolve.resolved import Reasons
 from longspan.run.checks import check_longest_of_set, check_longest_training_document
-from longspan.train.training import Training, check_set_length
+from longspan.train.run_model.rope_scaling import check_set_length
+from longspan.train.training import Training
 
 
 @dataclass(frozen=True)

@@ -45,18 +45,12 @@ from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train.optim.schedule import Schedule
-from longspan.train.run_depths import depths_line
-from longspan.train.starts import Starts
-from longspan.train.training import (
-    AnyModel,
-    check_run_model,
-    load_run_model,
-    make_model_without_weights,
-    make_optimizer,
-    prepare_run_model,
-    read_model_configuration,
-    scale_positions,
-)
+from longspan.train.run_model.depths import depths_line
+from longspan.train.run_model.load import load_run_model, make_model_without_weights, read_model_configuration
+from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model
+from longspan.train.run_model.rope_scaling import scale_positions
+from longspan.train.start.start_times import Starts
+from longspan.train.training import build_run_optimizer
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -412,7 +406,7 @@ def set_up(
         share_none(data.order, log, *rules.separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
-    optimizer = make_optimizer(config, world, model, memory=memory)
+    optimizer = build_run_optimizer(config, world, model, memory=memory)
     if not has_references:
         choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration))
         compute_references(model, compared, config, choice, world, log, stopped)

@@ -35,10 +35,10 @@ from longspan.resolve.choice import StepPlanner
 from longspan.resolve.kept_rows import SlotRowsError
 from longspan.run.run_data import TrainingRun
 from longspan.train.optim.optimizer import allocate_adam_states
-from longspan.train.read_rows import WEIGHTS
-from longspan.train.starts import Starts
+from longspan.train.rows.read_rows import WEIGHTS
+from longspan.train.start.start_times import Starts
 from longspan.train.step import run_step
-from longspan.train.terms.token_loss import LossTokens
+from longspan.train.terms.loss_tokens import LossTokens
 from longspan.train.training import Training
 
 # FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has

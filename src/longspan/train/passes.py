@@ -31,7 +31,7 @@ from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import fsdp_modules, sum_gradients_over_slots
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
-from longspan.train.read_rows import LocalBatch, padding_batch, read_local_batches
+from longspan.train.rows.read_rows import LocalBatch, padding_batch, read_rows_of_step
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Passes:
     def tempered_head(self, head: Head) -> Head:
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
-    def model_arguments(self, *, counting: bool = False) -> dict[str, Any]:
+    def arguments_of_next_call(self, *, counting: bool = False) -> dict[str, Any]:
         """Return keyword arguments of one more call of the model; `counting`: it only counts the experts' loads."""
         router = {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
         return {**self.keywords, **router}
@@ -154,9 +154,9 @@ def default_divisor(plan: Plan) -> float:
     return float(max(plan.targets, 1))
 
 
-def read_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
+def read_step_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
     """Read this rank's rows of a whole step, and what its terms need; entered by all ranks."""
-    batches = read_local_batches(inputs, sum(term.depths for term in terms), temperature)
+    batches = read_rows_of_step(inputs, sum(term.depths for term in terms), temperature)
     for term in terms:
         term.read(batches)
     return batches
@@ -212,7 +212,7 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
         if passes.needs_loads_first:
             with torch.no_grad():
                 for batch in batches[0 if free else 1 :]:
-                    arguments = _model_inputs(batch) | passes.model_arguments(counting=True)
+                    arguments = _model_inputs(batch) | passes.arguments_of_next_call(counting=True)
                     model(**arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
         if free:
             passes.compute_load_fractions()
@@ -233,7 +233,7 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
-    inputs = _model_inputs(batch) | passes.model_arguments()
+    inputs = _model_inputs(batch) | passes.arguments_of_next_call()
     if passes.depths:
         inputs |= _future_ids(batch)
     if is_prepared(passes.model):
@@ -246,10 +246,10 @@ def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
 def _model_inputs(batch: LocalBatch) -> dict[str, Any]:
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
-    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)
+    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _own_position_ids(batch)
 
 
-def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
+def _own_position_ids(batch: LocalBatch) -> dict[str, Tensor]:
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
@@ -290,5 +290,8 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> "St
         return passes.mean_loss(loss)
 
     return StageInput(
-        batch.shard, ids, make_output, passes.model_arguments(counting=total is None) | _batch_positions(batch)
+        batch.shard,
+        ids,
+        make_output,
+        passes.arguments_of_next_call(counting=total is None) | _own_position_ids(batch),
     )

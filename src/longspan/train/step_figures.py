@@ -22,7 +22,7 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops
 
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape, Trained
-    from longspan.train.terms.encoders import EncoderTimes
+    from longspan.train.terms.encoding import EncoderTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class StepFigures:
         return figures
 
 
-def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
+def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
     """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device = world_device_name(world)
     shape = None

@@ -62,7 +62,9 @@ class StepDocuments:
     @cached_property
     def targets_by_document(self) -> tuple[int, ...]:
         """Tokens that each document predicts. Raises PlanError for one that is missing or of another length."""
-        counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
+        counts = tuple(
+            self._check_and_count_targets(document, length) for document, length in enumerate(self.lengths)
+        )
         if self.items is None:
             return counts
         from longspan.data.item_documents import count_text_targets
@@ -99,7 +101,7 @@ class StepDocuments:
                     "of these would count once for all of them; share only rows without a target (share_prefixes)"
                 )
 
-    def _count_targets(self, document: int, length: int) -> int:
+    def _check_and_count_targets(self, document: int, length: int) -> int:
         try:
             value = self.documents[document]
         except (IndexError, KeyError) as error:

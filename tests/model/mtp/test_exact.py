@@ -227,7 +227,7 @@ def test_losses_of_ones_own_and_depths_compute_in_the_type_of_the_layers() -> No
 
 # ---- what could go wrong without an error, put into the code
 
-READ, LOSS = "train.read_rows", "train.terms.mtp"
+READ, LOSS = "train.rows.read_rows", "train.terms.mtp"
 DEPTHS, TRAINED = "model.mtp.depths", "model.mtp.trained_depths"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "ids shifted by one less": (READ, "tokens[ahead]", "tokens[max(depth - 1, 0) :][: stop - start]"),

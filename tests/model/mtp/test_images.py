@@ -123,7 +123,7 @@ MUTATIONS = {
         "start=segments.start + max(depth - 1, 0), stop=segments.stop + max(depth - 1, 0)",
     ),
     "one use's gradient of a row": (
-        "train.terms.encoders",
+        "train.terms.encoding",
         '"partial" if self.trains else "none"',
         '"identical"',
     ),

@@ -66,13 +66,17 @@ def test_a_step_is_that_of_the_stock_model(ranks: int, cases: Sequence[Case]) ->
 
 # ---- what images could get wrong without an error
 
-PASS, READ, MEMBERS = ("train.terms.encoders", "train.read_rows", "attention.members")
+PASS, SPANS_READ, MEMBERS = ("train.terms.encoding", "train.rows.visible_spans", "attention.members")
 INPUT_CODE, VIDEO_CODE = ("model.vision.image_inputs", "model.vision.videos")
 MUTATIONS: dict[str, Change] = {
     "a part for a deeper layer is dropped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[:-1])"),
     "parts for deeper layers are swapped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[::-1])"),
     "a part replaces hidden states": ("bridge.item_rows", ".index_add(1", ".index_copy(1"),
-    "positions by local index": (READ, "parts_of_one[:, position_of_row[rows]]", "parts_of_one[:, : len(rows)]"),
+    "positions by local index": (
+        "train.rows.positions",
+        "parts_of_one[:, position_of_row[rows]]",
+        "parts_of_one[:, : len(rows)]",
+    ),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
     "an image's rows on another document": (INPUT_CODE, "torch.cat([*parts])", "torch.cat([*parts][::-1])"),
 }
@@ -84,7 +88,7 @@ VIDEOS: dict[str, Change] = {
 }
 SPANS: dict[str, Change] = {
     "spans are dropped": (MEMBERS, "+ span_tiles(queries, keys, self.spans)", ""),
-    "spans of documents without their items": (READ, "items.runs(d, rules.in_spans)", "[]"),
+    "spans of documents without their items": (SPANS_READ, "items.runs(d, rules.in_spans)", "[]"),
     "spans on local rows alone": (
         MEMBERS,
         "span_tiles(queries, keys, self.spans)",
@@ -94,9 +98,13 @@ SPANS: dict[str, Change] = {
     "rows of an image are scaled": ("bridge.item_rows", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
 }
 PREFIX: dict[str, Change] = {
-    "prefixes are dropped": (READ, "[(0, prefix)] if prefix else []", "[]"),
-    "a prefix takes its first target in": (READ, "[(0, prefix)] if prefix", "[(0, min(prefix + 1, length))] if prefix"),
-    "a prefix ends with its images": (READ, "if isinstance(document, Labelled):", "if False:"),
+    "prefixes are dropped": (SPANS_READ, "[(0, prefix)] if prefix else []", "[]"),
+    "a prefix takes its first target in": (
+        SPANS_READ,
+        "[(0, prefix)] if prefix",
+        "[(0, min(prefix + 1, length))] if prefix",
+    ),
+    "a prefix ends with its images": (SPANS_READ, "if isinstance(document, Labelled):", "if False:"),
 }
 
 

@@ -26,7 +26,7 @@ from longspan.report.gantt import plan_facts, plan_part
 from longspan.resolve.choice import PlannerConfig
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.starts import Starts
+from longspan.train.start.start_times import Starts
 from tests.model.stock import without_trials
 from tests.mutation import Change, mutated
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint, lines_of

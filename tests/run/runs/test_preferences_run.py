@@ -27,7 +27,7 @@ from longspan.model import load_model
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
-from longspan.train.training import add_configured_adapter
+from longspan.train.run_model.load import add_configured_adapter
 from tests.corpus.rows.conversations import says
 from tests.hf.stock import DenseHead
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, refusals, train_rows

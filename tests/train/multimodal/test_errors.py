@@ -19,7 +19,7 @@ from longspan.model.vision.image_inputs import ImageInput
 from longspan.multimodal import MediaDocuments, MediaItem
 from longspan.testing import backend, run_ranks
 from longspan.train import clip_grad_norm, grad_norm
-from longspan.train.terms.encoders import find_tensors
+from longspan.train.terms.encoding import find_tensors
 from tests.model.stock import gradients_of, worst
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of

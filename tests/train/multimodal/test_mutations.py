@@ -12,7 +12,7 @@ from tests.mutation import mutated
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.oracle import LIMITS, Answers, Errors, answers_of, run
 
-PASS, OWNERS = "train.terms.encoders", "plan.items.encoding_plan"
+PASS, OWNERS = "train.terms.encoding", "plan.items.encoding_plan"
 FAN_IN = Case("2·2→2·2·1", documents="even")
 FAN_OUT = Case("2·2→1·2·2", documents="packed", waves="several")
 SHARED = Case("1·4→1·4·1", encoder="cp 2", owners="random")
@@ -64,21 +64,22 @@ MUTATIONS = {
         "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "DataError",
     ),
     "labels in the places of items count": Mutation(
-        "train.read_rows",
+        "train.rows.read_rows",
         "np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))",
         "labels",
         FAN_IN,
         "PlanError",
     ),
     "documents' labels are not read": Mutation(
-        "train.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
+        "train.rows.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
     ),
     "documents' labels in the places of items are counted": Mutation(
         "data.item_documents", "document.targets - int((labels != NO_TARGET).sum())", "document.targets",
         LABELLED, "PlanError",
     ),
     "the norm leaves the encoders out": Mutation(
-        "train.step_end", "modules_and_worlds(model, world)", "modules_and_worlds(model, world)[:1]", FAN_IN, "loss"
+        "train.gradient_norm", "modules_and_worlds(model, world)",
+        "modules_and_worlds(model, world)[:1]", FAN_IN, "loss",
     ),
 }  # fmt: skip
 

@@ -18,14 +18,11 @@ from longspan.model import host_arena
 from longspan.model.marks import HOST_STORE
 from longspan.plan.memory.settings import UPDATES_PARTS
 from longspan.testing import backend, run_ranks
-from longspan.train.optim.offload_states import (
-    STATES,
-    OffloadedStates,
-    offload_optimizer_states,
-    total_state_bytes,
-)
-from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
+from longspan.train.optim.offload_states import OffloadedStates, offload_optimizer_states
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice
+from longspan.train.optim.state_buckets import STATES, total_state_bytes
+from longspan.train.optim.stochastic_rounding import RoundingBits
 
 BUCKET = 16 << 10
 CPU = torch.device("cpu")

@@ -308,8 +308,8 @@ MUTATIONS = {
     ),
     "rows of a loss count from the branch": (
         "train.terms.token_loss",
-        "positions + rows_before(",
-        "positions + 0 * rows_before(",
+        "positions + shared_rows_before(",
+        "positions + 0 * shared_rows_before(",
     ),
     "tokens of a micro-batch count from the branch": (
         "train.terms.micro_batch_loss",

@@ -24,7 +24,7 @@ from tests.train.own_loss.dense import (
 )
 
 LOSS, OWN, ALL = "train.loss", "train.terms.", "weights tokens sets all"
-DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "token_loss"
+DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "collected_log_probs"
 SUM = 'self._world.control.sum_over_slots(local[ids].ravel().tolist(), "numbers of documents")'
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
     "nothing": (None, ""),
@@ -58,13 +58,13 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         (LOSS, "        losses = _no_loss\n", ""),
         "tokens"),
     "the loss called on rows without a label": (
-        ("train.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
+        ("train.rows.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
         ALL),
     "positions of the token that is predicted": (
-        (OWN + "token_loss", "to_device(self.path_positions[part]", "to_device(self.path_positions[part] + 1"),
+        (OWN + "loss_tokens", "to_device(self.path_positions[part]", "to_device(self.path_positions[part] + 1"),
         "tokens"),
     "a gradient of the softmax alone": (
-        ("train.loss", ".scatter_add_(1, columns, slopes.unsqueeze(1))", ""), ALL),
+        ("train.log_probs", ".scatter_add_(1, columns, slopes.unsqueeze(1))", ""), ALL),
     "a head's gradient of one chunk": ((LOSS, "        total += gradient", "        pass"), ALL),
 }  # fmt: skip
 BATCHES = (

@@ -29,7 +29,7 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.train.training import load_run_model, read_model_configuration
+from longspan.train.run_model.load import load_run_model, read_model_configuration
 from tests.model.stock import SIZES, VOCABULARY, config_of, error, gradients_of, prepare_untried, random_model
 
 PAD = 3

@@ -26,7 +26,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, run_step
-from longspan.train.step_end import clip_gradients, gradient_square_sum
+from longspan.train.gradient_norm import gradient_square_sum, scale_to_norm
 from tests.model.deep import answer, deep
 from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 
@@ -58,7 +58,7 @@ def test_norms_of_gradients_in_any_type_and_clipping_that_rounds_once(dtype: tor
     before = [p.grad.clone() for p in parameters if p.grad is not None]
     wanted = torch.cat([gradient.double().flatten() for gradient in before]).norm().item()
     assert gradient_square_sum(parameters, _world()) ** 0.5 == pytest.approx(wanted, rel=NORMS[dtype])
-    clip_gradients(parameters, max_norm, norm)
+    scale_to_norm(parameters, max_norm, norm)
     factor = min(1.0, max_norm / (norm + 1e-6))
     for parameter, old in zip(parameters, before, strict=False):
         assert parameter.grad is not None

@@ -38,7 +38,9 @@ from longspan.run.collect_facts import mixers_text
 from longspan.run.profile import wait_for_gpu
 from longspan.run.watches import allocator_retries_text
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.train.run_model.load import load_run_model
+from longspan.train.run_model.prepare import prepare_run_model
+from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
 Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each
@@ -103,7 +105,7 @@ def make_training(settings: StepSettings, world: World) -> Training:
     refuse_randomness(model)
     if (execution := model_execution(model)).mixers:
         log(mixers_text(execution, world.device, config.context.partition))
-    optimizer = make_optimizer(config, world, model, memory=memory)
+    optimizer = build_run_optimizer(config, world, model, memory=memory)
     return Training(config, world, model, optimizer, resolved.cost, memory=memory)
 
 

@@ -290,7 +290,8 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 
 def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
     """With the layers of --layers and positions for the longest document."""
-    from longspan.train.training import read_model_configuration, scale_positions
+    from longspan.train.run_model.load import read_model_configuration
+    from longspan.train.run_model.rope_scaling import scale_positions
 
     configuration = read_model_configuration(config, config.data.vocab_size)
     if flags.layers:

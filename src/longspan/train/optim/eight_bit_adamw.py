@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
+from longspan.train.optim.adamw_updates import Factors, Update, numbers_per_chunk
 from longspan.train.optim.moment_codes import (
     MEAN_SCALE_BYTES,
     NEAREST,
@@ -15,8 +16,9 @@ from longspan.train.optim.moment_codes import (
     PackedMoments,
     packed_bytes,
 )
-from longspan.train.optim.offload_states import make_sharded_tensor
-from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Places, RandomKey, Update, numbers_per_chunk
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.optim.state_buckets import sharded_state
+from longspan.train.optim.stochastic_rounding import Places, RandomKey
 
 MEAN = "exp_avg"
 SQUARE = "exp_avg_sq"
@@ -58,7 +60,7 @@ class EightBitAdamW(OnePassAdamW):
             if _SCALE_BYTES.keys() <= states.get(key, {}).keys():
                 self.state[parameter] |= _pack(states[key], parameter)
 
-    def _count_step(self, parameter: nn.Parameter) -> float:
+    def _begin_update(self, parameter: nn.Parameter) -> float:
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
                 f"moments in eight bits were given a parameter {tuple(parameter.shape)} in {parameter.dtype}; use "
@@ -66,7 +68,7 @@ class EightBitAdamW(OnePassAdamW):
             )
         if not self.state[parameter]:
             self.state[parameter] = {"step": torch.tensor(0.0)} | _allocate(local_tensor(parameter.detach()))
-        return super()._count_step(parameter)
+        return super()._begin_update(parameter)
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
         count = self.state[parameter]["step"].item()
@@ -104,7 +106,7 @@ def _unpack(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]
     for start, stop in _chunks(local):
         for moment, numbers in zip(moments.values(), packed.read(start, stop), strict=True):
             moment.view(-1)[start:stop] = numbers
-    return {name: make_sharded_tensor(parameter.detach(), moment) for name, moment in moments.items()}
+    return {name: sharded_state(parameter.detach(), moment) for name, moment in moments.items()}
 
 
 def _chunks(local: Tensor) -> Iterator[tuple[int, int]]:

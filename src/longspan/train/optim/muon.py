@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from longspan.comm.meshes import exchange_tensors
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import BUNDLE_NUMBERS
-from longspan.train.optim.one_pass_adamw import OnePassAdamW, Update
+from longspan.train.optim.adamw_updates import Update
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 
 EPS = 1e-7  # least norm of a matrix, as in torch
 HALVED = 2048  # rows from which symmetric products are computed in halves: a quarter fills a GPU
@@ -84,12 +85,12 @@ class Muon(OnePassAdamW):
         if scale is not None and bool(scale.isnan()):
             return
         begun = list[Iterator[None]]()
-        for work in self._list_work():
-            begun = _advance([work, *begun])
+        for work in self._bundle_updates():
+            begun = _advance_bundles([work, *begun])
         while begun:
-            begun = _advance(begun)
+            begun = _advance_bundles(begun)
 
-    def _list_work(self) -> Iterator[Iterator[None]]:
+    def _bundle_updates(self) -> Iterator[Iterator[None]]:
         # What is left over goes to other ranks than before. Ranks of one mesh have the same matrices there, but others
         # elsewhere, as stages that share encoders.
         turns = Counter[Any]()
@@ -117,14 +118,14 @@ class Muon(OnePassAdamW):
         rows, columns = bundle[0].shape[-2:]
         matched = group["adjust_lr_fn"] == "match_rms_adamw"
         ratio = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1, rows / columns))
-        updates = yield from _orthogonalize_bundle(updates, _list_hops(bundle[0]), group, turn)
+        updates = yield from _orthogonalize_bundle(updates, _list_axes(bundle[0]), group, turn)
         for parameter, update in zip(bundle, updates, strict=True):
             local = local_tensor(parameter.detach())
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update, alpha=-group["lr"] * ratio)
 
 
-def _advance(begun: Sequence[Iterator[None]]) -> list[Iterator[None]]:
+def _advance_bundles(begun: Sequence[Iterator[None]]) -> list[Iterator[None]]:
     """Advance each to its next exchange, the newest first, so that rows travel while others are multiplied."""
     return [work for work in begun if next(work, begun) is None]
 
@@ -139,11 +140,11 @@ def _cut_bundles(group: dict[str, Any]) -> Iterator[list[Tensor]]:
     for parameters in alike.values():
         first = parameters[0]
         ranks = first.device_mesh.size() if isinstance(first, DTensor) else 1
-        count = max(ranks if _list_hops(first) else 1, BUNDLE_NUMBERS * ranks // first.numel())
+        count = max(ranks if _list_axes(first) else 1, BUNDLE_NUMBERS * ranks // first.numel())
         yield from (parameters[start : start + count] for start in range(0, len(parameters), count))
 
 
-class _Hop(NamedTuple):
+class _MeshAxis(NamedTuple):
     """The ranks along an axis of a mesh, and how they cut `dim` of a parameter (None: each holds all of it)."""
 
     group: ProcessGroup
@@ -152,9 +153,9 @@ class _Hop(NamedTuple):
     sizes: list[int]
 
 
-def _list_hops(parameter: Tensor) -> list[_Hop]:
+def _list_axes(parameter: Tensor) -> list[_MeshAxis]:
     """Return the axes along which matrices are cut or copied, the one that cuts last first; see `local_block`."""
-    hops = list[_Hop]()
+    axes = list[_MeshAxis]()
     shape = [*parameter.shape]
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     for axis in reversed(range(mesh.ndim if mesh is not None else 0)):
@@ -168,33 +169,33 @@ def _list_hops(parameter: Tensor) -> list[_Hop]:
             sizes = [max(0, min(step, shape[dim] - step * member)) for member in range(ranks)]
             shape[dim] = sizes[index]
         if ranks > 1 and (dim is None or dim >= parameter.ndim - 2):  # experts are whole matrices
-            hops.insert(0, _Hop(mesh.get_group(axis), index, dim, sizes))
-    return hops
+            axes.insert(0, _MeshAxis(mesh.get_group(axis), index, dim, sizes))
+    return axes
 
 
 def _orthogonalize_bundle(
-    bundle: Tensor, hops: Sequence[_Hop], group: dict[str, Any], turn: int
+    bundle: Tensor, axes: Sequence[_MeshAxis], group: dict[str, Any], turn: int
 ) -> Generator[None, None, Tensor]:
     """Orthogonalize matrices of which this rank has a part (matrices, …), and return this part of the result."""
-    if not hops:
+    if not axes:
         numbers = max(1, bundle.shape[-2] * bundle.shape[-1])
         parts = bundle.reshape(-1, *bundle.shape[-2:]).split(max(1, BUNDLE_NUMBERS // numbers))
         done = [orthogonalize(part, group["ns_coefficients"], group["ns_steps"]) for part in parts]
         return torch.cat(done).view(bundle.shape)
-    hop, *others = hops
-    ranks = len(hop.sizes)
+    axis, *others = axes
+    ranks = len(axis.sizes)
     shares = [len(bundle) // ranks + ((member - turn) % ranks < len(bundle) % ranks) for member in range(ranks)]
     parts = bundle.split(shares)
-    if hop.dim is None:
-        result = yield from _orthogonalize_bundle(parts[hop.rank], others, group, turn // ranks)
+    if axis.dim is None:
+        result = yield from _orthogonalize_bundle(parts[axis.rank], others, group, turn // ranks)
         sends = [result] * ranks
     else:
-        dim = hop.dim + 1
-        share = [shares[hop.rank], *bundle.shape[1:]]
-        shapes = [(*share[:dim], size, *share[dim + 1 :]) for size in hop.sizes]
-        whole = torch.cat((yield from exchange_tensors(parts, shapes, hop.group)), dim)
-        sends = (yield from _orthogonalize_bundle(whole, others, group, turn // ranks)).split(hop.sizes, dim)
-    return torch.cat((yield from exchange_tensors(sends, [(n, *bundle.shape[1:]) for n in shares], hop.group)))
+        dim = axis.dim + 1
+        share = [shares[axis.rank], *bundle.shape[1:]]
+        shapes = [(*share[:dim], size, *share[dim + 1 :]) for size in axis.sizes]
+        whole = torch.cat((yield from exchange_tensors(parts, shapes, axis.group)), dim)
+        sends = (yield from _orthogonalize_bundle(whole, others, group, turn // ranks)).split(axis.sizes, dim)
+    return torch.cat((yield from exchange_tensors(sends, [(n, *bundle.shape[1:]) for n in shares], axis.group)))
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:

@@ -17,39 +17,30 @@ and the layers before it keep what they keep then. So the peak of a step grows b
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError, ModelError
-from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
+from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory
 from longspan.model.marks import HOST_STORE, waits_on_host
 from longspan.model.sharding import fsdp_modules, reduction_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW, ParameterPart
+from longspan.train.optim.state_buckets import STATES, StateBucket, cut_buckets, sharded_state, total_state_bytes
 
-CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
 AHEAD = 16  # buckets that are launched before a gather asks for them: the bus works while the host plans a step
-_Settings = Mapping[str, Any]
-# Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
-STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
-    **dict.fromkeys((OnePassAdamW, optim.Adam, optim.AdamW), lambda group: 2 + bool(group["amsgrad"])),
-    **dict.fromkeys((optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop), lambda _: 2),
-    **dict.fromkeys((optim.Adagrad, optim.ASGD), lambda _: 1),
-    optim.SGD: lambda group: int(group["momentum"] != 0),
-    optim.RMSprop: lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
-}
 
 
 def offload_optimizer_states(
@@ -103,119 +94,6 @@ def offload_optimizer_states(
     return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes, hidden_in=hidden_in)
 
 
-def total_state_bytes(optimizer: Optimizer) -> int:
-    sizes = (
-        (STATES[type(optimizer)](group), local_tensor(parameter.detach()))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    )
-    return sum(states * range_bytes(local.nbytes) for states, local in sizes)
-
-
-# ---- parts of parameters
-
-
-@dataclass(frozen=True, eq=False)
-class StatePart:
-    """Numbers `start` to `stop` of a parameter's local tensor, or all of one that is not `flat`, in its own strides.
-
-    `last`: no part of this parameter follows. The gradient is kept here, for `.grad` may be dropped before its update.
-    """
-
-    parameter: nn.Parameter
-    gradient: Tensor | None
-    start: int
-    stop: int
-    flat: bool
-    last: bool
-
-    def local_view(self, local: Tensor) -> Tensor:
-        """Return this part of the parameter's local tensor, its gradient's, or that of a state; a view."""
-        return local.view(-1)[self.start : self.stop] if self.flat else local
-
-    @property
-    def numbers(self) -> Tensor:
-        return self.local_view(local_tensor(self.parameter.detach()))
-
-    def make_stand_in(self, place: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        """Return a plain parameter that is updated in place of the part: its memory, and gradient, unless `place` gives
-        others for those that wait on the host.
-        """
-        assert self.gradient is not None
-        numbers = self.numbers
-        gradient = self.local_view(self.gradient)
-        if waits_on_host(self.parameter):
-            numbers = place(numbers)
-            gradient = place(gradient)
-        stand_in = nn.Parameter(numbers)
-        stand_in.grad = gradient
-        return stand_in
-
-
-@dataclass(frozen=True)
-class StateBucket:
-    """Parts of parameters of one group that are updated together, under its settings of now."""
-
-    group: dict[str, Any]
-    parts: tuple[StatePart, ...]
-    bytes: int
-
-
-def cut_buckets(
-    optimizer: Optimizer, bucket_bytes: int, places: Mapping[nn.Parameter, int], *, every: bool = False
-) -> Iterator[StateBucket]:
-    """Cut parameters with gradients, or `every` one, into buckets; only one parameter that is not flat takes more.
-
-    In each group those with the first of `places`, if they have any, come first.
-    """
-    for group in optimizer.param_groups:
-        group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        parts = list[StatePart]()
-        filled = 0
-        parameters: Any = group["params"]
-        for parameter in sorted(parameters, key=lambda p: places.get(p, 0)):
-            if parameter.grad is None and not every:
-                continue
-            tensors = STATES[type(optimizer)](group)
-            if waits_on_host(parameter):
-                tensors += 2  # itself and its gradient
-            number_bytes = tensors * parameter.dtype.itemsize
-            for part in _split_parameter(parameter, max(bucket_bytes // max(number_bytes, 1) // CUT, 1) * CUT):
-                part_bytes = number_bytes * (part.stop - part.start)
-                if parts and filled + part_bytes > bucket_bytes:
-                    yield StateBucket(group, tuple(parts), filled)
-                    parts = []
-                    filled = 0
-                parts.append(part)
-                filled += part_bytes
-        if parts:
-            yield StateBucket(group, tuple(parts), filled)
-
-
-def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[StatePart]:
-    # A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
-    local = local_tensor(parameter.detach())
-    gradient = None if parameter.grad is None else local_tensor(parameter.grad)
-    flat = local.is_contiguous() and (gradient is None or gradient.is_contiguous())
-    for start in range(0, max(local.numel(), 1), most if flat else max(local.numel(), 1)):
-        stop = min(local.numel(), start + most) if flat else local.numel()
-        yield StatePart(parameter, gradient, start, stop, flat, last=stop == local.numel())
-
-
-def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(value, DTensor):
-        return local
-    spec = value._spec
-    assert spec.tensor_meta is not None
-    spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    # `from_local` would copy a tensor of the host to the mesh's device; FSDP2 places parameters on the host like this
-    return DTensor(local, spec, requires_grad=False)
-
-
-# ---- the optimizer
-
-
 class OffloadedStates(Optimizer):
     """An optimizer whose states are in the host's memory, made by `offload_optimizer_states`.
 
@@ -231,13 +109,13 @@ class OffloadedStates(Optimizer):
         bucket_bytes: int = STATE_BUCKET_BYTES,
         hidden_in: nn.Module | None = None,
     ) -> None:
-        self._update: _Update | None = None
+        self._update: _OffloadedUpdate | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
         self._model = hidden_in
         optimizer.param_groups = self.param_groups
-        self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
+        self._copies, self._arena = _StateCopies(device), HostArena(device, total_state_bytes(optimizer))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states = optimizer.state
         optimizer.state = defaultdict(dict)
@@ -284,7 +162,7 @@ class OffloadedStates(Optimizer):
             for parameter in [p for group in with_states for p in group["params"] if p.grad is not None]:
                 self.host_states[parameter]  # takes its place: files of checkpoints have states in this order
             buckets.sort(key=lambda bucket: places[bucket.parts[0].parameter])
-        self._update = _Update(self, self._copies, buckets)
+        self._update = _OffloadedUpdate(self, self._copies, buckets)
         if hidden:
             self._update.begin(groups)
         else:
@@ -355,7 +233,7 @@ class OffloadedStates(Optimizer):
             place = self._arena.take_range(local.nbytes)
             self._places[parameter, name] = place, place.view_like(local)
         _, tensor = self._places[parameter, name]
-        return make_sharded_tensor(parameter.detach(), tensor)
+        return sharded_state(parameter.detach(), tensor)
 
 
 @dataclass(frozen=True)
@@ -367,14 +245,16 @@ class _Fetched:
     arrived: torch.cuda.Event | None
 
 
-class _Update:
+class _OffloadedUpdate:
     """One step of an optimizer with states on the host: its buckets, those that are launched and those that wait.
 
     What a bucket's update needs is kept here as it was when the step was taken: gradients, settings, the scale, and
     `before`, the states, so that all parts of a parameter start from the same count of steps.
     """
 
-    def __init__(self, optimizer: "OffloadedStates", copies: "_Copies", buckets: Sequence[StateBucket]) -> None:
+    def __init__(
+        self, optimizer: "OffloadedStates", copies: "_StateCopies", buckets: Sequence[StateBucket]
+    ) -> None:
         self._optimizer = optimizer
         self._copies = copies
         self._waiting = deque(buckets)
@@ -411,7 +291,7 @@ class _Update:
         """Update what waits; the current stream waits for it, and the host for the states."""
         if self.failure:
             raise ModelError(self.failure)
-        self._leave_replaced()
+        self._restore_methods()
         try:
             self._launch_buckets(self._total)
             self._buckets.close()
@@ -422,23 +302,23 @@ class _Update:
     def _ahead(self) -> int:
         return AHEAD if self._stream is not None else 0
 
-    def _leave_replaced(self) -> None:
+    def _restore_methods(self) -> None:
         for waiter, method in self._replaced.items():
             vars(waiter).pop(method, None)
 
     def _fetch_shards(self, store: Any, parameters: Iterable[Any]) -> None:
         parameters = [*parameters]
-        self._make_current(parameters)
+        self._wait_for_updates_of(parameters)
         type(store).fetch(store, parameters)
 
     def _unshard(self, group: Any, *args: Any, **keywords: Any) -> Any:
         del group.unshard
-        self._make_current(group.fsdp_params)
+        self._wait_for_updates_of(group.fsdp_params)
         if self._event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
             group._wait_all_gather_streams_on_event(self._event)
         return group.unshard(*args, **keywords)
 
-    def _make_current(self, parameters: Iterable[Any]) -> None:
+    def _wait_for_updates_of(self, parameters: Iterable[Any]) -> None:
         """Let the current stream wait for the updates of these; gradients of those that it waited for are free."""
         last = max((self._last_bucket.get(p.sharded_param, -1) for p in parameters), default=-1)
         count = last + 1
@@ -462,7 +342,7 @@ class _Update:
                     "are updated, the others are not; start again from a checkpoint"
                 )
                 error.add_note(self.failure)
-                self._leave_replaced()
+                self._restore_methods()
                 self._copies.wait_for_all()
             raise
 
@@ -556,7 +436,7 @@ class _Update:
         return [value for _, value in pairs]
 
 
-class _Copies:
+class _StateCopies:
     """Copies each way on a stream of its own; the GPU's memory is taken and freed on the stream that updates."""
 
     def __init__(self, device: torch.device) -> None:

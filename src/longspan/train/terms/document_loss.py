@@ -1,45 +1,33 @@
-"""A loss of whole documents: a function of the log-probabilities of each document of a set; and a step's own loss."""
+"""A loss of whole documents: a function of the log-probabilities of each document of a set."""
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World, on_all_ranks, raise_first_error
+from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank
-from longspan.errors import LongspanError, LossError, ModelError, plural
+from longspan.errors import LossError, plural
 from longspan.layout import Floats
-from longspan.model.adapted_modules import is_adapted
-from longspan.model.marks import adapter_of_prepared_model
-from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_two_pass_dropout
 from longspan.plain_text import short_text
 from longspan.plan import Plan
-from longspan.train.loss import CrossEntropy, Head
-from longspan.train.passes import Passes, Term, default_divisor, run_passes
-from longspan.train.read_rows import WEIGHTS, LocalBatch, read_and_compare_digest, text_digest
-from longspan.train.step_inputs import StepInputs
+from longspan.train.log_probs import check_value_names
+from longspan.train.loss import Head
+from longspan.train.passes import Passes, run_passes
+from longspan.train.rows.read_rows import WEIGHTS, LocalBatch
+from longspan.train.terms.collected_log_probs import CollectedLogProbs
+from longspan.train.terms.loss_tokens import BatchTargets
 from longspan.train.terms.micro_batch_loss import (
-    MicroBatchLoss,
-    MicroBatchPasses,
     check_scalar,
     loss_with_slopes,
+    refuse_head_dropout,
 )
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import (
-    BatchTargets,
-    CollectedLogProbs,
-    LossFunction,
-    TokenLoss,
-    check_value_names,
-)
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -249,136 +237,3 @@ class DocumentPasses:
             except Exception as error:  # of the caller's function
                 self.error = error
         return 0.0, np.zeros_like(numbers)
-
-
-def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
-    """Raise ModelError where dropout would make the logits of a micro-batch differ; entered by all ranks."""
-    adapter = adapter_of_prepared_model(model)
-    rate = adapter.dropout if adapter is not None else 0.0
-    if rate and world.control.any_rank(_head_is_adapted(model)):
-        raise on_all_ranks(
-            ModelError(
-                f"a {loss} makes the logits of a micro-batch twice, which dropout of the head's adapter would make "
-                f"differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
-            )
-        )
-
-
-def _head_is_adapted(model: nn.Module) -> bool:
-    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
-    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
-    return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)
-
-
-# ---- the loss and the divisor of a step
-
-
-Loss = LossFunction | DocumentLoss | MicroBatchLoss | None
-LossFn = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses
-
-
-class LossTerm(Term):
-    """How a step makes its loss of rows, and what it divides their sum by.
-
-    Made by all ranks together. Raises LossError on every rank where one rank's loss or divisor cannot be used,
-    CommError where ranks have different ones, or some have neither.
-    """
-
-    def __init__(self, loss: Loss, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int) -> None:
-        """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
-        world = inputs.world
-        self._world = world
-        read = partial(_read_loss, loss, divisor, inputs.plan, world, chunk_rows, scores)
-        names = {"what": "losses, sets or divisors", "hint": _HINT}
-        self.loss_fn: LossFn
-        self.divisor: float
-        self.loss_fn, self.divisor, loss_text = read_and_compare_digest(
-            read, text_digest("a loss or a divisor"), world, _to_loss_error, **names
-        )
-        world.control.compare_digests(text_digest(loss_text), **names)
-        if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
-            self.loss_fn.refuse_dropout(inputs.language_model)
-        if inputs.backward and isinstance(self.loss_fn, MicroBatchPasses):
-            refuse_head_dropout(inputs.language_model, world, "MicroBatchLoss")
-
-    def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, loss_fn=self.loss_fn, divisor=self.divisor)
-
-    def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
-        if not isinstance(self.loss_fn, DocumentPasses):
-            return 0.0
-        return self.loss_fn.compute_coefficients_ahead(passes, batches)
-
-    def raise_error(self) -> None:
-        if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
-            return
-        error = None if self.loss_fn.error is None else _to_loss_error(self.loss_fn.error, self._world)
-        if self._world.control.any_rank(error is not None):
-            raise_first_error(self._world, error)
-        if isinstance(self.loss_fn, TokenLoss) or not self.loss_fn.check.differ_on_ranks(self._world):
-            return
-        raise on_all_ranks(
-            LossError(
-                f"the function of a {self.loss_fn.kind} gave other losses or derivatives on some ranks; let it depend "
-                f"on {self.loss_fn.given}, on the numbers of documents, and on values that are the same on every rank"
-            )
-        )
-
-    def sums(self) -> list[float]:
-        if not isinstance(self.loss_fn, DocumentPasses) or self.loss_fn.loss.figures is None:
-            return []
-        return self.loss_fn.sums.ravel().tolist()
-
-    def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        if not isinstance(self.loss_fn, DocumentPasses):
-            return {}
-        figures = self.loss_fn.loss.figures
-        made = {} if figures is None else figures(np.reshape(sums, self.loss_fn.sums.shape))
-        return {"forward_twice": self.loss_fn.forward_twice, "figures": made}
-
-
-_HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
-
-
-def _read_loss(
-    loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
-) -> tuple[LossFn, float, str]:
-    if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
-        kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, or None"
-        raise LossError(f"loss is {short_text(loss)}; give {kinds}")
-    if isinstance(loss, DocumentLoss):
-        sets = loss.check_sets(plan)
-        loss_fn = DocumentPasses(loss, sets, plan, world, chunk_rows, scores)
-        default = float(max(len(sets), 1))
-    elif isinstance(loss, MicroBatchLoss):
-        loss_fn = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
-        sets = tuple(loss.also)
-        default = 1.0
-    else:
-        sets = ()
-        default = default_divisor(plan)
-        loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
-    if isinstance(loss, DocumentLoss):
-        sets = (*sets, *loss.columns, *loss.also)  # which ranks compare
-    used_divisor = default if divisor is None else check_divisor(divisor)
-    return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {sets}"
-
-
-def check_divisor(divisor: Any) -> float:
-    number = divisor
-    if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
-        number = divisor.item()
-    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
-        raise LossError(
-            f"divisor is {short_text(divisor)}; give a positive number, the same on every rank: the number of "
-            "documents, or of targets, or of prompts"
-        )
-    return float(number)
-
-
-def _to_loss_error(error: Exception, world: World) -> LongspanError:
-    if isinstance(error, LongspanError):
-        return error
-    loss_error = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")
-    loss_error.__cause__ = error
-    return loss_error

@@ -1,4 +1,4 @@
-"""A loss of all tokens of a micro-batch's documents together, in one forward pass."""
+"""A loss of all tokens of a micro-batch's documents together, in one forward pass, whose head makes logits twice."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,17 +6,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from longspan.comm import World, to_device
-from longspan.errors import LossError
+from longspan.comm import World, on_all_ranks, to_device
+from longspan.errors import LossError, ModelError
 from longspan.layout import Floats
+from longspan.model.adapted_modules import is_adapted
+from longspan.model.marks import adapter_of_prepared_model
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plain_text import short_text
 from longspan.plan import Plan
+from longspan.train.log_probs import check_value_names
 from longspan.train.loss import Head, chunked_loss
-from longspan.train.read_rows import LocalBatch
+from longspan.train.rows.read_rows import LocalBatch
+from longspan.train.terms.loss_tokens import BatchTargets
 from longspan.train.terms.same_on_ranks import SameOnRanks
-from longspan.train.terms.token_loss import BatchTargets, check_value_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,3 +160,22 @@ def check_scalar(loss: Any, kind: str, documents: tuple[int, ...]) -> Tensor:
     raise LossError(
         f"the function of a {kind} gave {shape} for documents {documents}; return a floating-point tensor of one number"
     )
+
+
+def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
+    """Raise ModelError where dropout would make the logits of a micro-batch differ; entered by all ranks."""
+    adapter = adapter_of_prepared_model(model)
+    rate = adapter.dropout if adapter is not None else 0.0
+    if rate and world.control.any_rank(_head_is_adapted(model)):
+        raise on_all_ranks(
+            ModelError(
+                f"a {loss} makes the logits of a micro-batch twice, which dropout of the head's adapter would make "
+                f"differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
+            )
+        )
+
+
+def _head_is_adapted(model: nn.Module) -> bool:
+    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
+    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
+    return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)

@@ -26,7 +26,8 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.plain_text import short_text
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import LossFn, Passes, Term
-from longspan.train.read_rows import LocalBatch, text_digest
+from longspan.train.rows.agreed_reading import text_digest
+from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
 
 
@@ -81,9 +82,9 @@ class DepthsTerm(Term):
         divisor = passes.divisor
         # What the loss returns is divided by the step's divisor afterwards.
         shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
-        return replace(passes, loss_fn=partial(self._measure_losses, passes.loss_fn, shares), depths=self.depths)
+        return replace(passes, loss_fn=partial(self._add_depth_losses, passes.loss_fn, shares), depths=self.depths)
 
-    def _measure_losses(
+    def _add_depth_losses(
         self, main: LossFn, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
         total = main(batch, hidden, head)

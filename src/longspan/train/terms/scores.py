@@ -20,11 +20,13 @@ from longspan.layout import Floats
 from longspan.model.kinds import score_columns
 from longspan.model.layers import architecture_name
 from longspan.plan import Plan
-from longspan.train.passes import Passes, read_batches, run_passes
-from longspan.train.read_rows import WEIGHTS
+from longspan.train.passes import Passes, read_step_batches, run_passes
+from longspan.train.rows.read_rows import WEIGHTS
 from longspan.train.step_inputs import check_step_arguments
+from longspan.train.terms.collected_log_probs import CollectedLogProbs
 from longspan.train.terms.document_loss import DocumentLoss
-from longspan.train.terms.token_loss import CollectedLogProbs, LossFunction, LossTokens
+from longspan.train.terms.loss_tokens import LossTokens
+from longspan.train.terms.token_loss import LossFunction
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 _PROBLEMS: tuple[ProblemType, ...] = ("regression", "single_label_classification", "multi_label_classification")
@@ -160,7 +162,7 @@ def token_scores(
             f"{architecture_name(inputs.language_model)} predicts tokens and has no scores; use token_log_probs, or "
             "prepare a model with a head of scores"
         )
-    batches = read_batches(inputs, ())
+    batches = read_step_batches(inputs, ())
     collected = CollectedLogProbs(plan.lengths, loss_chunk_rows, scores=columns)
     run_passes(Passes.with_terms(inputs, (), collected), batches)
     values, sums = collected.gather_tables(world)

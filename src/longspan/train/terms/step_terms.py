@@ -48,7 +48,7 @@ def step_terms(
 
         loss = configured_loss(model)
     if loss is not None or divisor is not None:
-        from longspan.train.terms.document_loss import LossTerm
+        from longspan.train.terms.loss_term import LossTerm
 
         terms.append(LossTerm(loss, divisor, inputs, chunk_rows, scores))
     terms += depths  # to the measure of the loss they add their own

@@ -13,7 +13,7 @@ from longspan.config.text_values import NamedGroup
 from longspan.errors import ConfigError, plural
 from longspan.model.layers import towers_beside_text_model
 from longspan.plan.shape.name_patterns import meets_any
-from longspan.train.optim.optimizer import find_named_group, has_weight_decay, names_of_parameters
+from longspan.train.optim.parameter_groups import find_named_group, has_weight_decay, names_of_parameters
 
 _SHOWN = 16  # kinds of names that an error lists
 

@@ -22,15 +22,9 @@ from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Exchange, Integers, Partition
 from longspan.plain_text import excerpt, short_text
 from longspan.plan import Plan
-from longspan.train.read_rows import (
-    WEIGHTS,
-    NamesOfValues,
-    check_integers,
-    count_prefix_rows,
-    read_and_compare_digest,
-    reading_error,
-    text_digest,
-)
+from longspan.train.rows.agreed_reading import read_and_compare_digest, reading_error, text_digest
+from longspan.train.rows.read_rows import WEIGHTS, NamesOfValues, check_integers
+from longspan.train.rows.visible_spans import count_prefix_rows
 
 IDS = "ids"
 LABELS = "labels"
@@ -185,9 +179,9 @@ class GatheredDocument:
         )
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        left_out = {IDS, LABELS} if self._facts["weighted"] else {IDS, LABELS, column_name_of_number(WEIGHTS)}
+        left_out = {IDS, LABELS} if self._facts["weighted"] else {IDS, LABELS, number_column(WEIGHTS)}
         read_column = self._documents.read_column
-        # Names without the dot of `column_name_of_number`; numbers travel as the bits of float64.
+        # Names without the dot of `number_column`; numbers travel as the bits of float64.
         return {
             name[1:]: read_column(name, self._number, positions).view(np.float64)
             for name in self._documents.names
@@ -198,7 +192,7 @@ class GatheredDocument:
 # ---- columns, and runs of rows
 
 
-def column_name_of_number(name: str) -> str:
+def number_column(name: str) -> str:
     """Return the name of a column of numbers: with a dot, so that numbers may be called "ids" or "labels" too."""
     return f".{name}"
 
@@ -235,14 +229,14 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     of one rank have and those of another have not, and where two ranks bring the same documents.
     """
 
-    def read_local_documents() -> "_Local":
+    def read_local_documents() -> "_ReadDocuments":
         _check_local_documents(local)
-        read = _Local()
+        read = _ReadDocuments()
         for number, document in enumerate(_iterate_documents(local)):
             read.add_document(number, document)
         return read
 
-    return _gather_shares(
+    return _join_shares(
         result_or_first_error(world, read_local_documents, lambda error: reading_error(error, world)), world
     )
 
@@ -257,7 +251,7 @@ class _Share(NamedTuple):
     digest: bytes  # of all that the documents hold; empty for fewer than two different ones
 
 
-class _Local:
+class _ReadDocuments:
     def __init__(self) -> None:
         self._facts, self._documents = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names = NamesOfValues()
@@ -298,7 +292,7 @@ class _Local:
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {
-            column_name_of_number(name): np.asarray(value, dtype=np.float64).view(np.int64)
+            number_column(name): np.asarray(value, dtype=np.float64).view(np.int64)
             for name, value in values.items()
         }
         self._documents.append(columns | bits)
@@ -354,7 +348,7 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
 # ---- what all ranks make of the shares
 
 
-def _gather_shares(local: _Local, world: World) -> GatheredDocuments:
+def _join_shares(local: _ReadDocuments, world: World) -> GatheredDocuments:
     """Documents are numbered in the order of ranks; facts (D, columns) lie by number, the last is where rows begin."""
     shares = world.control.gather_objects(local.make_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)
@@ -375,7 +369,7 @@ def _gather_shares(local: _Local, world: World) -> GatheredDocuments:
 
 def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
-    all_names = {name for _, share in having for name in share.names} - {column_name_of_number(WEIGHTS)}
+    all_names = {name for _, share in having for name in share.names} - {number_column(WEIGHTS)}
     for name in sorted(all_names):
         brings = [rank for rank, share in having if name in share.names]
         if len(brings) < len(having):

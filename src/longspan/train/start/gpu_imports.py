@@ -1,47 +1,18 @@
-"""The seconds of a start by part, from the command to the end of step 1, as the first rank sees them.
-
-A part is all that happens between two notes, whatever thread does it. A run logs them in one line after its first step
-and keeps them in run.json under "starts"; `bench/training/first_steps.py` records them.
-
-`begin_gpu_imports` takes the modules that only GPUs need out of that line: a thread imports them while the rank makes
-its CUDA context, joins the others and reads its data.
-"""
+"""Modules that only GPUs need, imported by a thread while the rank makes its CUDA context and reads its data."""
 
 import sys
 import threading
-import time
 from contextlib import suppress
 from importlib import import_module
 
 # What the first step on GPUs would import: the compiler of layers and the kernels of FlashAttention-4.
 GPU_MODULES = ("triton", "torch._inductor.compile_fx", "flash_attn.cute.interface")
+
+
 # Seconds that a thread which imports may keep the main one waiting (Python's: 5 ms). An operator or a message of some
 # tens of microseconds gives the interpreter away, and waits that long to have it back: 300 products of 160 x 160 on a
 # CPU took 0.03 s alone, 2.1 s beside a thread of Python's default, and 0.4 s beside one that takes turns of this.
 TURN = 0.0005
-
-
-class Starts:
-    """Seconds by part of one process's start, which begins here."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-        self._last = time.time()
-
-    def end_part(self, name: str) -> None:
-        """Note that a part has ended now; the next one begins. Parts of one name are added."""
-        now = time.time()
-        self.parts[name] = self.parts.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def to_json(self) -> dict[str, float]:
-        return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
-            "total": round(sum(self.parts.values()), 2)
-        }
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
-        return f"ready after {sum(self.parts.values()):.1f} s: {parts}"
 
 
 def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread:

@@ -4,25 +4,26 @@ The label of position p of a document is what its token p + 1 is to be; a docume
 none. So labels are made inside documents, before the sequence is split.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm import SequenceShard, World, bind, raise_first_error
+from longspan.comm import SequenceShard, World, bind
 from longspan.data.document import NO_TARGET, Labelled, Valued
-from longspan.errors import DataError, LongspanError
+from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
-from longspan.model.seams.call_rules import CallRules, call_rules
-from longspan.model.seams.model_calls import PARTS_OF_POSITIONS
+from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
+from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
+from longspan.train.rows.positions import read_own_positions
+from longspan.train.rows.visible_spans import bind_spans
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -118,29 +119,6 @@ def target_rows(batch: LocalBatch) -> Integers:
     return np.flatnonzero(batch.labels != NO_TARGET)
 
 
-def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
-    """Return the document and the position of each local row (T,), on the host; the document of padding is −1."""
-    documents: list[Integers] = []
-    positions: list[Integers] = []
-    for shard_part in shard.parts:
-        segments = shard_part.segments()
-        sizes = segments.stop - segments.start
-        documents.append(
-            np.asarray(shard_part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)]
-        )
-        # Row `offset` of the part is position `start` of the segment's document.
-        positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
-    return np.concatenate(documents), np.concatenate(positions)
-
-
-def rows_before(micro_batch: MicroBatch, documents: Integers) -> Integers | int:
-    """Return, for rows of these documents (n,), the rows before each document's own: those of prefixes."""
-    if all(group.parents is None for group in micro_batch.groups):
-        return 0
-    bases = {d: base for group in micro_batch.groups for d, base in zip(group.documents, group.bases, strict=True)}
-    return np.array([bases[document] for document in documents.tolist()], dtype=np.int64)
-
-
 @dataclass(frozen=True)
 class _Reader:
     documents: Any
@@ -226,16 +204,13 @@ def check_integers(document: int, values: npt.NDArray[Any], positions: Integers,
         )
 
 
-T = TypeVar("T")
-
-_RUN = 4096  # labels that are read at a time, until one is a target
 _HINT = (
     "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
     "ranks or on none, and temperature= be the same"
 )
 
 
-def read_local_batches(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
+def read_rows_of_step(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
@@ -262,37 +237,6 @@ def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
     documents = copy(inputs.documents)
     documents.documents = gathered.rows_under(inputs.plan, depths)
     return replace(inputs, documents=documents)
-
-
-def text_digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
-
-
-def reading_error(error: Exception, world: World) -> LongspanError:
-    message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    rank_error = DataError(f"rank {world.rank} could not read its rows: {message}")
-    rank_error.__cause__ = error
-    return rank_error
-
-
-def read_and_compare_digest(
-    read: Callable[[], T],
-    digest: str,
-    world: World,
-    make_error: Callable[[Exception, World], LongspanError] = reading_error,
-    **names: str,
-) -> T:
-    """Read, and compare a digest over all ranks; where any rank cannot read, every rank raises that rank's error."""
-    result = None
-    failure = None
-    try:
-        result = read()
-    except Exception as error:  # a corpus, or sets, may raise anything: the other ranks must learn of it
-        failure = make_error(error, world)
-    (failed,) = world.control.compare_digests(digest, failure is not None, **names)
-    if failed:
-        raise_first_error(world, failure)
-    return result  # pyright: ignore[reportReturnType]
 
 
 def read_micro_batches(
@@ -336,94 +280,3 @@ def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceS
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64), {})
-
-
-# ---- rows that see each other besides the causal mask
-
-
-def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None") -> SequenceShard:
-    """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
-
-    Raises DataError for a prefix that the model's window would cut.
-    """
-    if rules.prefix:
-        return shard.with_spans(dict(_document_prefixes(shard, rules, documents, items)))
-    if items is None:
-        return shard.with_spans({})
-    return shard.with_spans({d: items.runs(d, rules.in_spans) for d in shard.micro_batch.documents})
-
-
-def _document_prefixes(
-    shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None"
-) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]  # −1: padding
-    for group in groups:
-        for number, length in zip(group.documents, group.lengths, strict=True):
-            document = documents[number]
-            prefix = count_prefix_rows(document, number, length, items)
-            if rules.prefix_window is not None and prefix > rules.prefix_window:
-                raise DataError(
-                    f"document {number} has a prefix of {prefix} rows, and layers of {rules.architecture} a window of "
-                    f"{rules.prefix_window}, which a prefix is not cut by; give shorter prompts"
-                )
-            yield number, [(0, prefix)] if prefix else []
-
-
-def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable | None" = None) -> int:
-    """Return how many rows of a document stand before its first target; all of them if it has no target."""
-    # gathered: rows are on other ranks
-    if (known_rows := getattr(document, "rows_before_targets", None)) is not None:
-        return known_rows
-    for start in range(0, length, _RUN):
-        positions = np.arange(start, min(start + _RUN, length))
-        targets = positions > 0
-        if isinstance(document, Labelled):
-            targets = np.asarray(document.labels(positions)) != NO_TARGET
-        if items is not None:
-            targets = targets & ~items.placeholder_mask(number, start, int(positions[-1]) + 1)
-        if targets.any():
-            return start + int(targets.argmax())
-    return length
-
-
-# ---- positions in several parts
-
-
-def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
-    """Return the positions (n, T) of a shard's local rows; None if no document has positions of its own.
-
-    `positions_of(d)` gives the positions (n, tokens) of a whole document d, or None if they are plain: then each of the
-    n parts counts its tokens. Raises DataError for positions of another shape.
-    """
-    lengths = {
-        d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)
-    }
-    document_of_row, position_of_row = documents_and_positions(shard)
-    by_document = {
-        d: _checked_positions(positions_of(d), d, lengths[d]) for d in np.unique(document_of_row).tolist() if d >= 0
-    }
-    parts = {len(positions) for positions in by_document.values() if positions is not None}
-    if not parts:
-        return None
-    if len(parts) > 1:
-        raise DataError(f"documents have positions in {sorted(parts)} parts; give all of them as many")
-    positions = np.tile(position_of_row, (parts.pop(), 1))
-    for document, parts_of_one in by_document.items():
-        if parts_of_one is not None:
-            is_token = position_of_row < lengths[document]  # rows after these pad the document
-            rows = np.flatnonzero((document_of_row == document) & is_token)
-            positions[:, rows] = parts_of_one[:, position_of_row[rows]]
-    return positions
-
-
-def _checked_positions(positions: Any, document: int, length: int) -> Integers | None:
-    if positions is None:
-        return None
-    positions = np.asarray(positions)
-    is_valid = positions.ndim == 2 and len(positions) in PARTS_OF_POSITIONS and positions.shape[1] == length
-    if not is_valid or positions.dtype.kind not in "iu":
-        raise DataError(
-            f"document {document} gave positions of {positions.dtype} and shape {positions.shape}; give integers of "
-            f"shape (3, {length}), one column for each of its {length} tokens"
-        )
-    return positions.astype(np.int64, copy=False)

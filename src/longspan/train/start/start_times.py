@@ -1,0 +1,30 @@
+"""The seconds of a start by part, from the command to the end of step 1, as the first rank sees them.
+
+A part is all that happens between two notes, whatever thread does it. A run logs them in one line after its first step
+and keeps them in run.json under "starts"; `bench/training/first_steps.py` records them.
+"""
+
+import time
+
+
+class Starts:
+    """Seconds by part of one process's start, which begins here."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._last = time.time()
+
+    def end_part(self, name: str) -> None:
+        """Note that a part has ended now; the next one begins. Parts of one name are added."""
+        now = time.time()
+        self.parts[name] = self.parts.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def to_json(self) -> dict[str, float]:
+        return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
+            "total": round(sum(self.parts.values()), 2)
+        }
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
+        return f"ready after {sum(self.parts.values()):.1f} s: {parts}"
