@@ -39,8 +39,8 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, dict[str, Any], str]] = {
         lambda: adapted(intermediate_size=100),
         Layout(ranks=1),
         {},
-        r"the weights of LlamaForCausalLM cannot be frozen as 'nf4': model.layers.0.mlp.down_proj.weight: its rows have "
-        "100 numbers, which blocks of 64 do not divide, as 1 more; or use",
+        r"the weights of LlamaForCausalLM cannot be frozen as 'nf4': model.layers.0.mlp.down_proj.weight: its rows "
+        "have 100 numbers, which blocks of 64 do not divide, as 1 more; or use",
     ),
     "a width that tp cuts": (
         lambda: adapted(intermediate_size=192),

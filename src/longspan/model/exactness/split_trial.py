@@ -49,6 +49,7 @@ class SplitTrial:
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Compare this call with the twin's, once, and then run the block as before."""
             if not torch.is_inference_mode_enabled():  # which allows no gradients: the call after is compared
                 unit.forward = inner
                 self._compare_call(inner, args, kwargs)
@@ -87,6 +88,7 @@ class SplitTrial:
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
+        """Return the error for a split that is wrong, with what a user can do about it."""
         tp = world_of(self._key).home.tp
         return ModelError(
             f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "

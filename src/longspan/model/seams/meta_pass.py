@@ -180,6 +180,7 @@ class _NoteCallNames(TorchFunctionMode):
     """Records which function of torch is running, under the name by which the model called it."""
 
     def __init__(self) -> None:
+        """Begin outside of any function: `running` is ""."""
         super().__init__()
         self.running = ""
 

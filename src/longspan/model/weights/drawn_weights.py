@@ -52,6 +52,7 @@ class RandomWeights(DrawnWeights):
     """All weights of a model, on the meta device, as it is: later it may be cut into stages and sharded."""
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """Keep a copy of the model, from which units are drawn when they are read."""
         model = deepcopy(model)
         super().__init__(dict(persistent_buffers(model)), _units_to_draw(model), seed)
 

@@ -56,6 +56,7 @@ class DeferredWeights:
     """What fills a model once it is prepared, and which names of the model mean one tied parameter."""
 
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
+        """Note the names of tied parameters of the whole model, which stages do not know."""
         self.source = source
         self._first_name = tied_names(model)
 
@@ -125,7 +126,9 @@ def find_deferred_weights(model: nn.Module) -> DeferredWeights | None:
 
 
 def stored_formats(model: nn.Module) -> dict[str, Any]:
-    """Return the PackedFormats of weights, by name, if the folder that will fill the model has them in 4 or 8 bits."""
+    """Return the PackedFormats of weights, by name, if the folder that will fill the model has them in 4 or 8 bits;
+    else {}.
+    """
     deferred = find_deferred_weights(model)
     source: Any = None if deferred is None else deferred.source
     while hasattr(source, "base"):
