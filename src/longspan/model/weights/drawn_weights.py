@@ -32,9 +32,6 @@ class DrawnWeights:
         self._units = [*units]
         self._seed = seed
 
-    def __str__(self) -> str:
-        return "the drawn model"
-
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of these parts of parameters."""
         for name in self._values.keys() & parts.keys():

@@ -35,9 +35,6 @@ class JoinedWeights:
         self.base: WeightSource = model
         self.added = added
 
-    def __str__(self) -> str:
-        return str(self.base)
-
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         yield from self.base.read(parts, device)
         yield from self.added.read(parts, device)
@@ -95,7 +92,7 @@ class DeferredWeights:
                 local_tensor(copy).copy_(part)
             del part  # before the next is read
             missing.discard(name)
-        assert not missing, f"{self.source} lacks {', '.join(sorted(missing)[:4])}, and was not checked"
+        assert not missing, f"the source of weights lacks {', '.join(sorted(missing)[:4])}, and was not checked"
 
     def _stock_name(self, adapted_name: str) -> str:
         """Return the name under which the source has a parameter: without its adapter, and the first of a tied one."""
