@@ -148,6 +148,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     arguments["attention_mask"] = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.bool)
 
     def run_class(rows: slice, hand_out: Callable[[Tensor, int], Tensor], **changes: Any) -> Tensor:
+        """Run the class's forward over some rows; its cache's `update_indexer` is `hand_out` (index keys, layer)."""
         of_rows = {name: _take_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
         stand_in = SimpleNamespace(update_indexer=hand_out)
         return type(indexer).forward(indexer, **of_rows | changes | {cache: stand_in})
