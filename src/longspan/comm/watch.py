@@ -109,6 +109,7 @@ class Watch:
     current: Operation | None = None
     last_failed: Operation | None = None  # the last that failed here, and got or gets a report
     last_label: str = "nothing yet"
+    notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
     open_watches: "Callable[[], Sequence[Watch]]" = lambda: ()  # of every world that is open on this rank
     named_operation: Operation | None = None  # around collectives that others start
     background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
@@ -188,7 +189,9 @@ class Watch:
             f"{'; '.join(report.causes)}"
         )
         if report.reporter in (self.rank, -1):
-            text = "\n  ".join([text, *report.activities, f"the backend said: {error_in_one_line(error)}"])
+            text = "\n  ".join(
+                [text, *report.activities, *self.notes, f"the backend said: {error_in_one_line(error)}"]
+            )
         else:
             text = f"{text} (rank {report.reporter} prints what each rank does)"
         failure = (CommError if report.own_error else RankLostError)(text)
