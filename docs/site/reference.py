@@ -21,11 +21,12 @@ from longspan.cli.doctor import DoctorFlags
 from longspan.cli.eval import EvalFlags, refuse_training_keys
 from longspan.cli.examples import ExamplesFlags
 from longspan.cli.export import ExportFlags
-from longspan.cli.flags import TrainFlags, flag_types, word_fields
+from longspan.cli.flags import flag_types, word_fields
 from longspan.cli.generate import GenerateFlags
 from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
+from longspan.cli.train_flags import TrainFlags
 from longspan.cli.upgrade import UpgradeFlags
 from longspan.config.keys import class_texts, section_keys, section_texts
 from longspan.config.sections import section_kinds

@@ -127,6 +127,7 @@ class Evaluations:
                 yield self._evaluate_set(entry, at_degree, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlannerConfig, done: int) -> Evaluation | None:
+        """Evaluate a set under these plans after `done` steps; None, which is logged, where a signal ended it."""
         degree = f"at cp {choice.degree}" if choice.has_one_degree else f"by {choice.planner} plans"
         subject = " ".join(filter(None, (entry.name and f"of {entry.name}", degree)))
         options = EvaluationOptions(
@@ -180,10 +181,14 @@ class Evaluations:
         self.display.log(f"after step {done}: {written.cost}")
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
+        """Return whether metrics.jsonl, of the first rank, has an evaluation of the set after `done` steps."""
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
-        """`take_new_rows` gives the row of the first evaluation alone: a degree changes no loss."""
+        """Write the rows and plans of a set's evaluations, in the order of degrees, and show them.
+
+        `take_new_rows` gives the row of the first evaluation alone: a degree changes no loss.
+        """
         world = self.run.world
         self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
         for evaluation in sorted(evaluations, key=attrgetter("cp")):

@@ -83,7 +83,7 @@ def write_model_files(
         replace_with_copy(folder / GENERATION, directory / GENERATION)
     else:
         (directory / GENERATION).unlink(missing_ok=True)
-    stops, missing = _add_stops(directory, config, ends)
+    stops, missing = _add_stop_ids(directory, config, ends)
     if missing:
         name = settings.source or settings.preset_name
         alone = "; with the adapter alone give it to generate()" if adapter else ""
@@ -98,11 +98,14 @@ def write_model_files(
         )
 
 
-def _add_stops(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
-    """Add `ends` to eos_token_id of generation_config.json; return all ids there, and the names that it lacked."""
+def _add_stop_ids(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
+    """Add `ends` to eos_token_id of generation_config.json in `directory`, which is made if it is not there.
+
+    Returns all ids there, and the names that it lacked. Raises DataError for a file that cannot be read.
+    """
     file = directory / GENERATION
     if file.is_file():
-        read_stop_token_ids(directory)  # raises DataError for a file that is none
+        read_stop_token_ids(directory)  # for its errors
         settings = read_json(file)
     else:
         settings = GenerationConfig.from_model_config(config).to_diff_dict()
@@ -227,11 +230,16 @@ def check_steps_left(
 
 
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _with_preset_name(state.get("config", {})), _with_preset_name(json.loads(json.dumps(config.tables())))
+    """Return the tables of a checkpoint's configuration and of this one, both as JSON gives them back."""
+    tables = json.loads(json.dumps(config.tables()))
+    return _tables_with_preset_name(state.get("config", {})), _tables_with_preset_name(tables)
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    """A key that the checkpoint lacks, or that is "auto" now, is not compared."""
+    """Raise CheckpointError where documents had another order, ConfigError where a key that a run keeps has changed.
+
+    A key that the checkpoint lacks, or that is "auto" now, is not compared. `path` is the checkpoint of `state`.
+    """
     order = ORDER_OF_SOURCES if config.data.sources else ORDER
     if state.get("order") != order:
         raise CheckpointError(
@@ -258,14 +266,18 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             )
 
 
-def _with_preset_name(config: dict[str, Any]) -> dict[str, Any]:
-    # also a default preset, which may have been left out
+def _tables_with_preset_name(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a configuration with the name of its preset, also of a default one that was left out."""
     model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
     return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 
 
 def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
-    """Keys of the folder, of hosts and of evaluation may change, and so may one that is "auto" now."""
+    """Raise ConfigError where a run that has come to its end has other keys now, else log that it is shown.
+
+    `before` and `now` are tables of configurations. Keys of the folder, of hosts and of evaluation may change, and so
+    may one that is "auto" now.
+    """
     changes = [
         f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
         for section in sorted(now.keys() & before.keys() - {"run", "checkpoint", "evaluation"})
@@ -356,23 +368,29 @@ def resolve_run(
 
 
 def resolve_with_kept_rows(config: RunConfig, facts: Facts, world: World, log: LogLine) -> Resolved:
-    """Resolve a configuration with rows of a slot that are "auto", and keep the rows that it gets."""
+    """Resolve a configuration with rows of a slot that are "auto", and keep the rows in the run's folder.
+
+    Where an earlier start has kept rows, they hold again. Entered by all ranks; the first decides.
+    """
     resolved = resolve_on_ranks(config, facts, world, log, decide=_resolve_or_take_kept)
-    kept = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
-    assert kept is not None
-    log(kept.line)
+    kept_rows = run_on_first_rank(world, partial(read_kept_rows, config, len(world.home.ranks)), ConfigError)
+    assert kept_rows is not None
+    log(kept_rows.line)
     return resolved
 
 
 def _resolve_or_take_kept(config: RunConfig, facts: Facts) -> Resolved:
-    """Memory is planned for the rows that were chosen at first, also where the run has halved them since."""
+    """Resolve with the rows that the run's folder has, else choose rows and write them there; on the first rank.
+
+    Memory is planned for the rows that were chosen at first, also where the run has halved them since.
+    """
     ranks = len(facts.home.ranks)
-    kept = read_kept_rows(config, ranks)
-    resolved = resolve(set_rows(config, kept.planned) if kept else config, facts)
-    if kept is None:
+    kept_rows = read_kept_rows(config, ranks)
+    resolved = resolve(set_rows(config, kept_rows.planned) if kept_rows else config, facts)
+    if kept_rows is None:
         keep_rows(config, int(resolved.config.context.max_tokens_per_slot), ranks)
-    elif kept.rows < kept.planned:
-        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
+    elif kept_rows.rows < kept_rows.planned:
+        halved = resolve(set_rows(config, kept_rows.rows), replace(facts, budget=None))
         cost = Way(halved.config, facts).cost(resolved.memory)
         resolved = replace(halved, memory=resolved.memory, cost=cost)
     return resolved
@@ -397,7 +415,7 @@ def set_up(
     memory = resolved.memory
     data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
-    compared = data.list_compared(config, done) if config.train.needs_reference else ()
+    compared = data.list_reference_documents(config, done) if config.train.needs_reference else ()
     has_references = open_references(compared, config, world) if compared else True
     reads_checkpoint = checkpoint is not None and has_references
     model = set_up_model(data, config, configuration, memory, world, log, resumed=reads_checkpoint)
