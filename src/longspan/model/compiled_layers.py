@@ -101,6 +101,7 @@ def compiled_graphs_text() -> str:
 
 
 def _compile_one_layer(layer: nn.Module) -> None:
+    """Replace a layer's forward by its class's, compiled; mixers and modules with forwards of their own run outside."""
     _set_up_compiler()
     restore_class_norms(_modules_in_graphs(layer))
     # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
@@ -123,11 +124,12 @@ def _compile_one_layer(layer: nn.Module) -> None:
 
 @break_graphs_around
 def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the forward of a module in a compiled layer: a graph ends before it, and another begins after."""
     return module.forward_outside_graphs(*args, **kwargs)
 
 
 def _set_up_compiler() -> None:
-    """For all that this process compiles.
+    """Set torch's compiler for all that this process compiles.
 
     Of 35 s for a dense layer's graphs on a CPU the cache of shapes took 9; without constants each graph was traced anew
     once a number was found not to change (5 s).
@@ -153,19 +155,23 @@ def start_compile_workers(ranks_of_host: int) -> None:
 
 
 def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
+    """List the modules of a layer that are compiled with it: all but mixers and what is in them."""
     outside = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
     return [module for module in layer.modules() if module not in outside]
 
 
 @dataclass(eq=False)
 class _CompiledForward:
-    """A layer's compiled forward (`run`)."""
+    """A layer's compiled forward: `run` is its class's, compiled."""
 
     layer: nn.Module
     run: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A single row would take a graph of its own: the class's code runs it."""
+        """Run the compiled forward on hidden states (1, T, D) that look alike in every pass, so that graphs are shared.
+
+        A single row would take a graph of its own: the class's code runs it.
+        """
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return class_forward(self.layer)(self.layer, *args, **kwargs)
@@ -198,6 +204,7 @@ class _RequireGradient(torch.autograd.Function):
 
 
 def _run_within_checkpoint(layer_run: _CompiledForward, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the forward of a layer whose class runs its checkpoint there: the compiled forward goes inside it."""
     layer: Any = layer_run.layer
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(layer_run, **kwargs), *args)

@@ -41,7 +41,7 @@ def find_score_head(model: Any) -> Any:
 
 
 class _ScoresOfRows:
-    """Goes before a stock class of transformers: its forward without the choice of rows."""
+    """Mixed in before a stock class of transformers: its forward gives the scores of all rows, not of chosen ones."""
 
     makes_scores = True
 
@@ -60,7 +60,10 @@ class _ScoresOfRows:
 
 @cache
 def _class_with_row_scores(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The name and the module stay, by which transformers finds sources and a saved folder its class."""
+    """Return a subclass whose forward makes the scores of all rows.
+
+    Its name and module are the stock class's, by which transformers finds sources and a saved folder its class.
+    """
     return type(stock.__name__, (_ScoresOfRows, stock), {"__module__": stock.__module__})
 
 
@@ -119,10 +122,11 @@ def score_class(config: PreTrainedConfig, kind: str = SCORE_HEADS[0]) -> type[Pr
 
 @cache
 def _make_score_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[PreTrainedModel]:
-    family = next(x for x in causal.__mro__ if x.__name__.endswith("PreTrainedModel"))
+    """Make the class with a head of this `kind` over a causal class's base model, from transformers' `generic` one."""
+    family_base = next(cls for cls in causal.__mro__ if cls.__name__.endswith("PreTrainedModel"))
     name = causal.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + kind
     prefix = {"base_model_prefix": "model", "__module__": causal.__module__}
-    return type(name, (generic, family), prefix)
+    return type(name, (generic, family_base), prefix)
 
 
 def add_score_head(
@@ -153,7 +157,7 @@ def add_score_head(
             f"{type(base_model(scored)).__name__}; give an AutoModelForCausalLM of this configuration"
         )
     setattr(scored, scored.base_model_prefix, base)
-    for module in base.modules():  # one configuration, in which transformers before 5.17 finds how layers attend
+    for module in base.modules():  # one configuration for all, which `prepare` changes
         if getattr(module, "config", None) is model.config:
             module.config = scored.config
     head = find_score_head(scored)

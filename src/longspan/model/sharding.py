@@ -1,4 +1,4 @@
-"""How a model's layers are brought under a home, and its parameters over the slots: FSDP2, or a copy on every rank.
+"""A model's parameters over the slots: sharded by FSDP2, layer by layer, or a copy on every rank.
 
 Either way a gradient is the plain sum over slots: the loss is divided by the plan's targets before backward, so nothing
 here divides.
@@ -88,7 +88,7 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
 
 
 def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
-    """FSDP2 would fail in the first step: what is trained and gathered as one is of one type."""
+    """Raise ModelError where parameters that are trained and gathered as one differ in type: FSDP2 fails in a step."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     taken = {id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()}
     for block in (*blocks, root):
@@ -105,7 +105,7 @@ def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
-    """Sums are neither cast, nor summed over replicas, which a mesh of one axis lacks."""
+    """Return whether FSDP2's sums are the gradients themselves: neither cast, nor summed over replicas after it."""
     for group in reduction_groups([module]):
         trained = [
             parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
@@ -175,7 +175,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
-    """Yield FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
+    """Yield FSDP2's groups of parameters, each gathered and summed by one message; modules of one block have one."""
     # modules of one block share a state
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -202,7 +202,10 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
 
 
 def _sum_flat_over_slots(gradients: Sequence[Tensor], world: World) -> None:
-    """A reduce-scatter and an all-gather of one flat buffer; half precision is summed in float32."""
+    """Replace gradients by their sums over the slots, in place: a reduce-scatter and an all-gather of one buffer.
+
+    Half precision is summed in float32.
+    """
     channel = world.channels.find_channel(tuple(range(world.home.slots)))
     flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
@@ -254,7 +257,7 @@ class ShardingFeature(Feature):
             refuse_shared_layers(model, layers, shared_blocks(layers))
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
-        """Blocks come before the layers around them."""
+        """Shard shared blocks, layers, towers and depths, then what is left; or move a copy to the device."""
         if self._sharding.shard_parameters:
             layers = decoder_layers(model)
             blocks = (

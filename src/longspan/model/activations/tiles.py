@@ -30,7 +30,7 @@ from longspan.model.layers import layers_and_mtp_blocks
 from longspan.model.marks import keep_float8_weights
 
 ROWS = -2  # the dim of rows (…, R, W)
-TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
+TILE_ROWS = "tile_rows"  # an attribute of experts that run over tiles: the most rows of one
 
 
 def count_tiles(rows: int, tile_rows: int) -> int:
@@ -74,6 +74,7 @@ def run_in_tiles(
 
 
 def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+    """Run a function on each tile, into one output (…, R, V). ModelError where it changes the number of rows."""
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -91,6 +92,7 @@ def _run_tile_by_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count:
 
 
 def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
+    """Yield each of `count` tiles: its views of all tensors (…, R, W), None where there is no tensor."""
     return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
@@ -127,6 +129,10 @@ class _RunTiles(torch.autograd.Function):
         contexts: tuple[MakeContext, MakeContext],
         *tensors: Tensor,
     ) -> Tensor:
+        """`tensors` are `row_tensors` tensors of rows, then parameters; `nodes` holds the context of `_KeepRows`.
+
+        `contexts` make the autocast context of backward, and the one around each pass.
+        """
         ctx.run = run
         ctx.node = nodes[0]
         ctx.count = count
@@ -165,7 +171,11 @@ def _add_tile_gradients(
     into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run a tile again; its rows' gradients go `into` (None: not needed), the parameters' are added to `sums`."""
+    """Run a tile again, and its backward pass from `dout`, the gradient of its output.
+
+    Gradients of its rows are written into the tensors of `into` (None: not needed), those of the `trained` parameters
+    are added to `sums`, in place.
+    """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(part is not None) for x, part in zip(tile, into, strict=True)]
         inputs = [*(x for x in leaves if x.requires_grad), *trained]

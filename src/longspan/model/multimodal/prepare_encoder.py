@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.activations.recompute import checkpoint_measure, run_checkpointed
+from longspan.model.activations.recompute import run_checkpointed, uniform_policy
 from longspan.model.multimodal.split_encoder import find_split_parts, split_encoder
 from longspan.model.seams.norms import split_long_norms
 from longspan.model.sharding import Sharding, shard_over_slots
@@ -95,10 +95,10 @@ def prepare_encoder(
     sharding = Sharding(
         shard_parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
-    measure = checkpoint_measure(activation_checkpointing)
+    policy = uniform_policy(activation_checkpointing)
     _check_encoder_can_be_prepared(module, world, sharding)
     units = encoder_blocks(module, blocks)  # sharded and recomputed one at a time; none: the encoder as one
-    if not units and measure != "none":
+    if not units and policy != "none":
         raise ModelError(
             f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
             "blocks=, or switch activation checkpointing off"
@@ -109,7 +109,7 @@ def prepare_encoder(
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():
-        _wrap_in_checkpoint(block, measure)
+        _wrap_in_checkpoint(block, policy)
     for trial in trials:  # once forwards are wrapped: a trial replaces the wrapped one for its call
         trial.hook_next_call()
     if sharding.shard_parameters:
@@ -163,9 +163,9 @@ def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
     world.control.compare_digests(digest, what=f"weights of {type(module).__name__}", hint=hint)
 
 
-def _wrap_in_checkpoint(block: nn.Module, measure: str) -> None:
+def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:
     """FSDP2's hooks on the module stay around the wrapper."""
-    if measure == "none":
+    if policy == "none":
         return
     inner: Any = block.forward
 
@@ -174,7 +174,7 @@ def _wrap_in_checkpoint(block: nn.Module, measure: str) -> None:
         run = partial(inner, **kwargs)
         if not torch.is_grad_enabled():
             return run(*args)
-        return run_checkpointed(run, *args, measure=measure)
+        return run_checkpointed(run, *args, policy=policy)
 
     block.forward = forward
 

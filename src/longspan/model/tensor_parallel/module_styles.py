@@ -98,11 +98,12 @@ def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
 
 
 def modules_named_experts(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the experts of a decoder layer by name: modules named "experts"."""
+    """Return the modules of a decoder layer that are named "experts", by name, whatever interface they have."""
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
 def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
+    """Yield mixers, and the modules and parameters that the plan names; nothing inside of mixers and experts."""
     mixers = find_mixers(model)
     mixer_prefixes = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
@@ -121,6 +122,7 @@ def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], 
 
 
 def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
+    """Return the style of the first pattern that a qualified name fits; None without one, or if it does nothing."""
     style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
     return None if style in _WITHOUT_EFFECT else style
 
@@ -136,10 +138,11 @@ def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
 
 
 def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
-    """All layers share one entry, as their numbers are alike.
+    """Return the sizes that tp must divide, by what they are; all layers share one entry, as their sizes are alike.
 
-    A column-wise linear splits its outputs, a packed one half of them, others inputs; attention's divide where heads
-    do, except whole inputs (SPLIT_INPUT).
+    ModelError for a style of a parameter, or of a module that is no linear, which cannot be split. A column-wise linear
+    splits its outputs, a packed one half of them, others inputs; attention's divide where heads do, except whole inputs
+    (SPLIT_INPUT).
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in styled_modules:
@@ -165,7 +168,10 @@ def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModul
 
 
 def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Without a number of key/value heads, each query head has its own."""
+    """Yield the numbers of query and key/value heads, of the model and of layers with numbers of their own.
+
+    Without a number of key/value heads, each query head has its own.
+    """
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]

@@ -19,7 +19,7 @@ from longspan.model.tensor_parallel.split_modules import ROWS, sum_partial_gradi
 
 
 def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], world: World) -> None:
-    """Let norms and residuals work on 1 / tp of a slot's rows, from the embedding to the last norm.
+    """Let norms and residuals of a split model work on 1 / tp of a slot's rows, from the embedding to the last norm.
 
     Gradients of norms are summed over tp. The last norm gathers all rows of its output; depths take their part of these
     again.
@@ -52,7 +52,8 @@ def single_and_full_row_modules(
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the children of a decoder layer that work on single rows, and those that must be given all rows.
 
-    The latter are blocks of experts and unsplit attention; split blocks gather rows themselves.
+    ModelError for a child that is neither, nor a split block. The latter are blocks of experts and unsplit attention;
+    split blocks gather rows themselves.
     """
     single_row_modules, full_row_modules = list[nn.Module](), list[nn.Module]()
     blocks = split_block_names(styled_modules)
@@ -79,10 +80,7 @@ def single_and_full_row_modules(
 
 
 def final_norm_name(model: PreTrainedModel) -> str:
-    """Return the name of the norm after the layers in the base model.
-
-    ModelError without one, or embedding or layers.
-    """
+    """Return the name of the norm after the layers in the base model; ModelError without it, embedding or layers."""
     names = usual_part_names(model)
     if len(names) != 3:
         raise ModelError(

@@ -81,9 +81,10 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 def split_over_ranks(
     model: PreTrainedModel, world: World, *, sequence_parallel: bool, sum_expert_gradients: bool
 ) -> None:
-    """Split the model over the tensor-parallel ranks of this slot; all ranks call it together, before FSDP2.
+    """Split the model over the tensor-parallel ranks of this slot, in place; all ranks call it together, before FSDP2.
 
-    `sum_expert_gradients` is for parameters that nobody else shards over `world.meshes.expert`.
+    `refuse_tensor_parallel` has been called. `sum_expert_gradients`: nobody else shards the experts' parameters over
+    `world.meshes.expert`, so that their gradients are summed over tp here.
     """
     styled_modules = list_styles(model)
     _ = world.meshes.tp  # made by all ranks together
@@ -131,7 +132,9 @@ def split_over_ranks(
 def _split_head_and_embedding(
     model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """A tied embedding is split with the head; where an adapter changes either, neither is split.
+    """Split the head and the embedding over the vocabulary, by their styles, where tp divides it.
+
+    A tied embedding is split with the head; where an adapter changes either, neither is split.
 
     Where rows are split between layers, an embedding hands on this rank's rows: sliced, or as it sums over ranks.
     """

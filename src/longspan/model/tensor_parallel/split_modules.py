@@ -42,7 +42,7 @@ from longspan.model.weights.fill import copy_to_device
 from longspan.model.weights.local_tensors import local_tensor
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)
-View = Callable[[Tensor], Tensor | None]
+View = Callable[[Tensor], Tensor | None]  # a parameter to what its module's forward sees in its place
 Transform = Callable[[Tensor], Tensor]
 
 
@@ -61,7 +61,10 @@ def return_none(x: Tensor) -> None:
 
 
 class ReplacedAttributes:
-    """A context in which a module's attributes have these values; a class, as generators take the host longer."""
+    """A context in which a module's attributes have these values, put back at its end.
+
+    They hide parameters of the same names. A class, as generators take the host longer.
+    """
 
     __slots__ = ("_attributes", "_old_values", "_values")
 
@@ -88,9 +91,10 @@ def wrap_forward(
     views: Mapping[str, View] | None = None,
     owner: nn.Module | None = None,
 ) -> None:
-    """Wrap the forward: `enter` on its first tensor, `leave` on its first output, parameters seen as `views`.
+    """Replace a module's forward: `enter` is applied to its first argument, or `hidden_states`, `leave` to its first
+    output, and inside parameters are seen as `views` give them.
 
-    They are those of `owner`, a module inside; None: the module itself. A second wrapper goes around the first.
+    These are parameters of `owner`, a module inside; None: the module itself. A second wrapper goes around the first.
     """
     inner = module.forward
     call = partial(_call_with_views, owner or module, views, inner) if views else inner
@@ -112,7 +116,10 @@ def wrap_forward(
 def _call_with_views(
     owner: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """For a plain linear the product is computed directly, which takes the host less time than replacing attributes."""
+    """Call a forward while parameters of `owner` are replaced by their views.
+
+    A plain linear's product is computed directly, which takes the host less time than replacing attributes.
+    """
     replaced: dict[str, Tensor | None] = {}  # torch 2.11 cannot trace the call `dict[str, Tensor | None]()`
     for name, view in views.items():
         parameter = getattr(owner, name)
@@ -129,7 +136,7 @@ def _call_with_views(
 
 
 def sum_input_gradients(module: nn.Module, world: World) -> None:
-    """Sum over tp the gradients of a module's inputs, which are partial, as each rank does a part of the work."""
+    """Wrap a module's forward, so that gradients of all its inputs, which are partial, are summed over tp."""
     inner = module.forward
     key = world.key
 
@@ -144,9 +151,9 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
 
 
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
-    """Make the function that sums the outputs of all ranks, and then adds the linear's bias.
+    """Make the function that sums a linear's outputs over tp, and then adds its bias, as it is when called.
 
-    With `sequence_parallel` to a rank's rows only, so that the bias's gradient is summed over tp.
+    With `sequence_parallel` each rank gets its rows of the sum only, and the bias's gradient is summed over tp.
     """
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
@@ -164,9 +171,10 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
-    """Sum over tp the gradients of all parameters in a module, or of its one named `parameter`.
+    """Wrap forwards, so that gradients of all parameters in a module, or of the one `parameter`, are summed over tp.
 
-    They are whole on each rank, which applies them to some of the rows, heads or features.
+    The parameters are whole on each rank, which applies them to some of the rows, heads or features. `key` is the
+    world's.
     """
     view: View = partial(tp_copy_parameter, world_key=key)
     if parameter is not None:
@@ -178,7 +186,10 @@ def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = N
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
-    """Let each rank look up ids in its slice of the vocabulary, zeros for others; the sum over tp is the embedding."""
+    """Replace an embedding's forward: a rank looks up ids in its slice of the vocabulary, and the sum over tp is all.
+
+    The weight is sharded already. With `sequence_parallel` each rank gets its rows of the sum only.
+    """
     module: Any = embedding
     inner = embedding.forward
     key = world.key
@@ -202,7 +213,7 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
 
 
 def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> None:
-    """Let each rank run the experts on its part of the T tokens; every rank gets all rows back.
+    """Replace the forward of experts: each rank runs them on its part of the T tokens, and gets all rows back.
 
     Tensors (T, …) are padded with zeros, expert 0 with weight 0. Without `sum_gradients`, what shards the parameters
     must sum over tp.
@@ -223,6 +234,7 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
 
 def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
+    """Return this rank's part of a tensor (rows, …), padded to a multiple of tp; anything else as it is."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_index_and_degree(key)
@@ -236,7 +248,7 @@ def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
 def shard_and_view_rows(
     owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World, *, whole: bool = False
 ) -> View:
-    """Shard a parameter where that works; returns the view by which a forward sees this rank's rows.
+    """Shard the tensor `name` of `owner`, in place, where that works; returns the view of this rank's rows of it.
 
     One even slice needs no message. Other rows are sharded evenly and gathered at each use, or stay whole if tp does
     not divide them, or `whole` says so: gradients are zero outside of a rank's rows then, and are summed.
@@ -272,7 +284,7 @@ LINEAR_STYLES = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHE
 def split_linear(
     module: nn.Module, style: str, world: World, *, sequence_parallel: bool = False, widths: tuple[int, ...] = ()
 ) -> None:
-    """Split a linear by its style, and an adapter with it.
+    """Split a linear, in place, by its style, and an adapter with it.
 
     ROWWISE: each rank takes its slice of the inputs; outputs are summed over tp, and the bias is added once, to the
     sum. SPLIT_INPUT is given whole inputs, for example after a norm over all heads. The others split outputs, and the
