@@ -12,7 +12,7 @@ from longspan.plan.shape.config_reader import ConfigReader
 
 
 def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int, gpu: bool) -> Cost:
-    """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
+    """Return the price of an image's rows, for `Encoder(cost=…)`: linears, attention in windows and over the image.
 
     `encoder` is not sharded yet; of frozen parts only the forward pass is priced; recomputation runs forward `again`
     times; `gpu`: seconds are an H200's, else of CPUs.
@@ -25,6 +25,7 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int, gpu:
 
 
 def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
+    """Read what `EncoderShape.of` could not: sizes of the configuration, weights of blocks from the encoder itself."""
     vision = ConfigReader.read_whole_model(config).section("vision_config")
     layers = vision.count("depth", "num_hidden_layers")
     windows, side = read_window_layers(vision, layers)

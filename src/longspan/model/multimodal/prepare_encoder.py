@@ -50,6 +50,7 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 
 
 def _outermost_block_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (qualified name, list) of the lists of blocks in a module called `path`, none of them in another."""
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
         # A Sequential of blocks of one class, as in timm's vision towers; a block has children.
@@ -132,6 +133,7 @@ def check_encoder_prepared(module: nn.Module, world: World) -> None:
 
 
 def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sharding) -> None:
+    """Raise ModelError for an encoder that is prepared already or has no values, and for an unfit home or dtype."""
     world.check_open()
     name = type(module).__name__
     home = world.home
@@ -154,6 +156,7 @@ def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sh
 
 
 def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
+    """Raise an error on all ranks, which call it together, if shapes or some 64 numbers of a parameter differ."""
     samples = dict[str, object]()
     for name, parameter in module.named_parameters():
         numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
@@ -164,7 +167,10 @@ def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
 
 
 def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:
-    """FSDP2's hooks on the module stay around the wrapper."""
+    """Replace a block's forward by one under a checkpoint, in passes with gradients; "none" changes nothing.
+
+    FSDP2's hooks on the module stay around the wrapper.
+    """
     if policy == "none":
         return
     inner: Any = block.forward
@@ -180,7 +186,10 @@ def _wrap_in_checkpoint(block: nn.Module, policy: str) -> None:
 
 
 def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Slots would wait for each other. A block that is recomputed is not called again: its own forward runs."""
+    """Hook an encoder, so that a second call of one of its blocks in a forward pass raises ModelError.
+
+    Slots would wait for each other. A block that is recomputed is not called again: its own forward runs.
+    """
     called = set[str]()
     encoder = type(module).__name__
 

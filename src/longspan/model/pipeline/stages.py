@@ -74,7 +74,7 @@ def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module],
 
 
 class _ParameterPlace(NamedTuple):
-    """A parameter as its module and its name there, because FSDP2 replaces parameters and keeps modules."""
+    """Where a parameter is: its module and its name there. FSDP2 replaces parameters, and keeps modules."""
 
     module: nn.Module
     name: str
@@ -135,7 +135,11 @@ class StageCopies:
 
 @torch.no_grad()
 def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
-    """Each holder adds one slice of all in the order of positions, for equal bits, and sends the sum back."""
+    """Replace a parameter's gradient by the sum over the pipeline ranks `holders`, which enter together.
+
+    Each holder adds one slice of all in the order of positions, for equal bits, and sends the sum back. A holder
+    without a gradient gets one.
+    """
     pipeline = world.channels.pipeline
     if parameter.grad is None:  # of a stage that made no use of it in this step
         parameter.grad = torch.zeros_like(parameter)
@@ -165,7 +169,10 @@ class TakenEmbedding:
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """Return the argument in which layers get the embedding unchanged; None if there is not one for all."""
+    """Return the position or keyword at which layers get the embedding unchanged; None if there is not one for all.
+
+    `layers` is the name of the list of layers, `calls` are those of `trace_parts`.
+    """
     readers = [call for call in calls if call.reads_more]
     only_layers_read = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
     arguments = {call.first_again for call in readers}
@@ -173,7 +180,10 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
 
 
 def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Put `argument` into the `TakenEmbedding` on the first stage; on others replace it by the embedding."""
+    """Stand before a layer that reads the embedding in `argument`, a position or keyword.
+
+    On the first stage the embedding is kept in the `TakenEmbedding`; on others it is put in place of the argument.
+    """
     kwargs = dict(kwargs)
     embedding = kwargs.pop(EMBEDDING_KEYWORD)
     arguments: Any = kwargs if isinstance(argument, str) else [*args]
@@ -184,6 +194,7 @@ def _pass_embedding(argument: int | str, _: nn.Module, args: Any, kwargs: Any) -
     return (args, kwargs) if isinstance(argument, str) else (tuple(arguments), kwargs)
 
 
+# (a stage's model, the arguments of its forward) -> what the last stage returns
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
@@ -333,6 +344,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
 
 
 def make_stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
+    """Copy the model for each stage, as `copy_for_stage` does; `layers` are the indices of each stage's layers."""
     last = len(layers) - 1
     return [copy_for_stage(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
@@ -340,7 +352,10 @@ def make_stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequenc
 def cut_stages_of_position(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], pp: int, position: int
 ) -> tuple[Stage, ...]:
-    """Cut a model into the stages of one pipeline position, every pp-th; all other parameters are freed."""
+    """Cut a model into the stages of one pipeline position, every pp-th; all its other parameters are emptied.
+
+    `layers` are the indices of the layers of all stages. ModelError for copies of parameters that would not be exact.
+    """
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = make_stage_models(model, parts, layers)
     refuse_parameter_copies(model, models, pp)

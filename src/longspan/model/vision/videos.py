@@ -119,7 +119,10 @@ class VideoTokens:
 
 
 def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
-    """Tried with two groups of two rows as one run: a model that wants text makes positions for too few tokens."""
+    """Return whether the model wants text between the groups of frames of a video.
+
+    Tried with two groups of two rows as one run: such a model makes positions for too few tokens.
+    """
     ids = np.array([placeholder] * 4)
     side = images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
