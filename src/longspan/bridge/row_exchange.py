@@ -120,6 +120,7 @@ class RowExchange:
         gradient: RowGradient = "partial",
         slots: Sequence[Sequence[int]] = (),
     ) -> None:
+        """Plan both ways for this member, on the host. `slots` are lists of members, for partial_over_slots alone."""
         if gradient not in get_args(RowGradient):
             raise CommError(f"gradient {gradient!r} is not known; use one of {', '.join(get_args(RowGradient))}")
         if exchange.have.degree != channel.degree:

@@ -48,12 +48,14 @@ class CompiledFeature(Feature):
             start_compile_workers(min(len(home.ranks), self.world.node_size * home.tp))  # node_size counts slots
 
     def connect(self, model: PreTrainedModel) -> None:
+        """Give norms outside of mixers the class's forward again: the compiler fuses them in its graphs itself."""
         # the compiler fuses the norms in its graphs, those of layers outside mixers, itself
         if self._parts != "none":
             for layer in layers_and_mtp_blocks(model).values():
                 restore_class_norms(_modules_in_graphs(layer))
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Compile the layers here, and describe what was compiled."""
         if self._parts != "none":
             self.description["compiled"] = compile_layers(models)
 

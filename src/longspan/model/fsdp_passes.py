@@ -71,6 +71,7 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
     modules = fsdp_modules(model)
 
     def set_last(last: bool = True) -> None:
+        """Say whether the next pass is the step's last: then everything is summed and freed again."""
         for module in modules:
             sharding = sharding_of(module)
             module.set_requires_all_reduce(last, recurse=False)
@@ -138,6 +139,7 @@ class _BlockHooks:
     """
 
     def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
+        """Put the two hooks of this object in the places of FSDP2's."""
         policy = state._mp_policy
         (module,) = state._modules
         self._state = state

@@ -303,6 +303,7 @@ class HostWeightsFeature(Feature):
         self._keeps_trained = any(map(is_peft_module, call.model.modules()))  # on the device
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError, with all reasons, where weights or sums of gradients stay on the device all the time."""
         options = self.options
         reasons = [
             (
@@ -364,6 +365,7 @@ class HostWeightsFeature(Feature):
         return not (self._keeps_trained and parameter.sharded_param.requires_grad)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Mark the model: `has_weights_on_host`."""
         setattr(prepared, HOST_STORE, True)
 
 

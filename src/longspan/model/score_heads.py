@@ -46,11 +46,13 @@ class _ScoresOfRows:
     makes_scores = True
 
     def get_output_embeddings(self) -> Any:
+        """Return the head that scores, which is what `prepare` looks for at the end of a model."""
         return find_score_head(self)
 
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> TokenClassifierOutput:
+        """Return the scores (1, T, labels) of all rows, as `logits`."""
         model: Any = self
         base = getattr(model, model.base_model_prefix)
         hidden = base(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs).last_hidden_state

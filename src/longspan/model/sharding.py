@@ -81,6 +81,7 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
     make_streams = context.lazy_init
 
     def make_streams_but_for_sums(device: torch.device) -> None:
+        """Make FSDP2's streams, and put the computing one in place of that of its sums."""
         make_streams(device)
         context.reduce_scatter_stream = torch.cuda.current_stream(device)
 
@@ -251,6 +252,7 @@ class ShardingFeature(Feature):
         self._sharding = self.options.sharding(self.world)
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for a wider compute dtype, and for whole layers that share parameters."""
         self._sharding.check_compute_dtype(model.dtype)
         if self._sharding.shard_parameters or self.options.sequence_parallel:
             layers = decoder_layers(model)

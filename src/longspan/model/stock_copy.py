@@ -39,6 +39,7 @@ class StockCopy:
     """
 
     def __init__(self, model: Any, world: World, *, room: int | None = None) -> None:
+        """Make the stock model without weights on the first rank; the first `run` gathers them."""
         inside: Any = unwrap_peft_model(find_language_model(model))
         self._world = world
         self._weights = WholeWeights(inside, world)

@@ -70,6 +70,7 @@ class ParkedLayer:
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
+        """Begin without tensors; `before` is the layer that ran before this one in the pass, None for the first."""
         self._offload = offload
         self._layer_before = before
         self._on_host: list[tuple[HostRange, Tensor]] = []  # memory of the arena, and the parked tensor in it

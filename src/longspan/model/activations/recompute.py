@@ -185,6 +185,7 @@ class _EmptyRecording(Recording):
     def record_or_replay(
         self, compute: Callable[[], Result], inputs: Sequence[Tensor], indices: Tensor | None = None
     ) -> Result:
+        """Compute, and keep nothing."""
         return compute()
 
 
@@ -234,6 +235,7 @@ class RecomputationFeature(Feature):
     """
 
     def __init__(self, call: Call) -> None:
+        """Read the policies of layers: one for all, or one for each. ModelError for words that are none."""
         super().__init__(call)
         options = self.options
         self._offload: HostOffload | None = None
@@ -253,6 +255,7 @@ class RecomputationFeature(Feature):
             raise ModelError(f"checkpoint_policies has {wrong[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for segments that recompute nothing, a wrong number of policies, and unfit layers."""
         size = self.options.segment_layers
         if size < 0:
             raise ModelError(
@@ -331,6 +334,7 @@ class RecomputationFeature(Feature):
         return [(name, layer, self._policies[0 if self._is_one else i]) for i, name, layer in local_layers]
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
+        """Leave the store of tensors on the host at the model, None without one."""
         setattr(prepared, HOST_OFFLOAD, self._offload)
 
 

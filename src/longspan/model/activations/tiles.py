@@ -144,6 +144,7 @@ class _RunTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run each tile again; gradients of rows are views of whole tensors, those of parameters sums over tiles."""
         rows = ctx.node.saved_tensors
         needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_KeepRows`
         trained = [p for p in ctx.parameters if p.requires_grad]
@@ -201,6 +202,9 @@ class TiledForward:
         self._module = module
 
     def __call__(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        """Run the MLP on rows `x`, in tiles if they are more than fit in one; other arguments are the same for all
+        tiles.
+        """
         count = count_tiles(x.shape[ROWS], self.tile_rows)
         if count == 1:
             return self.run(x, *others, **named)
@@ -223,6 +227,7 @@ class TileFeature(Feature):
     """MLPs and experts of the layers here over tiles of at most so many rows, after layers are split."""
 
     def refuse(self, model: PreTrainedModel) -> None:
+        """Raise ModelError for a negative size, for MLPs or experts that cannot run in tiles, and for none at all."""
         tile_rows = self.options.mlp_tile_tokens
         if tile_rows < 0:
             raise ModelError(
@@ -252,6 +257,7 @@ class TileFeature(Feature):
             )
 
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
+        """Replace the forwards of MLPs; experts get the size as an attribute."""
         for layer in layers_and_mtp_blocks(model).values():
             for mlp in find_mlps(layer).values():
                 mlp.forward = TiledForward(mlp, self.options.mlp_tile_tokens)

@@ -194,6 +194,7 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
     encoder = type(module).__name__
 
     def refuse_second_call(name: str, *_: Any) -> None:
+        """Note a call of the block `name` in this forward pass; ModelError for a second one."""
         if name in called:
             raise ModelError(
                 f"{name} was called twice in one forward pass of {encoder}, for each item by itself, it seems: its "
@@ -216,6 +217,7 @@ def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
         return
 
     def cast_input(_: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the first tensor cast, positional ones first."""
         for index, value in enumerate(args):
             if isinstance(value, Tensor):
                 return (*args[:index], value.to(dtype), *args[index + 1 :]), kwargs

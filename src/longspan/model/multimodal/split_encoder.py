@@ -285,6 +285,7 @@ def split_encoder(
     ]
 
     def refuse_dropout(module: nn.Module, _: Any) -> None:
+        """Raise ModelError in training: a hook before the encoder's forward."""
         if module.training:
             raise ModelError(
                 f"{', '.join(rates[:4])} draw at random in training, and the tensor-parallel ranks of a slot would "

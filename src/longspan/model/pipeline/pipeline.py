@@ -210,6 +210,7 @@ class PipelineModel(nn.Module):
         logits: list[Tensor] = []
 
         def make_output(model: nn.Module, arguments: Any) -> Tensor:
+            """Keep the logits of the last stage, and return a scalar in place of a loss."""
             logits.append(model(**arguments).logits)
             return logits[0].new_zeros((), dtype=torch.float64)
 
@@ -262,6 +263,7 @@ class PipelineFeature(Feature):
         return [(stage, stage.model) for stage in stages]
 
     def join(self, prepared: Any, roots: Sequence[Any]) -> nn.Module:
+        """Return this rank's stages as one PipelineModel."""
         if self._settings.pp == 1:
             return prepared
         return PipelineModel(prepared, self.world, roots, self._settings, self._dtype)

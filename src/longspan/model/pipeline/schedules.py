@@ -165,6 +165,7 @@ class PipelineSettings:
     virtual_stages: int = 1
 
     def __post_init__(self) -> None:
+        """Raise PlanError for settings that no schedule has."""
         count = self.virtual_stages
         if self.schedule not in SCHEDULES:
             raise PlanError(f"pipeline_schedule is {self.schedule!r}; use {', '.join(SCHEDULES)}")

@@ -323,6 +323,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
 
     def run_alone(indices: range) -> Exception | None:
+        """Run these layers on the meta device, from hidden states; returns their error, None if they run."""
         stage = decoder_model(copy_for_stage(model, parts, indices, first=False, last=False))
         try:
             run_on_meta(stage, Probe(), input_ids=None, inputs_embeds=hidden)

@@ -144,6 +144,7 @@ def _split_head_and_embedding(
     adapted = is_adapted(embedding) or is_adapted(head)
 
     def splits(module: Any, *of_styles: str) -> bool:
+        """Return whether a module has one of these styles and can be split over the vocabulary."""
         has_rows = isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[0] % world.home.tp == 0
         return has_rows and not adapted and styles.get(id(module)) in of_styles
 

@@ -268,6 +268,7 @@ def shard_and_view_rows(
     sizes, order = rows.cut_pieces(world.home.tp, world.coordinates.tp)
 
     def take_rows(x: Tensor) -> Tensor:
+        """Return this rank's rows of the tensor, or of its even slice, which is gathered first."""
         if shards:
             x = tp_gather_parameter(local_tensor(x), key)
         elif is_parameter:

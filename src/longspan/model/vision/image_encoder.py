@@ -37,6 +37,7 @@ class ImageEncoder(nn.Module):
     """
 
     def __init__(self, base: nn.Module, name: str) -> None:
+        """Take `base`, the model below the head without its text model, under its `name` in the whole model."""
         super().__init__()
         self.base_model_name = name
         if name:
