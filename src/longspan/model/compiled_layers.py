@@ -107,8 +107,8 @@ def _compile_one_layer(layer: nn.Module) -> None:
     _set_up_compiler()
     restore_class_norms(_modules_in_graphs(layer))
     # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
-    with_objects = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
-    for module in (*find_mixers(layer).values(), *with_objects):
+    modules_outside = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
+    for module in (*find_mixers(layer).values(), *modules_outside):
         forward = vars(module).get("forward")
         if isinstance(forward, TiledForward):  # tiles: the forward of one
             forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
@@ -118,10 +118,10 @@ def _compile_one_layer(layer: nn.Module) -> None:
     layer_run = _CompiledForward(layer, torch.compile(class_forward(layer), dynamic=True, backend=BACKEND))
     setattr(layer, IS_COMPILED, True)
     # In transformers 5.23 the class's forward runs the checkpoint; in 5.17 the call does.
-    in_forward = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(
+    forward_checkpoints = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(
         GradientCheckpointingLayer
     )
-    layer.forward = partial(_run_within_checkpoint, layer_run) if in_forward else layer_run
+    layer.forward = partial(_run_within_checkpoint, layer_run) if forward_checkpoints else layer_run
 
 
 @break_graphs_around
@@ -158,8 +158,8 @@ def start_compile_workers(ranks_of_host: int) -> None:
 
 def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
     """List the modules of a layer that are compiled with it: all but mixers and what is in them."""
-    outside = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
-    return [module for module in layer.modules() if module not in outside]
+    mixer_modules = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
+    return [module for module in layer.modules() if module not in mixer_modules]
 
 
 @dataclass(eq=False)

@@ -228,14 +228,14 @@ def check_free_host_memory(
     """
     reports = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
     for host in dict.fromkeys(name for name, _, _ in reports):
-        of_ranks = [size for name, size, _ in reports if name == host]
+        rank_bytes = [size for name, size, _ in reports if name == host]
         free_bytes = [free for name, _, free in reports if name == host and free is not None]
-        total = sum(of_ranks)
+        total = sum(rank_bytes)
         if free_bytes and total > (room := min(free_bytes)):  # ranks of one host read it at different moments
             raise on_all_ranks(
                 ModelError(
-                    f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(of_ranks), 'rank')} of host "
-                    f"{host}, at most {max(of_ranks):,} for one, and {room:,} are free there ({room / _GIB:.2f} GiB)"
+                    f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(rank_bytes), 'rank')} of host "
+                    f"{host}, at most {max(rank_bytes):,} for one, and {room:,} are free there ({room / _GIB:.2f} GiB)"
                     f"{advice(room / total)}; {_LESS}, start fewer ranks on a host, or use more hosts"
                 )
             )

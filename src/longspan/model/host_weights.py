@@ -68,9 +68,9 @@ class HostStore:
 
     def fetch(self, parameters: "Iterable[HostParam]") -> None:
         """Begin to copy shards to the device (`staged`), unless they are there, or on their way."""
-        missing = [parameter for parameter in parameters if parameter.staged is None]
+        unstaged = [parameter for parameter in parameters if parameter.staged is None]
         for parameter, copy in zip(
-            missing, self._begin_copies([p._sharded_param_data for p in missing]), strict=True
+            unstaged, self._begin_copies([p._sharded_param_data for p in unstaged]), strict=True
         ):
             parameter.staged = copy
 

@@ -76,9 +76,9 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
             "which pipeline stages have no place for; use longspan.prepare(model, world, encoder=Layout(...)), which "
             "gives them a home of their own, or pp 1"
         )
-    if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
+    if unplaced := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
         raise ModelError(
-            f"{name} has parameters that its pipeline plan does not place ({', '.join(others[:4])}); use pp 1"
+            f"{name} has parameters that its pipeline plan does not place ({', '.join(unplaced[:4])}); use pp 1"
         )
     return parts
 

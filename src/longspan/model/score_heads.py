@@ -35,8 +35,9 @@ _MAPPINGS: tuple[tuple[Any, Any], ...] = (
 
 def find_score_head(model: Any) -> Any:
     """Return the linear over hidden states, as decoders' classes call it; None for other heads, such as a pooler's."""
-    of_tokens = any(kind.__name__.endswith(SCORE_HEADS[1]) for kind in model.__class__.__mro__)
-    names = ("score", "classifier") if of_tokens else ("score",)  # of an encoder's first token it is a "classifier"
+    classifies_tokens = any(kind.__name__.endswith(SCORE_HEADS[1]) for kind in model.__class__.__mro__)
+    # of an encoder's first token it is a "classifier" too
+    names = ("score", "classifier") if classifies_tokens else ("score",)
     return next((child for name in names if isinstance(child := getattr(model, name, None), nn.Module)), None)
 
 

@@ -91,11 +91,15 @@ def _sum_on_computing_stream(root: nn.Module) -> None:
 def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
     """Raise ModelError where parameters that are trained and gathered as one differ in type: FSDP2 fails in a step."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    taken = {id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()}
+    sharded_ids = {
+        id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()
+    }
     for block in (*blocks, root):
-        inside = [x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()]
-        trained = [x for x in inside if x.requires_grad and id(x) not in taken]
-        taken |= {*map(id, inside)}
+        block_parameters = [
+            x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()
+        ]
+        trained = [x for x in block_parameters if x.requires_grad and id(x) not in sharded_ids]
+        sharded_ids |= {*map(id, block_parameters)}
         for other in trained[1:]:
             if other.dtype != trained[0].dtype:
                 raise ModelError(
@@ -146,11 +150,11 @@ class SumsInComputeMemory(DefaultReduceScatter):
 
 def check_fsdp_names(what: str, instead: str, *, read: Sequence[str], called: Sequence[str]) -> None:
     """Raise ModelError where this torch lacks private names of FSDP2's parameters that a subclass of it uses."""
-    missing = [name for name in read if name not in FSDPParam.__annotations__]
-    if missing := [*missing, *(name for name in called if not hasattr(FSDPParam, name))]:
+    missing_names = [name for name in read if name not in FSDPParam.__annotations__]
+    if missing_names := [*missing_names, *(name for name in called if not hasattr(FSDPParam, name))]:
         raise ModelError(
-            f"{what} the place of FSDP2's parameters, and torch {torch.__version__} has no {', '.join(missing)} of "
-            f"them; use torch 2.11 to 2.14, or {instead}"
+            f"{what} the place of FSDP2's parameters, and torch {torch.__version__} has no {', '.join(missing_names)} "
+            f"of them; use torch 2.11 to 2.14, or {instead}"
         )
 
 
@@ -168,8 +172,12 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """List every module that FSDP2 manages, children after parents; of a prepared model they are listed once."""
     if (listed := vars(model).get(_FSDP_MODULES)) is not None:
         return listed
-    inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
-    modules: list[FSDPModule] = [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
+    inner_modules = (
+        inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()
+    )
+    modules: list[FSDPModule] = [
+        *dict.fromkeys(module for module in inner_modules if isinstance(module, FSDPModule))
+    ]
     if "call_rules" in vars(model):  # what `prepare` leaves on it at last
         vars(model)[_FSDP_MODULES] = modules
     return modules

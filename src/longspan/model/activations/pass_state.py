@@ -38,9 +38,9 @@ def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch
     if states is None:
         yield
         return
-    host, of_device = states
-    with torch.random.fork_rng(devices=[] if of_device is None else [device]):
-        torch.set_rng_state(host)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
+    host_state, device_state = states
+    with torch.random.fork_rng(devices=[] if device_state is None else [device]):
+        torch.set_rng_state(host_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, device)
         yield

@@ -251,8 +251,8 @@ class RecomputationFeature(Feature):
         # for all layers; else of each decoder layer and then of each depth
         self._is_one = isinstance(policies, str)
         self._policies = [policies] if isinstance(policies, str) else [*policies]
-        if wrong := [word for word in self._policies if word not in CHECKPOINT_POLICIES]:
-            raise ModelError(f"checkpoint_policies has {wrong[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
+        if unknown := [word for word in self._policies if word not in CHECKPOINT_POLICIES]:
+            raise ModelError(f"checkpoint_policies has {unknown[0]!r}; use {', '.join(CHECKPOINT_POLICIES)}")
 
     def refuse(self, model: PreTrainedModel) -> None:
         """Raise ModelError for segments that recompute nothing, a wrong number of policies, and unfit layers."""

@@ -60,16 +60,16 @@ def run_in_tiles(
     >>> out = run_in_tiles(mlp, (x,), mlp, count=4)  # doctest: +SKIP
     """
     parameters = tuple(module.parameters())
-    around = partial(keep_float8_weights, module)
+    quantise_once = partial(keep_float8_weights, module)
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
-        with around():
+        with quantise_once():
             return _run_tile_by_tile(run, rows, count)
     nodes: list[Any] = []
     # if only parameters need gradients, an empty tensor that needs one makes `_KeepRows` a node of the graph
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
     same_rows = _KeepRows.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
-    contexts = current_autocast_factory(rows[0]), around
+    contexts = current_autocast_factory(rows[0]), quantise_once
     return _RunTiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
 
 
@@ -216,9 +216,9 @@ def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
     """Find the outermost MLPs of a decoder layer by name: of dense layers, and of experts that every row visits."""
     mlps: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in mlps)
+        is_nested = any(name.startswith(f"{outer}.") for outer in mlps)
         has_experts = any(type(part).__name__.endswith("Experts") for part in module.modules())  # tiled, or refused
-        if not inside and type(module).__name__.lower().endswith("mlp") and not has_experts:
+        if not is_nested and type(module).__name__.lower().endswith("mlp") and not has_experts:
             mlps[name] = module
     return mlps
 

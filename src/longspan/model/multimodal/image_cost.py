@@ -29,11 +29,11 @@ def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) ->
     vision = ConfigReader.read_whole_model(config).section("vision_config")
     layers = vision.count("depth", "num_hidden_layers")
     windows, side = read_window_layers(vision, layers)
-    in_blocks = (p for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+    block_matrices = (p for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     return EncoderShape(
         width=vision.count("embed_dim", "hidden_size"),  # Qwen2-VL's hidden_size is the language model's width
         full_layers=layers - windows,
-        block_weights=sum(p.numel() for p in in_blocks),
+        block_weights=sum(p.numel() for p in block_matrices),
         merge=vision.count("spatial_merge_size") or 1,
         window_layers=windows,
         window=side,

@@ -35,10 +35,10 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
             if len(children._modules) == most_children
             for i, block in children.named_children()
         }
-    outside = [type(block).__name__ for block in blocks if block not in names or block is module]
-    if outside:
+    foreign = [type(block).__name__ for block in blocks if block not in names or block is module]
+    if foreign:
         raise ModelError(
-            f"blocks {', '.join(outside[:4])} are not modules inside {type(module).__name__}; give some of its own"
+            f"blocks {', '.join(foreign[:4])} are not modules inside {type(module).__name__}; give some of its own"
         )
     outer_name = {id(child): names[block] for block in blocks for child in block.modules() if child is not block}
     if nested := [f"{names[block]} in {outer_name[id(block)]}" for block in blocks if id(block) in outer_name]:
@@ -55,8 +55,8 @@ def _outermost_block_lists(module: nn.Module, path: str) -> Iterator[tuple[str, 
         qualified = f"{path}.{name}".lstrip(".")
         # A Sequential of blocks of one class, as in timm's vision towers; a block has children.
         blocks = [*child.children()] if isinstance(child, nn.Sequential) else []
-        of_one_class = len({type(block) for block in blocks}) == 1
-        is_list = of_one_class and all(any(True for _ in block.children()) for block in blocks)
+        is_uniform = len({type(block) for block in blocks}) == 1
+        is_list = is_uniform and all(any(True for _ in block.children()) for block in blocks)
         if isinstance(child, nn.ModuleList) or is_list:
             yield qualified, child
         else:

@@ -72,7 +72,7 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
         # A node's recorded gradient includes what reached it through other nodes of the group. Backward from all of
         # them would add that again, so hooks set each node's gradient to the recorded one.
         hooks = gradients.items() if len(gradients) > 1 else ()
-        handles = [node.register_prehook(lambda _, passed=passed: passed) for node, passed in hooks]
+        handles = [node.register_prehook(lambda _, gradient=gradient: gradient) for node, gradient in hooks]
         try:
             _add_gradients(gradients, weights)
         finally:

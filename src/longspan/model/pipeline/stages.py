@@ -64,7 +64,9 @@ def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module],
         for later_name in sorted(n for n in names_here & first_name.keys() if first_name[n] not in names_here):
             path = later_name.rpartition(".")[0]
             origin = first_name[later_name].rpartition(".")[0]
-            names = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
+            names = [
+                inner_name for inner_name, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)
+            ]
             if separate := [n for n in names if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
                 raise ModelError(
                     f"{name}: {later_name} is {first_name[later_name]} of another pipeline stage, and "
@@ -127,8 +129,8 @@ class StageCopies:
             if not self._places:
                 return
             has_gradient = [float(place is not None and place.parameter.grad is not None) for place in self._places]
-            used = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
-            for place, holders, count in zip(self._places, self._holders, used, strict=True):
+            gradient_counts = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
+            for place, holders, count in zip(self._places, self._holders, gradient_counts, strict=True):
                 if place is not None and count:
                     _sum_copies_of_gradient(place.parameter, holders, world)
 
@@ -283,8 +285,8 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
     and states come out as they went in. Scaling of the embedding comes before the first part.
     """
     path = text_model_name(model).split(".")
-    around = [".".join(path[: i + 1]) for i in range(len(path))]
-    if names := modules_with_instance_forward((name, model.get_submodule(name)) for name in around):
+    wrapper_names = [".".join(path[: i + 1]) for i in range(len(path))]
+    if names := modules_with_instance_forward((name, model.get_submodule(name)) for name in wrapper_names):
         raise ModelError(
             f"{type(model).__name__}: {', '.join(names)} has a forward set on the instance (module.forward = …), which "
             "copies of it in pipeline stages would leave out; define it in a subclass, or use pp 1"
@@ -295,10 +297,10 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
     called = [call.part for call in calls]
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     order = [*before, *(f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))), *parts.after]
-    if wrong := [part for part in order if called.count(part) != 1]:
+    if miscalled := [part for part in order if called.count(part) != 1]:
         raise ModelError(
-            f"{name} calls {wrong[0]} {called.count(wrong[0])} times in a forward pass from hidden states; pipeline "
-            "stages call every part once: use pp 1"
+            f"{name} calls {miscalled[0]} {called.count(miscalled[0])} times in a forward pass from hidden states; "
+            "pipeline stages call every part once: use pp 1"
         )
     if called != order:
         raise ModelError(f"{name} calls {', '.join(called)}; pipeline stages call {', '.join(order)}: use pp 1")
@@ -361,8 +363,8 @@ def cut_stages_of_position(
     models = make_stage_models(model, parts, layers)
     refuse_parameter_copies(model, models, pp)
     shared = shared_parameters(model, models)
-    here = range(position, len(models), pp)
-    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in here)
+    local_indices = range(position, len(models), pp)
+    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in local_indices)
     for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:
             layer.register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)

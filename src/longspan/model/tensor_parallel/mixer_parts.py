@@ -89,10 +89,10 @@ def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
     """Divide Kimi's delta attention: queries, keys and values have heads of one size each."""
     width = EvenRows(mixer.qkv_dim)
     heads = EvenRows(mixer.num_heads)
-    of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
-    of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
+    feature_parts = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
+    feature_parts += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
     rows = {
-        **dict.fromkeys(of_width, width),
+        **dict.fromkeys(feature_parts, width),
         **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
         "conv1d": FusedRows((width,) * 3),
     }

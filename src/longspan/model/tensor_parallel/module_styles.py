@@ -48,12 +48,14 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
         )
     base = {**(ours or {}), **(theirs or {})}
     prefix = text_model_name(model)
-    inside_layers = {inside: style for name, style in base.items() if (inside := name.partition(".*.")[2])}
+    inside_layers = {
+        name_in_layer: style for name, style in base.items() if (name_in_layer := name.partition(".*.")[2])
+    }
     return (  # of two styles of a name the later one counts
         {f"{prefix}.{name}": style for name, style in base.items()}
-        | {f"{MTP}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
+        | {f"{MTP}.layers.*.mtp_block.{name_in_layer}": style for name_in_layer, style in inside_layers.items()}
         # a block of several layers numbers them
-        | {f"{MTP}.layers.*.mtp_block.*.{inside}": style for inside, style in inside_layers.items()}
+        | {f"{MTP}.layers.*.mtp_block.*.{name_in_layer}": style for name_in_layer, style in inside_layers.items()}
         | ({} if ours is None else _HEAD)  # a family that transformers does not cover may not name its head
         | dict(getattr(type(model), "_tp_plan", None) or {})
     )
@@ -117,8 +119,8 @@ def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], 
         for parameter, _ in module.named_parameters(recurse=False):
             if (style := _find_style(plan, f"{name}.{parameter}")) is not None:
                 # transformers calls a vector of one number a head, such as sinks, column-wise
-                of_heads = style == COLWISE and getattr(module, parameter).ndim == 1
-                yield StyledModule(f"{name}.{parameter}", module, HEADS if of_heads else style, parameter)
+                is_vector = style == COLWISE and getattr(module, parameter).ndim == 1
+                yield StyledModule(f"{name}.{parameter}", module, HEADS if is_vector else style, parameter)
 
 
 def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
@@ -129,12 +131,12 @@ def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
 
 def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
     """Raise ModelError, with the values of tp that would fit, where tp does not divide these sizes of a model."""
-    wrong = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
-    if wrong:
+    undivided = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
+    if undivided:
         common = math.gcd(*sizes.values())
-        *others, last = (str(d) for d in range(1, common + 1) if common % d == 0)
-        fitting = f"{', '.join(others)} or {last}" if others else last
-        raise ModelError(f"tp {tp} does not divide {' and '.join(wrong[:4])} of {model}; use tp {fitting}")
+        *smaller, last = (str(d) for d in range(1, common + 1) if common % d == 0)
+        fitting = f"{', '.join(smaller)} or {last}" if smaller else last
+        raise ModelError(f"tp {tp} does not divide {' and '.join(undivided[:4])} of {model}; use tp {fitting}")
 
 
 def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:

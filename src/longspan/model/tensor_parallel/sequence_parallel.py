@@ -68,9 +68,9 @@ def single_and_full_row_modules(
         ):  # a norm, or a linear of whole features
             single_row_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
-            inside = single_and_full_row_modules(child_name, module, styled_modules)
-            single_row_modules += inside[0]
-            full_row_modules += inside[1]
+            inner_modules = single_and_full_row_modules(child_name, module, styled_modules)
+            single_row_modules += inner_modules[0]
+            full_row_modules += inner_modules[1]
         elif child_name not in blocks:
             raise ModelError(
                 f"{child_name} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
@@ -97,9 +97,9 @@ def refuse_sequence_parallel(model: PreTrainedModel) -> None:
     norm = final_norm_name(model)
     embedding, layers = usual_part_names(model)[:2]
     parts = parts_with_outputs(model, ModelParts((embedding,), layers, (norm,)))
-    if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
+    if unplaced := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
         raise ModelError(
-            f"{name} has parameters outside its embedding, layers and norm ({', '.join(others[:4])}), which have no "
+            f"{name} has parameters outside its embedding, layers and norm ({', '.join(unplaced[:4])}), which have no "
             "place in a sequence-parallel region; use sequence_parallel=False"
         )
     order = [call.part for call in trace_parts(model, parts)[0]]

@@ -238,9 +238,9 @@ def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_index_and_degree(key)
-    missing = -rows % degree
-    if missing:
-        value = torch.cat([value, value.new_zeros((missing, *value.shape[1:]))])
+    padding = -rows % degree
+    if padding:
+        value = torch.cat([value, value.new_zeros((padding, *value.shape[1:]))])
     # tp_split is for tensors with a gradient; integers, such as chosen experts, have none
     return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]
 

@@ -127,8 +127,8 @@ def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
     if name == IN_DOCUMENT:
         # An image alone is a document. All others form one of at least two: a single one would be cut into tiles.
         single_images = sum(int(count) == 1 for count in parts)
-        others = len(parts) - single_images
-        return torch.tensor([1] * single_images + [max(2, others)] * (others > 0))
+        further_images = len(parts) - single_images
+        return torch.tensor([1] * single_images + [max(2, further_images)] * (further_images > 0))
     if pads:
         parts = _pad_to_largest(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
@@ -149,7 +149,7 @@ def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
     largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
-    missing = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
+    padding = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
     return [
-        F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, missing, strict=True)
+        F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, padding, strict=True)
     ]
