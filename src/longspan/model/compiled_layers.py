@@ -49,7 +49,6 @@ class CompiledFeature(Feature):
 
     def connect(self, model: PreTrainedModel) -> None:
         """Give norms outside of mixers the class's forward again: the compiler fuses them in its graphs itself."""
-        # the compiler fuses the norms in its graphs, those of layers outside mixers, itself
         if self._parts != "none":
             for layer in layers_and_mtp_blocks(model).values():
                 restore_class_norms(_modules_in_graphs(layer))

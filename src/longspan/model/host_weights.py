@@ -136,7 +136,9 @@ class HostParam(FSDPParam):
     gradient_in_arena: Any  # a weak reference to the gradient that is in the memory for it
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """FSDP2 casts nothing itself, and so asks for `all_gather_inputs`."""
+        """Keep the type in which FSDP2 would gather, and leave FSDP2 none: it then takes `all_gather_inputs` as they
+        are.
+        """
         super().init_dtype_attrs(mp_policy)
         self.gathered_dtype = self.param_dtype
         self.param_dtype = None

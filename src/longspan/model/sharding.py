@@ -207,10 +207,10 @@ def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         number_bytes = max((gradient.element_size() for gradient in gradients), default=1)
         for bucket in _take_tensors(gradients, SUMMED_NUMBERS * number_bytes):
-            _sum_flat_over_slots(bucket, world)
+            _sum_as_one_buffer(bucket, world)
 
 
-def _sum_flat_over_slots(gradients: Sequence[Tensor], world: World) -> None:
+def _sum_as_one_buffer(gradients: Sequence[Tensor], world: World) -> None:
     """Replace gradients by their sums over the slots, in place: a reduce-scatter and an all-gather of one buffer.
 
     Half precision is summed in float32.

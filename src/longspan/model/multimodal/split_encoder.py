@@ -256,8 +256,8 @@ def split_encoder(
 
     Returns trials of the first calls, which the caller hooks in once it has wrapped the blocks' forwards.
     """
-    _ = world.meshes.tp
-    tp = world.home.tp  # the mesh is made by all ranks together
+    _ = world.meshes.tp  # the mesh is made by all ranks together
+    tp = world.home.tp
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split_module_ids = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
@@ -275,6 +275,15 @@ def split_encoder(
             sum_input_gradients(part.module, world)
         counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
         wrap_forward(part.module, views=counts)
+    _refuse_dropout_in_training(module)
+    return trials
+
+
+def _refuse_dropout_in_training(module: nn.Module) -> None:
+    """Hook an encoder, so that a forward pass in training raises ModelError if a module in it draws at random.
+
+    What draws is told by an attribute called "drop…", or that of torch's dropout, with a rate above 0.
+    """
     rates = [
         f"{name} ({type(child).__name__}, {attribute} {rate:g})"
         for name, child in module.named_modules()
@@ -294,7 +303,6 @@ def split_encoder(
 
     if rates:
         module.register_forward_pre_hook(refuse_dropout, prepend=True)
-    return trials
 
 
 def _trial_units(

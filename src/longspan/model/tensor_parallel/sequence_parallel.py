@@ -52,8 +52,8 @@ def single_and_full_row_modules(
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the children of a decoder layer that work on single rows, and those that must be given all rows.
 
-    ModelError for a child that is neither, nor a split block. The latter are blocks of experts and unsplit attention;
-    split blocks gather rows themselves.
+    `name` is the layer's in the model. ModelError for a child that is neither, nor a split block. The latter are blocks
+    of experts and unsplit attention; split blocks gather rows themselves.
     """
     single_row_modules, full_row_modules = list[nn.Module](), list[nn.Module]()
     blocks = split_block_names(styled_modules)
@@ -63,9 +63,7 @@ def single_and_full_row_modules(
             child_name not in blocks and type(module).__name__.endswith("Attention")
         ):
             full_row_modules.append(module)
-        elif is_adapted(module) or not any(
-            True for _ in module.children()
-        ):  # a norm, or a linear of whole features
+        elif is_adapted(module) or not [*module.children()]:  # a norm, or a linear of whole features
             single_row_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
             inner_modules = single_and_full_row_modules(child_name, module, styled_modules)

@@ -81,10 +81,9 @@ def _local_means(y: Tensor, groups: int) -> Tensor:
 def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
     """Return the mean squares of the groups of y's features, over all ranks, for each feature here.
 
-    y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`.
-
-    Sums of squares are padded with zeros to all groups and summed over tp; a group has (size of y) · tp / `count`
-    features. Each rank uses the means for its own features: their gradients are summed over tp too.
+    y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`; `key` is the
+    world's. Sums of squares are padded with zeros to all groups and summed over tp; a group has (size of y) · tp /
+    `count` features. Each rank uses the means for its own features: their gradients are summed over tp too.
     """
     sums_of_groups = [group_features.square().sum(-1) for group_features in y.split(sizes, -1)]
     sums = torch.stack(sums_of_groups, -1)  # (…, groups here)
