@@ -4,6 +4,8 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from longspan.checkpoint.files import complete_checkpoints
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.errors import ConfigError, plural
