@@ -40,10 +40,10 @@ from longspan.checkpoint.host_copies import HostCopies, StagedTensors
 from longspan.checkpoint.optimizer_values import OptimizerValues
 from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
 from longspan.comm import World, on_all_ranks
-from longspan.comm.all_ranks import LogLine, is_first_rank
+from longspan.comm.all_ranks import is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host import free_host_bytes
-from longspan.plain_text import bytes_text, excerpt
+from longspan.plain_text import LogLine, bytes_text, excerpt
 
 
 @dataclass(eq=False)
@@ -68,6 +68,7 @@ class RunningSave:
 
     @property
     def failure_text(self) -> str:
+        """What went wrong on this rank; "" if nothing did."""
         if self.failure is None:
             return ""
         known = isinstance(self.failure, (CheckpointException, LongspanError))
@@ -97,7 +98,10 @@ class RunningSave:
     def _write_on_all_ranks(
         self, folder: Path, collectives: _DistWrapper, group: ProcessGroup, planner: DefaultSavePlanner
     ) -> None:
-        """A failure of any rank in a step is raised on all, so that nothing is published that is not whole."""
+        """Take the copies, write this rank's file, and publish the checkpoint on the first rank; `phase` follows.
+
+        A failure of any rank in a step is raised on all, so that nothing is published that is not whole.
+        """
 
         def finish_copies() -> None:
             self.staging.finish()
@@ -322,13 +326,13 @@ class CheckpointSaver:
         self.raise_failure()
         save.shown += time.monotonic() - started
         self._running = None
-        self._take_figures(save)
+        self._note_figures(save)
 
     def take_figures(self) -> SaveFigures | None:
         """Return what the last save took, once, after it is published; None before and after."""
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
-            self._take_figures(save)
+            self._note_figures(save)
         figures = self.figures
         self.figures = None
         return figures
@@ -358,7 +362,12 @@ class CheckpointSaver:
         self._stage.close()
 
     def _hosts_have_room(self, size: int) -> bool:
-        """`size` bytes are for this rank. Without room training waits for this and all later saves."""
+        """Return whether every host has room for its ranks' copies, of which `size` bytes are this rank's; all ranks
+        agree.
+
+        Without room training waits for this and all later saves (`_background` is off).
+
+        """
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):
             total = sum(needed for name, needed, _ in reports if name == host)
@@ -373,6 +382,7 @@ class CheckpointSaver:
         return True
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
+        """Run `work` in a thread that does not keep the process alive, with this rank's GPU as its device."""
         device = self._world.device
 
         def run() -> None:
@@ -385,9 +395,11 @@ class CheckpointSaver:
         return thread
 
     def _is_over_time_limit(self, save: RunningSave) -> bool:
+        """Return whether a save that has not ended began more than `timeout` seconds ago."""
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
-    def _take_figures(self, save: RunningSave) -> None:
+    def _note_figures(self, save: RunningSave) -> None:
+        """Keep what a published save took as `figures`, once a save."""
         if not save.has_figures:
             save.has_figures = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)

@@ -20,6 +20,7 @@ from longspan.errors import LongspanError
 from longspan.files import os_error_text
 from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.launch.stop_signals import SAME_PRESS, Interrupted, signals_that_stop
+from longspan.plain_text import LogLine as LogLine
 
 Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
@@ -97,9 +98,6 @@ def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
     """Mark and return an error that every rank is about to raise at the same place."""
     error.on_all_ranks = True
     return error
-
-
-LogLine = Callable[[str], None]
 
 
 def is_first_rank(world: World) -> bool:

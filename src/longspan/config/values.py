@@ -14,6 +14,9 @@ from longspan.plain_text import nearest_hint
 
 
 def convert_value(key: str, value: object, kind: Any, source: str) -> object:
+    """Return a value of TOML as the type of its key. Raises ConfigError, with the key and its `source`, if it does not
+    fit.
+    """
     value = choice_of_bool(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple:
         return ()  # not by `_value_if_it_fits`: where a list is one of several types, an empty list fits none
@@ -56,6 +59,7 @@ def read_words(words: Sequence[str], kind: Any) -> object | None:
 
 
 def _word_values(word: str, kind: Any) -> Iterator[object]:
+    """Yield what a word of a flag can be read as: a number, true or false (None for another), a choice, or the word."""
     for read in (int, float):
         with suppress(ValueError):
             yield read(word)
@@ -64,6 +68,7 @@ def _word_values(word: str, kind: Any) -> Iterator[object]:
 
 
 def _value_if_it_fits(value: object, option: Any) -> object | None:
+    """Return a value as one type that a key may have (an int becomes a float); None if it is of another."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:

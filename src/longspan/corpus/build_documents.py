@@ -17,12 +17,11 @@ from longspan.corpus.document_encoder import Encoded, FileChunk, Notes
 from longspan.corpus.encoding_processes import encode_batches
 from longspan.corpus.mismatched_answers import MismatchedAnswers
 from longspan.corpus.recipe import Recipe
-from longspan.corpus.sources.find_files import LogLine
 from longspan.data.array_files import GrowingArray, GrowingCodes
 from longspan.data.image_table import ImageWriter
 from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFiles
 from longspan.errors import DataError, plural
-from longspan.plain_text import bytes_text
+from longspan.plain_text import LogLine, bytes_text
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
 _LONG_BYTES = 16 << 20

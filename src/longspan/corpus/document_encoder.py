@@ -50,7 +50,8 @@ class Notes:
         self.left_out: Counter[str] = Counter[str]()
         self.unseen: Counter[str] = Counter[str]()
         self.unread: Counter[str] = Counter[str]()  # keys that nothing reads
-        self.bad, self.skipped = list[str](), list[str]()  # the first bad rows, and files that are not UTF-8
+        self.bad = list[str]()  # the first bad rows
+        self.skipped = list[str]()  # files that are not UTF-8
         self.ends = dict[str, int]()  # the special tokens with which answers end, and their ids
 
     def add_notes(self, other: "Notes") -> None:
@@ -129,7 +130,8 @@ class _BatchDocuments:
         self._ids = list[npt.NDArray[Any]]()
         self._codes = list[npt.NDArray[Any] | None]()
         self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, hash
-        self._images, self._numbers = list[PlacedImage](), list[float]()
+        self._images = list[PlacedImage]()
+        self._numbers = list[float]()
         self.notes = Notes()
 
     def add_documents(
@@ -141,7 +143,7 @@ class _BatchDocuments:
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
         samples = encoding.encode(rows)
         for number in {sample.row for sample in samples if isinstance(sample, Sample)}:
-            self.notes.unread.update(encoding.list_unread(rows[number].values))
+            self.notes.unread.update(encoding.unread_columns(rows[number].values))
         for sample in samples:
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)

@@ -39,6 +39,7 @@ def pickle_form(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
 
 
 def restored_array(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array of a `pickle_form`; a file is mapped again."""
     if not isinstance(pickled, FileArray):
         return pickled
     path, dtype, offset, shape = pickled
@@ -55,10 +56,12 @@ class GrowingArray:
         self._write_header()
 
     def append(self, values: Array) -> None:
+        """Write values behind those that are there, in the type of the file."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
         self.count += len(values)
 
     def close(self) -> None:
+        """Write the number of values into the header, and close the file."""
         self._file.seek(0)
         self._write_header()
         self._file.close()
@@ -86,6 +89,7 @@ class GrowingCodes:
 
     @property
     def dtype(self) -> str:
+        """The type of the codes so far, as numpy writes it; "" if there are none, and no file."""
         return "" if self._file is None else self._dtype.str
 
     def append(self, codes: Array | None, tokens: int) -> None:
@@ -105,6 +109,7 @@ class GrowingCodes:
             self._file.close()
 
     def _widen_codes(self) -> None:
+        """Write the codes from now on in four bytes, and those that are there again."""
         narrow = self._path.with_suffix(".narrow")
         self._dtype = np.dtype(np.int32)
         if self._file is None:

@@ -80,7 +80,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Raises KeyError, TypeError or ValueError for a text that is no manifest; an earlier version wrote more."""
+        """Read what `to_json` wrote; keys of an earlier version are left out.
+
+        Raises KeyError, TypeError or ValueError for a text that is no manifest.
+        """
         values: dict[str, Any] = parse_json(text)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
@@ -130,6 +133,7 @@ class SourceFiles:
 
     @staticmethod
     def write(folder: Path, sources: Iterable[SourceFile]) -> None:
+        """Write `sources.jsonl`, and where each of its lines ends (`sources.npy`)."""
         ends = GrowingArray(folder / "sources.npy", "<i8")
         end = 0
         with (folder / "sources.jsonl").open("wb") as file:
@@ -163,6 +167,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
+    """Read the record in a run's folder of a corpus; None if there is none, or it is damaged."""
     try:
         values: dict[str, Any] = read_json(folder / FILE)
         return Record(**{**values, "around": tuple(values["around"])})

@@ -115,8 +115,8 @@ def find_families(
     families = list[_Family]()
     left_out = 0
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, least_rows, depths, length_limits):
-        for family in _divide(documents, rows, numbers, least_rows, max_rows, depths):
+    for numbers in _groups_of_alike_starts(documents, rows, least_rows, depths, length_limits):
+        for family in _divide_into_families(documents, rows, numbers, least_rows, max_rows, depths):
             if len(family.documents) > 1 and (max_rows is None or family.rows <= max_rows):
                 families.append(family)
             else:
@@ -172,7 +172,9 @@ class _Family(NamedTuple):
 
 
 def _shareable_rows(document: Any) -> int:
-    """The rows before the one that predicts the first target, or the first that has a score; at least one stays."""
+    """Count the rows before the one that predicts the first target, or the first that has a score; at least
+    one stays.
+    """
     if isinstance(document, LabelledCorpusDocument):
         return document.shareable_rows
     ahead = 0 if isinstance(document, ScoredDocument) else 1  # a row predicts the next token
@@ -180,10 +182,12 @@ def _shareable_rows(document: Any) -> int:
     return int(is_target.argmax()) if is_target.any() else max(len(document) - 1, 0)
 
 
-def _candidates(
+def _groups_of_alike_starts(
     documents: Sequence[Any], rows: dict[int, int], least: int, depths: int, length_limits: Sequence[LengthLimit]
 ) -> Iterator[list[int]]:
-    """Yield the documents with the same first ids, sorted by the `rows` that they may share, which are set.
+    """Yield groups of documents that begin with the same ids, sorted by the ids that they may share.
+
+    `rows` is filled: how many rows each of them may share. Raises DataError for a document that has a parent.
 
     `depths` of multi-token prediction read as many tokens behind a prefix: these, too, are the same in its documents.
     """
@@ -205,7 +209,7 @@ def _candidates(
             yield sorted(numbers, key=lambda d: documents[d].ids[: rows[d] + depths].astype(">i8").tobytes())
 
 
-def _divide(
+def _divide_into_families(
     documents: Sequence[Any],
     rows: dict[int, int],
     numbers: list[int],
@@ -230,6 +234,7 @@ def _divide(
 
 
 def _common_rows(documents: Sequence[Any], rows: dict[int, int], one: int, other: int, depths: int) -> int:
+    """Count the first rows that two documents have in common, of those (`rows`) that both may share."""
     count = min(rows[one], rows[other]) + depths
     differs = documents[one].ids[:count] != documents[other].ids[:count]
     return int(differs.argmax() if differs.any() else count) - depths
@@ -243,7 +248,7 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
     """
     groups = list[list[int]]()
     rows = dict[int, int]()
-    for numbers in _candidates(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
+    for numbers in _groups_of_alike_starts(documents, rows, LEAST_ROWS, depths=0, length_limits=()):
         tokens = most_tokens
         for before, number in pairwise([-1, *numbers]):
             tokens += len(documents[number])
@@ -261,7 +266,10 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
 
 
 def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _Family:
-    """Prefixes are the intervals of sorted documents with so many rows in common, where they add `least` to another."""
+    """Return the family of sorted documents, of which `common[i]` rows are those of the one before.
+
+    Prefixes are the intervals of documents with so many rows in common, where they add `least` to another.
+    """
     prefixes = list[tuple[int, int]]()
     prefix = [-1] * len(numbers)
     waiting = [(0, len(numbers), -1)]  # documents first to stop, and what they continue

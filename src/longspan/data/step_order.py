@@ -112,12 +112,14 @@ class StepOrder:
         self._begins = array("q", [0])
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
+        """Return the documents of a step, counted from 0, in the order in which they are taken."""
         units = self._units_of_step(step)
         if self.groups is not None:
             return tuple(np.concatenate([self.groups[unit] for unit in units]).tolist())
         return documents_of_units(units.tolist(), self.unit)
 
     def lengths_of_step(self, step: int) -> list[int]:
+        """Return the tokens of each document of a step."""
         return self.lengths[[*self.documents_of_step(step)]].tolist()
 
     def targets_of_step(self, step: int) -> int | None:
@@ -127,6 +129,7 @@ class StepOrder:
         )
 
     def select(self, corpus: Corpus, step: int) -> CorpusDocuments:
+        """Return the documents of a step from the corpus that this is the order of."""
         return corpus.select(self.documents_of_step(step))
 
     def documents_to_share(self, step: int) -> CorpusDocuments | None:
@@ -158,12 +161,15 @@ class StepOrder:
         return self._begins[step]
 
     def _append_begin(self) -> None:
+        """Find where the step behind the last known one begins, and note it."""
         self._begins.append(self._end_of_step(self._begins[-1]))
 
     def _units_of_step(self, step: int) -> Integers:
+        """Return the numbers of a step's units, which are documents where `unit` is 1 and nothing is grouped."""
         return self._ids_between(self.begin_of_step(step), self.begin_of_step(step + 1))
 
     def _ids_between(self, start: int, end: int) -> Integers:
+        """Return the units of the stream from place `start` to before `end`."""
         ids = list[Integers]()
         while start < end:
             stream_part = self.stream.part_at(start)
@@ -172,7 +178,10 @@ class StepOrder:
         return np.concatenate(ids)
 
     def _end_of_step(self, start: int) -> int:
-        """A step that reaches the end of a part goes on in the next with the tokens that are left."""
+        """Return the place behind the step that begins at `start`.
+
+        A step that reaches the end of a part of the stream goes on in the next with the tokens that are left.
+        """
         stream_part = self.stream.part_at(start)
         tokens_left = self._budget
         index = start - stream_part.first
@@ -189,7 +198,7 @@ class StepOrder:
             index = 0
 
     def _end_without_repeats(self, start: int, end: int) -> int:
-        """Before the first document of the next epoch that the step has already."""
+        """Return `end`, or the place of the first document before it that the step from `start` on has already."""
         rest = self.epoch_documents - start % self.epoch_documents
         if self.may_repeat or end - start <= rest:
             return end
@@ -208,6 +217,7 @@ def documents_of_units(units: Iterable[int], unit: int) -> tuple[int, ...]:
 
 
 def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None) -> int:
+    """Count the texts of documents: `texts` has the number of each one's, ascending from 0 (None: each is one)."""
     return len(lengths) if texts is None else int(texts[-1]) + 1
 
 

@@ -26,8 +26,6 @@ from longspan.errors import DataError, plural
 from longspan.files import read_json
 from longspan.hub import find_local_path
 
-LogLine = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class CorpusFile:
@@ -39,6 +37,7 @@ class CorpusFile:
     rows: tuple[int, int] | None = None  # the first, and the one after the last
 
     def read_chunks(self, most_bytes: int) -> Iterator[RowChunk]:
+        """Yield the chunks of the rows that are taken; a row of more than `most_bytes` (0: any) is a bad one."""
         chunks = row_file(self.name, self.path, most_bytes).read_chunks()
         return chunks if self.rows is None else slice_chunks(chunks, *self.rows)
 
@@ -84,12 +83,14 @@ def find_files(
         splits = find_splits(root, rows or names)
         by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
         if absent := [name for name, of_part in by_part.items() if not of_part]:
-            raise DataError(f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts}")
+            raise DataError(
+                f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts_text}"
+            )
         names = sorted({name for of_part in by_part.values() for name in of_part})
     elif rows and (splits := find_splits(root, rows)).are_mixed:
         reason = "as it says itself" if splits.is_declared else "by the names of its files"
         raise DataError(
-            f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts}; give one "
+            f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts_text}; give one "
             f'with {split_key}, as {split_key} = "train" ("train[:100]" for some rows, "train+test" for two)'
         )
     if not names:
@@ -108,8 +109,8 @@ def find_rows(
     Files are read to count their rows where a part takes some. Raises DataError as `find_files` does, and for no row.
     """
     for part in read_split_parts(split, f"{key.removesuffix('path')}split") if split else [SplitPart("")]:
-        found = find_files(path, split=part.name, leave_out=leave_out, key=key)
-        files = [CorpusFile(0, name, file) for name, file in found.items()]
+        paths = find_files(path, split=part.name, leave_out=leave_out, key=key)
+        files = [CorpusFile(0, name, file) for name, file in paths.items()]
         if not part.start and not part.stop:
             yield from files
             continue
@@ -152,10 +153,12 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
 
 
 def _names_to_read(names: Iterable[str]) -> list[str]:
-    """Sorted; beside rows, what describes a data set (README.md) is no row."""
-    read = sorted(name for name in names if name.endswith(SUFFIXES))
-    has_rows = any(name.endswith(_TABLES) for name in read)
-    return [name for name in read if not (has_rows and _NOTICE.fullmatch(name.rpartition("/")[-1].lower()))]
+    """Return the names of files that can be read, sorted, without those that describe a data set (README.md) beside
+    files of rows.
+    """
+    readable = sorted(name for name in names if name.endswith(SUFFIXES))
+    has_rows = any(name.endswith(_TABLES) for name in readable)
+    return [name for name in readable if not (has_rows and _NOTICE.fullmatch(name.rpartition("/")[-1].lower()))]
 
 
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
@@ -178,7 +181,10 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
 
 
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """A folder is known by its device and inode, as links may form a circle; links to folders are followed last."""
+    """Yield each folder under `root` once, with the names of its files, but for those that are left out.
+
+    A folder is known by its device and inode, as links may form a circle; links to folders are followed last.
+    """
     seen = set[tuple[int, int]]()
     roots = [root]
     for walk_root in roots:  # links that are met on the way are appended
