@@ -80,8 +80,7 @@ class RowSettings:
     """What decides the tokens of rows in addition to the tokenizer.
 
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
-    document of a conversation, "split" one of each assistant turn with the messages before it. `end_of_chat`: the
-    name of a token behind the answer that ends a conversation, where the template writes none. `columns`: entries
+    document of a conversation, "split" one of each assistant turn with the messages before it. `columns`: entries
     OURS=THEIRS, by which columns are renamed before rows are encoded (`kinds.rename_columns`). `num_labels`: how many
     scores a model makes of a row's document, which needs a label or stands in a pair; 0: of a language model.
     `preference`: what rows become for a loss of preferences.
@@ -89,7 +88,6 @@ class RowSettings:
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
-    end_of_chat: str = ""
     columns: tuple[str, ...] = ()
     num_labels: int = 0
     preference: RowForm = ""
@@ -97,5 +95,5 @@ class RowSettings:
     @property
     def deciding_values(self) -> list[Any]:
         """Those that came with version 0.4 only where they are set, so that old corpora fit."""
-        optional = (self.end_of_chat, [*self.columns], self.num_labels, self.preference)
+        optional = ([*self.columns], self.num_labels, self.preference)
         return [self.parse_special_tokens, self.turns, DATE, *filter(None, optional)]
