@@ -251,6 +251,7 @@ def read_checkpoint_json(file: Path) -> dict[str, Any]:
 
 
 def _file_digest(path: Path) -> Digest:
+    """Read a file, and return its bytes and SHA-256."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -234,6 +234,7 @@ class ImageDocuments(CorpusDocuments):
 
     @cached_property
     def _numbers_by_document(self) -> tuple[range, ...]:
+        """The numbers of each document's images in the corpus's table."""
         return tuple(range(0) if self.images is None else self.images.table.images_of_document(d) for d in self.ids)
 
 

@@ -45,6 +45,7 @@ class Corpus:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Open a folder of documents, or the one that the record in a run's folder names."""
         record = read_record(folder)
         documents_folder = folder if record is None else folder / record.documents
         if record is not None and not documents_folder.is_dir():
@@ -110,6 +111,7 @@ class Corpus:
         return len(self.lengths)
 
     def __getitem__(self, document: int) -> "CorpusDocument":
+        """Return document `document`, of the class that says what of it is predicted; nothing is read."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a corpus of {len(self)}")
         kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
@@ -244,6 +246,7 @@ class LabelledCorpusDocument(CorpusDocument):
         return self.corpus.count_rows_before_targets(self.number)
 
     def labels(self, positions: Integers) -> Integers:
+        """Read the token id to predict at each of these positions, −100 for none."""
         return self.corpus.read_labels(self.number, self._positions_in_whole(positions))
 
 
@@ -254,9 +257,11 @@ class ScoredCorpusDocument(LabelledCorpusDocument):
     makes_scores = True
 
     def labels(self, positions: Integers) -> Integers:
+        """Return 0 at the position that has the score, −100 elsewhere."""
         return np.where(self._positions_in_whole(positions) == self.shareable_rows, 0, NO_TARGET)
 
     def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
+        """Return the document's label, the same at each of these positions; of pairs nothing."""
         assert self.corpus.labels is not None
         table = np.repeat(self.corpus.labels[[self.number]], len(positions), axis=0)
         return label_columns(table) if self.corpus.unit == 1 else {}
@@ -277,6 +282,7 @@ class WholeCorpusDocument(LabelledCorpusDocument):
     """A document of a pair of which the prompt may be predicted too; `answer` is 1 at the tokens of its answer."""
 
     def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
+        """Return 1 at the answer's positions and 0 before; a rejected document is predicted nowhere else."""
         assert self.corpus.numbers is not None
         start = 0 if self.number % 2 else self.corpus.numbers[self.number]
         return {"answer": (positions >= start).astype(np.float64)}
@@ -321,4 +327,5 @@ class CorpusDocuments(Sequence[CorpusDocument]):
 
     @property
     def origins(self) -> tuple[str, ...]:
+        """The name of each document's source file."""
         return tuple(self.corpus.origin(document) for document in self.ids)

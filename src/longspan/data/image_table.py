@@ -80,6 +80,7 @@ class ImageWriter:
 
     @property
     def count(self) -> int:
+        """How many images are written so far."""
         return self._ends.count
 
     def close(self) -> None:

@@ -117,6 +117,7 @@ class SourceFiles:
         return len(self._ends)
 
     def __getitem__(self, index: int) -> SourceFile:
+        """Read one file's line. Raises DataError if it is damaged."""
         if not 0 <= index < len(self):
             raise IndexError(f"file {index} of {len(self)}")
         start = int(self._ends[index - 1]) if index else 0

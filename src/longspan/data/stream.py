@@ -51,6 +51,7 @@ class ShuffledSource:
 
     @property
     def documents(self) -> int:
+        """How many documents are trained on."""
         return self.stop - self.first - len(self.held_out)
 
     def document_ids(self, start: int, count: int) -> Integers:
@@ -130,6 +131,7 @@ class DocumentStream:
     """
 
     def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
+        """Compute nothing yet; `lengths` (D,) are the tokens of all documents, those held out too."""
         self.sources: tuple[ShuffledSource, ...] = tuple(sources)
         self.lengths = lengths
         # Sources give tokens in proportion to their weights, so documents in proportion to weight over mean length.
@@ -149,10 +151,12 @@ class DocumentStream:
 
     @property
     def documents(self) -> int:
+        """How many documents one epoch of every source has."""
         return sum(source.documents for source in self.sources)
 
     @property
     def tokens(self) -> int:
+        """How many tokens one epoch of every source has."""
         return sum(source.tokens for source in self.sources)
 
     def part_at(self, place: int) -> StreamPart:

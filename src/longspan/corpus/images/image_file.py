@@ -117,6 +117,7 @@ class ImageFile(NamedTuple):
 
     @property
     def _name(self) -> str:
+        """How messages name the image."""
         return shorten_path(self.path) or f"an image of {len(self.data):,} bytes in the row"
 
 

@@ -198,6 +198,7 @@ def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
 
 
 def _blank_picture(size: Size) -> Any:
+    """Return a black PIL image of this height and width."""
     return import_pillow().new("RGB", (size[1], size[0]))
 
 
@@ -221,6 +222,7 @@ def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
+    """Return a field of a processor's output as a tensor. Raises DataError, with its name, if it cannot be one."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -310,6 +310,7 @@ class RowEncoding:
 
     @cached_property
     def _chat_encoding(self) -> "ChatEncoding":
+        """What encodes conversations with this tokenizer and its template."""
         from longspan.corpus.rows.chats.chat import ChatEncoding
 
         return ChatEncoding(self.tokenizer, self.template, self.settings, self.images)

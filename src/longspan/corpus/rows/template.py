@@ -111,7 +111,7 @@ class ChatTemplate:
 
     def has_marks(self, tools: Sequence[Any] | None) -> bool:
         """Return whether the template, with or without tools, marks what is generated."""
-        return _MARKS.search(self._template(tools)) is not None
+        return _MARKS.search(self._template_for(tools)) is not None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
@@ -222,7 +222,7 @@ class ChatTemplate:
 
         Keys without a value are left out, as templates ask whether a key is there.
         """
-        template = self._template(tools)
+        template = self._template_for(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         day = datetime.strptime(DATE, "%d %b %Y")
         formats = {match["format"] for match in _DATES.finditer(template)}
@@ -242,7 +242,8 @@ class ChatTemplate:
             raise RowError(f"its chat template fails: {type(error).__name__}: {error}") from error
         return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
 
-    def _template(self, tools: Sequence[Any] | None) -> str:
+    def _template_for(self, tools: Sequence[Any] | None) -> str:
+        """Return the template of conversations with these tools, or without any (None or [])."""
         return self.with_tools if tools else self.plain
 
 

@@ -150,6 +150,7 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
 
 
 def _too_deep_row(where: str, line: bytes) -> BadRow:
+    """Return a line as a bad row: its lists and objects are nested too deeply."""
     return BadRow(
         where,
         f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_line_beginning(line)}",
@@ -178,6 +179,7 @@ def record_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _decode_value(value: Any, decoder: Decode | None) -> Any:
+    """Return a value after its decoder, if it has one; null stays null."""
     return value if value is None or decoder is None else decoder(value)
 
 

@@ -133,6 +133,7 @@ class TextFile(RowFile):
     """A .txt, .md or .py file: one row, at position 0."""
 
     def read_chunks(self) -> Iterator[RowChunk]:
+        """Yield the file as one chunk; of one that is too long only the beginning."""
         with self._errors_with_name(), self.path.open("rb") as file:
             size = self.path.stat().st_size
             too_long = size if self.most_bytes and size > self.most_bytes else 0
@@ -140,6 +141,7 @@ class TextFile(RowFile):
         yield RowChunk("text", self.name, 0, 0, data, size, self.folder, self.most_bytes, too_long)
 
     def read_row_at(self, position: int) -> Row | BadRow:
+        """Read the whole file, which is the one row."""
         with self._errors_with_name():
             text = self.path.read_bytes().decode("utf-8-sig")
         return Row(self.name, {"text": text}, self.folder)
@@ -167,6 +169,7 @@ class TableFile(RowFile):
                 first += len(batch)
 
     def read_row_at(self, position: int) -> Row:
+        """Read the row with this number, and decode its values."""
         with self._errors_with_name():
             table = self._open_row(position)
             (record,) = table.to_pylist()
@@ -202,11 +205,13 @@ class ParquetFile(TableFile):
 
     @cached_property
     def _file(self) -> Any:
+        """The opened file, whose metadata are read."""
         parquet: Any = import_reader("pyarrow.parquet", self.name)
         return parquet.ParquetFile(self.path)
 
     @cached_property
     def _group_starts(self) -> list[int]:
+        """The first row of each row group, and the number of all rows."""
         meta = self._file.metadata
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 
@@ -229,6 +234,7 @@ class ArrowFile(TableFile):
 
     @cached_property
     def _table(self) -> Any:
+        """The mapped table. Raises an error of Arrow for a file that was cut off."""
         pyarrow: Any = import_reader("pyarrow", self.name)
         mapped = pyarrow.memory_map(str(self.path))
         try:

@@ -179,7 +179,10 @@ class ChatEncoding:
 
     @cached_property
     def _tokens_with_tools(self) -> TurnTokens:
-        try:  # a template may write tools at a place that this conversation lacks
+        """The tokens of turns where there are tools; those without tools if the template does not write a plain chat
+        with them.
+        """
+        try:
             return find_turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
             return self._tokens_without_tools
