@@ -7,7 +7,7 @@ uses: a collective of theirs on the group of the steps' agreements would meet an
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -296,17 +296,23 @@ class CheckpointSaver:
             self._log(
                 "the next checkpoints are written while training waits: the threads of this one have not ended"
             )
-        if failures:  # an error of the first rank, which publishes, stands without a number
-            reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
-        else:
-            ranks_in: dict[str, list[int]] = {}
-            for rank, (phase, _, _) in zip(self._world.home.ranks, reports, strict=True):
-                ranks_in.setdefault(phase, []).append(rank)
-            # Likely causes come first: ranks still writing, then phases of few ranks.
-            items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
-            phases = "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
-            reason = f"it has not ended in {self.timeout:g} s: {phases}; check the storage"
+        # an error of the first rank, which publishes, stands without a number
+        first_rank = f" (on rank {self._world.home.ranks[0]})"
+        phases = [phase for phase, _, _ in reports]
+        reason = failures[0].removesuffix(first_rank) if failures else self._over_limit_text(phases)
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
+
+    def _over_limit_text(self, phases: Sequence[str]) -> str:
+        """Say that a save is over its limit, and which ranks are in which of the `phases` (one a rank).
+
+        Likely causes come first: ranks that are still writing, then phases of few ranks.
+        """
+        ranks_in: dict[str, list[int]] = {}
+        for rank, phase in zip(self._world.home.ranks, phases, strict=True):
+            ranks_in.setdefault(phase, []).append(rank)
+        items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
+        phases_text = "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
+        return f"it has not ended in {self.timeout:g} s: {phases_text}; check the storage"
 
     def wait(self) -> None:
         """Return when the save in progress is published. Raises CheckpointError, on every rank, if any could not write.

@@ -29,7 +29,7 @@ PLACES = "image._replace(start=image.start - piece.start, stop=image.stop - piec
 FIELDS = "for name, x in tensors.items()}"
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "answers where they stood before placeholders": (
-        (ROWS, "int(a + grown_before[(starts < a).sum()])", "int(a)"),
+        (ROWS, "int(start + grown_before[(starts < start).sum()])", "int(start)"),
         tables.test_placeholders_are_no_targets_and_answers_are,
     ),
     "placeholders are targets": (

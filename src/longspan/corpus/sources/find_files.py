@@ -71,13 +71,27 @@ def find_files(
     installed.
     """
     root = find_root(path, key=key)
-    split_key = f"{key.removesuffix('path')}split"
     walked = {root.name: root}
     if not root.is_file():
         walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
     names = _names_to_read(walked)
     if tables := [name for name in names if name.endswith(_TABLES)]:
         check_one_configuration(root, tables, path, key)
+    names = _names_of_split(root, names, split, path, key)
+    if not names:
+        raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
+    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
+    if table is not None:
+        import_reader("pyarrow.parquet", table)  # before a file is read
+    return {name: walked[name] for name in names}
+
+
+def _names_of_split(root: Path, names: list[str], split: str, path: str, key: str) -> list[str]:
+    """Return those of the `names` that are of a split, sorted; all for "".
+
+    Raises DataError for a split that is not there, and for several splits where none is asked for.
+    """
+    split_key = f"{key.removesuffix('path')}split"
     rows = [name for name in names if name.endswith(_ROWS)]
     if split:
         splits = find_splits(root, rows or names)
@@ -86,19 +100,14 @@ def find_files(
             raise DataError(
                 f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts_text}"
             )
-        names = sorted({name for of_part in by_part.values() for name in of_part})
-    elif rows and (splits := find_splits(root, rows)).are_mixed:
+        return sorted({name for of_part in by_part.values() for name in of_part})
+    if rows and (splits := find_splits(root, rows)).are_mixed:
         reason = "as it says itself" if splits.is_declared else "by the names of its files"
         raise DataError(
             f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts_text}; give one "
             f'with {split_key}, as {split_key} = "train" ("train[:100]" for some rows, "train+test" for two)'
         )
-    if not names:
-        raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
-    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
-    if table is not None:
-        import_reader("pyarrow.parquet", table)  # before a file is read
-    return {name: walked[name] for name in names}
+    return names
 
 
 def find_rows(

@@ -133,7 +133,8 @@ class RowImages:
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum(sizes) - sizes
         grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(shown, sizes, strict=True))])
         moved_spans = tuple(
-            (int(a + grown_before[(starts < a).sum()]), int(b + grown_before[(starts < b).sum()])) for a, b in spans
+            (int(start + grown_before[(starts < start).sum()]), int(stop + grown_before[(starts < stop).sum()]))
+            for start, stop in spans
         )
         shown_texts = (*(medium.text for medium in shown), "")  # no placeholder follows the last piece
         expanded_text = "".join(piece + shown_text for piece, shown_text in zip(pieces, shown_texts, strict=True))
