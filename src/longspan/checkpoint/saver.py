@@ -71,8 +71,8 @@ class RunningSave:
         """What went wrong on this rank; "" if nothing did."""
         if self.failure is None:
             return ""
-        known = isinstance(self.failure, (CheckpointException, LongspanError))
-        return first_failure_text(self.failure) if known else f"{type(self.failure).__name__}: {self.failure}"
+        has_text = isinstance(self.failure, (CheckpointException, LongspanError))
+        return first_failure_text(self.failure) if has_text else f"{type(self.failure).__name__}: {self.failure}"
 
     def run(self, group: ProcessGroup, planner: DefaultSavePlanner, *, best: Callable[[], int]) -> None:
         """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.

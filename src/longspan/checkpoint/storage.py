@@ -36,9 +36,9 @@ from longspan.files import name_file_in_errors, os_error_text, parse_json
 
 SUFFIX = ".safetensors"
 DTYPES = {  # by their names in safetensors files
-    **{f"F{8 * x.itemsize}": x for x in (torch.float64, torch.float32, torch.float16)},
-    **{f"I{8 * x.itemsize}": x for x in (torch.int64, torch.int32, torch.int16, torch.int8)},
-    **{f"U{8 * x.itemsize}": x for x in (torch.uint64, torch.uint32, torch.uint16, torch.uint8)},
+    **{f"F{8 * dtype.itemsize}": dtype for dtype in (torch.float64, torch.float32, torch.float16)},
+    **{f"I{8 * dtype.itemsize}": dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)},
+    **{f"U{8 * dtype.itemsize}": dtype for dtype in (torch.uint64, torch.uint32, torch.uint16, torch.uint8)},
     "BF16": torch.bfloat16,
     "BOOL": torch.bool,
     "C64": torch.complex64,

@@ -34,15 +34,15 @@ def loss_arguments(train: TrainConfig) -> dict[str, float]:
     Raises ConfigError for names and values that the loss does not take.
     """
     defaults = LOSS_ARGUMENTS[train.loss]
-    given = read_arguments("train.loss_arguments", train.loss_arguments)
-    for name, value in given.items():
+    arguments = read_arguments("train.loss_arguments", train.loss_arguments)
+    for name, value in arguments.items():
         if name not in defaults:
             whose = f"train.loss {train.loss!r}" if train.loss else "a model with one score, without train.loss,"
             raise ConfigError(f"train.loss_arguments has {name}, and {whose} takes {', '.join(defaults)}")
         bound = _BOUNDS.get(name, AtLeast(0))
         if isinstance(value, bool) or not isinstance(value, int | float) or not bound.allows(value):
             raise ConfigError(f"train.loss_arguments has {name}={value}; it must be a number {bound}")
-    return {**defaults, **given}
+    return {**defaults, **arguments}
 
 
 def loss_text(train: TrainConfig) -> str:

@@ -239,8 +239,8 @@ def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[
     if isinstance(parent, ContextConfig) and isinstance(degree, str):
         degree = parent.context_parallel_size
     sizes = parent.hierarchical_context_parallel_sizes
-    same = (planner, degree) == (parent.planner, parent.context_parallel_size)
-    if same or not sizes or not degree or isinstance(degree, str):  # a degree 0 or "auto" is chosen later
+    same_plan = (planner, degree) == (parent.planner, parent.context_parallel_size)
+    if same_plan or not sizes or not degree or isinstance(degree, str):  # a degree 0 or "auto" is chosen later
         return sizes
     return fit_level_sizes(sizes, degree)
 

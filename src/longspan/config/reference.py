@@ -71,7 +71,8 @@ def reference_page() -> str:
     common_rows = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
     shown = (*OFTEN, *TABLES)
     others = {
-        name: [x for x in section_keys(kind) if f"{name}.{x.name}" not in shown] for name, kind in kinds.items()
+        name: [key for key in section_keys(kind) if f"{name}.{key.name}" not in shown]
+        for name, kind in kinds.items()
     }
     sections = (_section_text(f"[{name}]", kind, others[name]) for name, kind in kinds.items())
     tables = (_section_text(f"[[{name}]]", kind, section_keys(kind)) for name, kind in TABLES.items())

@@ -227,11 +227,11 @@ def _are_tables(values: Any) -> bool:
 def gone_keys_of_sets(tables: Mapping[str, Any]) -> list[str]:
     """List the keys that are gone of the tables of evaluation sets, each once, as `GONE` has them."""
     evaluation = tables.get("evaluation")
-    both: tuple[Any, ...] = (
+    arrays: tuple[Any, ...] = (
         tables.get(OLD_SETS),
         evaluation.get("sets") if isinstance(evaluation, Mapping) else None,
     )
-    names = (f"{OLD_SETS}.{key}" for sets in both if _are_tables(sets) for table in sets for key in table)
+    names = (f"{OLD_SETS}.{key}" for sets in arrays if _are_tables(sets) for table in sets for key in table)
     return [name for name in dict.fromkeys(names) if name in GONE]
 
 

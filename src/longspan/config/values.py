@@ -50,9 +50,9 @@ def read_words(words: Sequence[str], kind: Any) -> object | None:
         if get_origin(option) is tuple:
             value = _value_if_it_fits([read_words([word], get_args(option)[0]) for word in words], option)
         else:
-            candidates = [x for word in words for x in _word_values(word, option)] if len(words) == 1 else []
+            candidates = _word_values(words[0], option) if len(words) == 1 else ()
             fitting = (_value_if_it_fits(candidate, option) for candidate in candidates)
-            value = next((x for x in fitting if x is not None), None)
+            value = next((candidate for candidate in fitting if candidate is not None), None)
         if value is not None:
             return value
     return None

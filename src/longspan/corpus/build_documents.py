@@ -169,8 +169,8 @@ class _Progress:
         if time.monotonic() - self._last_log_time > _NEWS_SECONDS:
             self._last_log_time = time.monotonic()
             seconds = self._last_log_time - self._start_time
-            left = seconds * (self.ends[-1] - bytes_read) / max(bytes_read, 1)
-            left_text = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+            seconds_left = seconds * (self.ends[-1] - bytes_read) / max(bytes_read, 1)
+            left_text = f"{seconds_left:.0f} s" if seconds_left < 100 else f"{seconds_left / 60:.0f} min"
             self._log(f"{self.progress_text(writer, bytes_read)}, about {left_text} left")
 
     def progress_text(self, writer: _Writer, bytes_read: int) -> str:

@@ -111,9 +111,9 @@ class _CorpusOfRun:
         values = self._settings.deciding_values()
         changes = list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
-        asked = upgraded_tables({"data": recorded.asked}).get("data", {})
-        for key in asked.keys() | values.keys():
-            old_value = absolute_path(asked.get(key, defaults.get(key)))
+        old_values = upgraded_tables({"data": recorded.asked}).get("data", {})
+        for key in old_values.keys() | values.keys():
+            old_value = absolute_path(old_values.get(key, defaults.get(key)))
             new_value = values.get(key)
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "split", "max_document_tokens") else "data."

@@ -87,9 +87,9 @@ class Manifest:
         values: dict[str, Any] = parse_json(text)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-        known = {key.name: values[key.name] for key in fields(cls) if key.name in values}
-        known |= {key: tuple(known[key]) for key in known.keys() & {*_TUPLES}}
-        return cls(**{**known, "left_out": LeftOut(**known.pop("left_out", {}))})
+        present = {key.name: values[key.name] for key in fields(cls) if key.name in values}
+        present |= {key: tuple(present[key]) for key in present.keys() & {*_TUPLES}}
+        return cls(**{**present, "left_out": LeftOut(**present.pop("left_out", {}))})
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,9 @@ class ScoredDocument(Document):
         **values: Any,
     ) -> None:
         super().__init__(ids)
-        if sum(x is not None for x in (rows, pad, labels)) > 1 or (label is not None and labels is not None):
+        if sum(choice is not None for choice in (rows, pad, labels)) > 1 or (
+            label is not None and labels is not None
+        ):
             raise DataError(
                 "a ScoredDocument has more than one of rows, pad and labels, or label and labels; each says which rows "
                 "count or what their scores are to be: give one of them"

@@ -285,6 +285,8 @@ def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int]
             prefix[first:stop] = [parent] * (stop - first)
         cuts = [first, *(i for i in range(first + 1, stop) if common[i] == depth), stop]
         waiting += [(a, b, parent) for a, b in pairwise(cuts)]
-    own = (len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True))
+    rows_behind = (
+        len(documents[n]) - (prefixes[p][0] if p >= 0 else 0) for n, p in zip(numbers, prefix, strict=True)
+    )
     shared = (depth - (prefixes[parent][0] if parent >= 0 else 0) for depth, parent in prefixes)
-    return _Family(numbers, prefix, prefixes, sum(own) + sum(shared))
+    return _Family(numbers, prefix, prefixes, sum(rows_behind) + sum(shared))

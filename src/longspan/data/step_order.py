@@ -247,8 +247,10 @@ def sample_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None, most: in
     quotas = [min(1, most, max(count - 1, 0)) for count in counts]
     # a source's last text is taken when no other is left, which is then refused
     for _ in range(most - sum(quotas)):
-        left = [(n - q > 0, n - q > 1, most * n / sum(counts) - q) for n, q in zip(counts, quotas, strict=True)]
-        quotas[left.index(max(left))] += 1
+        open_texts = [
+            (n - q > 0, n - q > 1, most * n / sum(counts) - q) for n, q in zip(counts, quotas, strict=True)
+        ]
+        quotas[open_texts.index(max(open_texts))] += 1
     chosen = [shuffled_sample(count, quotas[s], seed, HELD_OUT, s) + bounds[s] for s, count in enumerate(counts)]
     return np.sort(np.concatenate(chosen))
 

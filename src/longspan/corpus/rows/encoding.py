@@ -61,20 +61,20 @@ if TYPE_CHECKING:  # of conversations and images, which texts do without
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
     """Encode texts together, each with the tokens around it; a long one by itself, as it may turn out a bad row."""
     texts = list[str]()
-    results = list[BadRow | npt.NDArray[np.int64] | None]()
+    ids_or_bad = list[BadRow | npt.NDArray[np.int64] | None]()
     for row in rows:
         try:
             check_keys(row.values, "text")
             text = require_string(require_key(row.values, "text"), "text")
-            results.append(tokenizer.encode_text(text) if len(text) > PIECE else None)  # None: encoded below
+            ids_or_bad.append(tokenizer.encode_text(text) if len(text) > PIECE else None)  # None: encoded below
         except (RowError, LongTextError) as error:
-            results.append(BadRow(row.where, str(error)))
+            ids_or_bad.append(BadRow(row.where, str(error)))
         else:
-            if results[-1] is None:
+            if ids_or_bad[-1] is None:
                 texts.append(text)
     encodings = iter(tokenizer.encode(texts))
-    ids = [next(encodings) if result is None else result for result in results]
-    return [result if isinstance(result, BadRow) else Sample(result, row=i) for i, result in enumerate(ids)]
+    encoded = [next(encodings) if ids is None else ids for ids in ids_or_bad]
+    return [ids if isinstance(ids, BadRow) else Sample(ids, row=i) for i, ids in enumerate(encoded)]
 
 
 def encode_completion(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
@@ -123,7 +123,7 @@ class RowEncoding:
         )
         if self.kind == "text" and not self.settings.num_labels and not any(has_media(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.set_parsing(self.settings.parse_special_tokens))
-        return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]
+        return [sample for i, row in enumerate(rows) for sample in self._encode_row(i, row)]
 
     @cached_property
     def digest(self) -> str:

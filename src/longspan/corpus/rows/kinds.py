@@ -158,13 +158,17 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds_text(kinds))
     chat = is_chat(values, kind)
-    known = readable_keys(kind, scored, chat, media=True)
+    readable = readable_keys(kind, scored, chat, media=True)
     places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
     for key, why in refused_keys(values, places.get(kind, "chat")):
-        if key not in known:
+        if key not in readable:
             raise RowError(f'"{key}" stands beside {KIND_TEXTS[kind]}, and is not read: {why}; leave the key out')
     for key in values if chat and not values.get("tools") else ():
-        if key not in known and _OF_TOOLS.fullmatch(key) and _SCHEMA.search(json.dumps(values[key], default=str)):
+        if (
+            key not in readable
+            and _OF_TOOLS.fullmatch(key)
+            and _SCHEMA.search(json.dumps(values[key], default=str))
+        ):
             raise RowError(
                 f'"{key}" stands beside {KIND_TEXTS[kind]}, and holds tools, which are read as tools: '
                 f'data.rename_columns = ["tools={key}"] renames it, and ["{key}="] leaves it out'
@@ -189,7 +193,9 @@ def is_chat(values: Mapping[str, Any], kind: Kind) -> bool:
     list.
     """
     of_strings = kind in ("prompt+completion", PAIRS)  # or of messages
-    return kind in CHATS or (of_strings and any(isinstance(values.get(x), list) for x in ("prompt", *KEYS[kind])))
+    return kind in CHATS or (
+        of_strings and any(isinstance(values.get(key), list) for key in ("prompt", *KEYS[kind]))
+    )
 
 
 def refused_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:

@@ -28,8 +28,8 @@ def with_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
         prompt = None  # a copy beside messages that begin with it, as TRL has it
     if prompt is not None or not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
         return values
-    same = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
-    end = next(same, min(len(chosen), len(rejected)))
+    differences = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+    end = next(differences, min(len(chosen), len(rejected)))
     if chosen[end - 1 : end] == " ":
         end -= 1
     return {**values, "chosen": chosen[end:], "rejected": rejected[end:], "prompt": chosen[:end]}
@@ -85,7 +85,7 @@ def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") 
         raise RowError(f'needs "{name}", as model.num_labels is {num_labels}; found keys {sorted(values)}')
     numbers = label.tolist() if isinstance(label, np.ndarray) else label
     numbers = numbers if isinstance(numbers, list) else [numbers]
-    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         raise RowError(f"{name} is {short_repr(label)}; give a finite number, or a list of such")
     if len(numbers) not in (1, num_labels):
         raise RowError(

@@ -194,17 +194,17 @@ def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[t
 
     A folder is known by its device and inode, as links may form a circle; links to folders are followed last.
     """
-    seen = set[tuple[int, int]]()
+    entered = set[tuple[int, int]]()
     roots = [root]
     for walk_root in roots:  # links that are met on the way are appended
         for folder, subfolders, names in os.walk(walk_root, onerror=_raise_unreadable):
             directory = Path(folder)
             stat = Path(folder).stat()
             identity = (stat.st_dev, stat.st_ino)
-            if identity in seen:
+            if identity in entered:
                 subfolders.clear()  # os.walk enters only folders that are left in this list
                 continue
-            seen.add(identity)
+            entered.add(identity)
             inside = [name for name in subfolders if not is_left_out(directory / name)]
             links = [name for name in inside if (directory / name).is_symlink()]
             roots += [directory / name for name in sorted(links)]
