@@ -126,7 +126,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     Behind the answer of an encoded conversation of two words the targets must have a special token, or one that ends
     generation.
     """
-    if encoding.settings.end_of_chat or encoding.settings.num_labels:
+    if encoding.settings.num_labels:
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
     (sample,) = replace(encoding, kind="messages").encode([Row("", {"messages": turns})])
@@ -139,7 +139,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     if tokens.search(text.partition(_WORDS[1])[2]):
         return None
     fault = "writes no token behind"
-    advice = "; data.end_of_chat_token names a token to be put there"
+    advice = "; a template of your own (data.chat_template) may write one"
     if encoding.template.has_marks(None):
         fault = "marks no end of"
         advice = ""
@@ -155,7 +155,9 @@ def unseen_line(left_out: LeftOut, *, split_turns: bool) -> str | None:
     """
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
     parts = [plural(count, name) for name, count in unseen.items() if count]
-    lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
+    lines = list[str]()
+    if parts:
+        lines.append(f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns")
     if left_out.unseen_thoughts and not split_turns:
         lines.append(
             "data.split_turns = true trains each turn as at inference, with its thought if the template has it"

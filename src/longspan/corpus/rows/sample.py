@@ -29,9 +29,12 @@ class Row(NamedTuple):
 
 
 class Unseen(NamedTuple):
-    """Counts of what is no target in a document's assistant turns: thoughts and other texts that the template leaves
-    out, wholly or in part, and turns that are blank. `others` names what else it leaves out, as "developer message".
-    `inside_tokens` counts answers that begin inside a token."""
+    """Counts of what is no target in a document's assistant turns.
+
+    Thoughts and other texts are counted that the template leaves out, wholly or in part, and turns that are blank.
+    `others` names what else it leaves out, as "developer message". `inside_tokens` counts answers that begin inside a
+    token.
+    """
 
     unseen_thoughts: int = 0
     unseen_texts: int = 0
@@ -40,14 +43,15 @@ class Unseen(NamedTuple):
     inside_tokens: int = 0
 
 
-def count_inside(spans: Integers, borders: Iterable[int]) -> int:
+def count_inside_tokens(spans: Integers, borders: Iterable[int]) -> int:
     """Count the borders that lie inside a token, by the characters (n, 2) of each token."""
     return sum(bool(((spans[:, 0] < border) & (border < spans[:, 1])).any()) for border in borders)
 
 
 class Sample(NamedTuple):
-    """The tokens of one document (n,), and its labels (n,), −100 for none, not shifted. None: every token but the
-    first.
+    """The tokens (n,) of one document, or of a pair, and its labels (n,), −100 for none, not shifted.
+
+    Without labels every token but the first is a target.
 
     `row` is the index of its row among those that were encoded together: a split conversation gives several samples.
     `numbers` are the label of a document that a model scores, or the margin of a pair; `stops` are the ends of its
@@ -76,8 +80,7 @@ class RowSettings:
     """What decides the tokens of rows in addition to the tokenizer.
 
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
-    document of a conversation, "split" one of each assistant turn with the messages before it. `end_of_chat`: the
-    name of a token behind the answer that ends a conversation, where the template writes none. `columns`: entries
+    document of a conversation, "split" one of each assistant turn with the messages before it. `columns`: entries
     OURS=THEIRS, by which columns are renamed before rows are encoded (`kinds.rename_columns`). `num_labels`: how many
     scores a model makes of a row's document, which needs a label or stands in a pair; 0: of a language model.
     `preference`: what rows become for a loss of preferences.
@@ -85,7 +88,6 @@ class RowSettings:
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
-    end_of_chat: str = ""
     columns: tuple[str, ...] = ()
     num_labels: int = 0
     preference: RowForm = ""
