@@ -23,7 +23,6 @@ rope_factor = 4.0
 
 [data]
 turns = "split"
-end_of_chat = "<|user|>"
 eval_documents = 3
 cache = "tokens"
 

@@ -69,7 +69,6 @@ GONE = {
     "train.center_rewards_coefficient": 'train.loss_arguments = ["center_rewards_coefficient=0.01"]',
     "optimizer.decay_steps": 'the steps behind the word: optimizer.lr_schedule = "wsd:200"',
     "encoder.activation_checkpointing": "encoder.max_tokens, with which images are encoded again",
-    "data.end_of_chat_token": "a template that writes the token itself, by data.chat_template (docs/fine-tuning.md)",
     "data.cache_dir": "nothing: tokens are kept in longspan/corpora of the user's cache (XDG_CACHE_HOME)",
     "evaluation.min_dynamic_context_parallel_size": "nothing: the smallest degree is that of [context]",
     # of tables, under which plans change no figure

@@ -225,6 +225,9 @@ class DataConfig(Section):
     chat_template: str = ""
     """A Jinja file that writes conversations, in place of the template in the tokenizer's folder; models that the run
     saves have it too."""
+    end_of_chat_token: Annotated[str, Needs("model.num_labels", (0,))] = ""
+    """The token that a model stops at, put behind the answer that ends a conversation, as a target, where the chat
+    template writes none there (GLM's, whose token is <|user|>)."""
     vocab_size: Annotated[int, AtLeast(257)] = 2048  # 256 bytes and the end of text at the least
     """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
     parse_special_tokens: bool = False

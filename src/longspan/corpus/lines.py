@@ -126,7 +126,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     Behind the answer of an encoded conversation of two words the targets must have a special token, or one that ends
     generation.
     """
-    if encoding.settings.num_labels:
+    if encoding.settings.end_of_chat or encoding.settings.num_labels:
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
     (sample,) = replace(encoding, kind="messages").encode([Row("", {"messages": turns})])
@@ -139,7 +139,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     if tokens.search(text.partition(_WORDS[1])[2]):
         return None
     fault = "writes no token behind"
-    advice = "; a template of your own (data.chat_template) may write one"
+    advice = "; data.end_of_chat_token names a token to be put there"
     if encoding.template.has_marks(None):
         fault = "marks no end of"
         advice = ""

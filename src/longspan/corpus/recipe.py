@@ -100,7 +100,7 @@ class Recipe:
 # Keys of [data] that decide documents, with the paths; those that came with version 0.4 only where they are set, so
 # that records of before fit.
 _DECIDING = ("max_document_tokens", "on_bad_row", "max_text_bytes", "parse_special_tokens", "split_turns")
-_WHERE_SET = ("rename_columns", "chat_template")
+_WHERE_SET = ("end_of_chat_token", "rename_columns", "chat_template")
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,7 @@ def make_recipe(
     row_settings = RowSettings(
         parse_special_tokens=data.parse_special_tokens,
         turns="split" if data.split_turns else "together",
+        end_of_chat=data.end_of_chat_token,
         columns=data.rename_columns,
         num_labels=settings.num_labels,
         preference=settings.preference,

@@ -122,25 +122,46 @@ def test_columns_of_a_file_and_of_flags(tmp_path: Path) -> None:
     check_data(replace(load_config(), data=DataConfig(rename_columns=("system=",))))  # is left out
 
 
-# what docs/fine-tuning.md advises
-END_OF_CHAT = (
-    '{%- if not add_generation_prompt and messages[-1].role == "assistant" and not messages[-1].tool_calls %}'
-    "<|user|>{%- endif %}"
-)
-
-
-def test_an_end_that_a_copy_of_the_template_writes_is_a_target(tmp_path: Path) -> None:
+def test_an_end_behind_the_last_answer_is_a_target(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "phi3", "phi3", template=OPEN)
+    token = load_tokenizer(folder).engine.token_to_id("<|user|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [token]}))
     chat = [says("user", "a"), says("assistant", "b"), says("user", "c"), says("assistant", "d")]
-    samples = list[list[Sample]]()
-    for name, template in {"plain": OPEN, "ended": OPEN + END_OF_CHAT}.items():
-        folder = write_folder(tmp_path / name, "phi3", template=template)
-        token = load_tokenizer(folder).engine.token_to_id("<|user|>")
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [token]}))
-        rows = {"messages": chat}
-        samples.append([x for turns in ("together", "split") for x in encoded(folder, rows, turns=turns)])
-    (plain, *_), ended = samples
-    assert ended[0].ids.tolist() == [*plain.ids.tolist(), token]
-    assert [(int(x.ids[-1]), int(x.labels[-1])) for x in ended if x.labels is not None] == [(token, token)] * 3
+    ((plain,), (ended,)) = (encoded(folder, {"messages": chat}, end_of_chat=end) for end in ("", "<|user|>"))
+    assert isinstance(plain, Sample) and isinstance(ended, Sample) and ended.labels is not None
+    assert ended.ids.tolist() == [*plain.ids.tolist(), token] and ended.labels[-1] == token
+    split = encoded(folder, {"messages": chat}, end_of_chat="<|user|>", turns="split")
+    assert [int(sample.ids[-1]) for sample in split if isinstance(sample, Sample)] == [token, token]
+    (context,) = encoded(folder, {"messages": [*chat[:3], {**chat[3], "weight": 0}]}, end_of_chat="<|user|>")
+    assert isinstance(context, Sample) and context.ids.tolist() == plain.ids.tolist()
+    call = {"role": "assistant", "content": "b", "tool_calls": [{"type": "function", "function": CALL}]}
+    (called,) = encoded(folder, {"messages": [chat[0], call]}, end_of_chat="<|user|>")
+    assert isinstance(called, Sample) and called.ids[-1] != token  # a model stops at another token there
+
+
+def test_an_end_stands_directly_behind_the_answer(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "phi3", "phi3", template=OPEN_MARKED + "{{ '\n' }}")
+    chat = {"messages": [says("user", "a"), says("assistant", "b")]}
+    ((plain,), (ended,)) = (encoded(folder, chat, end_of_chat=end) for end in ("", "<|end|>"))
+    assert isinstance(plain, Sample) and isinstance(ended, Sample) and ended.labels is not None
+    engine = load_tokenizer(folder).engine
+    assert engine.decode(ended.ids.tolist(), skip_special_tokens=False).endswith("<|assistant|>b<|end|>")
+    assert ended.ids[:-1].tolist() == plain.ids[:-1].tolist() and ended.labels[-1] == engine.token_to_id("<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "reason"),
+    [
+        (OPEN, "<|stop|>", "'<|stop|>', which is no token of the tokenizer; generation stops at <|end"),
+        (None, "<|end|>", "'<|end|>', and the chat template writes '<|endoftext|>' there; leave it out"),
+        (OPEN + "<|end|>", "<|endoftext|>", "and the chat template writes '<|end|>' there"),
+        (OPEN_MARKED + "<|end|>", "<|endoftext|>", "and the chat template writes '<|end|>' there"),
+    ],
+)
+def test_an_end_that_is_none_or_one_too_many(tmp_path: Path, template: str | None, end: str, reason: str) -> None:
+    folder = write_folder(tmp_path / "phi3", "phi3", template=template)
+    (bad,) = encoded(folder, {"messages": [says("user", "a"), says("assistant", "b")]}, end_of_chat=end)
+    assert isinstance(bad, BadRow) and reason in bad.reason
 
 
 def test_a_template_of_a_file_writes_chats_and_goes_with_the_model(tmp_path: Path, folder: Path) -> None:
@@ -275,7 +296,7 @@ def test_a_template_that_never_ends_the_last_turn_is_named(
         assert line is None
     else:
         assert line is not None and line.startswith(begins)
-        advice = "; a template of your own (data.chat_template) may write one" * (template == OPEN)
+        advice = "; data.end_of_chat_token names a token to be put there" * (template == OPEN)
         assert line.endswith(f"chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>){advice}")
 
 

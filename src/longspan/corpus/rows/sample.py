@@ -80,7 +80,8 @@ class RowSettings:
     """What decides the tokens of rows in addition to the tokenizer.
 
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
-    document of a conversation, "split" one of each assistant turn with the messages before it. `columns`: entries
+    document of a conversation, "split" one of each assistant turn with the messages before it. `end_of_chat`: the
+    name of a token behind the answer that ends a conversation, where the template writes none. `columns`: entries
     OURS=THEIRS, by which columns are renamed before rows are encoded (`kinds.rename_columns`). `num_labels`: how many
     scores a model makes of a row's document, which needs a label or stands in a pair; 0: of a language model.
     `preference`: what rows become for a loss of preferences.
@@ -88,6 +89,7 @@ class RowSettings:
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
+    end_of_chat: str = ""
     columns: tuple[str, ...] = ()
     num_labels: int = 0
     preference: RowForm = ""

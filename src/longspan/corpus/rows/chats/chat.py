@@ -123,10 +123,35 @@ class ChatEncoding:
             tokens = self._turn_tokens(tools)
             spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt, first)
         if not media or self.images is None:
-            return self._tokenize_rendering(rendered.text, spans, tools)
+            sample = self._tokenize_rendering(rendered.text, spans, tools)
+            return self._add_end_of_chat(sample, messages, learnt)
         expanded = self.images.expand_placeholders(rendered.text, media, spans.spans)
         sample = self._tokenize_rendering(expanded.text, spans._replace(spans=expanded.spans), tools)
-        return self.images.add_images(sample, expanded)
+        return self.images.add_images(self._add_end_of_chat(sample, messages, learnt), expanded)
+
+    def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
+        """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens."""
+        end = self.settings.end_of_chat
+        engine = self.tokenizer.engine
+        is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")
+        if not end or not is_answer or sample.labels is None or (sample.labels == NO_TARGET).all():
+            return sample
+        ends = self.template.ends
+        added = engine.get_added_tokens_decoder()
+        if (token := engine.token_to_id(end)) is None:
+            advice = f"generation stops at {' or '.join(sorted(ends)) or 'no token that its folder names'}"
+            raise RowError(f"data.end_of_chat_token is {end!r}, which is no token of the tokenizer; {advice}")
+        stop = int(np.flatnonzero(sample.labels != NO_TARGET)[-1]) + 1  # blanks of the template may follow
+        last = int(sample.ids[stop - 1])
+        behind = engine.decode(sample.ids[stop:].tolist(), skip_special_tokens=False)
+        is_end = engine.id_to_token(last) in ends or (last in added and added[last].special)
+        if behind.strip() or is_end:
+            written = behind.strip() or engine.id_to_token(last)
+            raise RowError(
+                f"data.end_of_chat_token is {end!r}, and the chat template writes {written!r} there; leave it out"
+            )
+        ids, labels = (np.append(values[:stop], token) for values in (sample.ids, sample.labels))
+        return sample._replace(ids=ids, labels=labels)
 
     def _tokenize_rendering(self, text: str, spans: TurnSpans, tools: Sequence[Any] | None) -> Sample:
         """Make a sample in which tokens in spans are targets; a prompt is tokenized by itself, as at inference."""
