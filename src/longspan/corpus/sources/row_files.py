@@ -6,12 +6,13 @@
 import gzip
 import io
 import sys
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +25,8 @@ from longspan.corpus.sources.row_chunks import SHOWN_BYTES, RowChunk, parse_line
 from longspan.errors import DataError
 
 CHUNK_BYTES = 1 << 20  # of a file of lines or a table; the last row is completed
+
+
 GZIP = ".gz"
 ZSTD = ".zst"
 _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader may report
@@ -73,6 +76,8 @@ class LineFile(RowFile):
     def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         super().__init__(name, path, most_bytes)
         self._compressed = name.endswith((GZIP, ZSTD))
+        self._stream: BinaryIO | None = None  # lines as `read_row_at` reads them
+        self._close: Callable[[], object] = lambda: None  # closes the file that the stream reads
 
     def read_chunks(self) -> Iterator[RowChunk]:
         """Yield the file's lines in order, in chunks of CHUNK_BYTES and the rest of the line in which these end.
@@ -107,14 +112,20 @@ class LineFile(RowFile):
                 first = number + bool(too_long)  # a line that is read over has no line end in `data`
 
     def read_row_at(self, position: int) -> Row | BadRow:
-        """Read the row whose line begins at this byte."""
-        with self._errors_with_name(), self.path.open("rb") as raw, self._open_lines(raw) as lines:
-            before = position if self._compressed else 0  # bytes that are decompressed before the line
+        """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
+        with self._errors_with_name():
+            if self._stream is None or (self._compressed and self._stream.tell() > position):
+                raw = self.path.open("rb")
+                self._close()
+                self._close = weakref.finalize(self, raw.close)
+                self._stream = self._open_lines(raw)
             if not self._compressed:
-                lines.seek(position)
-            while before and (data := lines.read(min(before, CHUNK_BYTES))):
-                before -= len(data)
-            line = lines.readline()
+                self._stream.seek(position)
+            while (distance := position - self._stream.tell()) > 0 and self._stream.read(
+                min(distance, CHUNK_BYTES)
+            ):
+                pass
+            line = self._stream.readline()
         return parse_line(line, f"{self.name}, byte {position}", self.folder)
 
     def _open_lines(self, raw: BinaryIO) -> BinaryIO:
@@ -123,10 +134,28 @@ class LineFile(RowFile):
             raise EOFError("it has 0 bytes")
         raw.seek(0)
         if self.name.endswith(ZSTD):
-            # zstandard's own stream ends without an error if a file was cut off
-            stream: Any = cast(Any, import_reader("pyarrow", self.name)).CompressedInputStream(raw, "zstd")
-            return io.BufferedReader(stream, CHUNK_BYTES)
+            stream = cast(Any, import_reader("pyarrow", self.name)).CompressedInputStream(raw, "zstd")
+            return io.BufferedReader(_ZstdStream(stream), CHUNK_BYTES)
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb")) if self._compressed else raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """pyarrow's stream with a position. (zstandard's own stream ends without an error if a file was cut off.)"""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._stream.readinto(buffer)
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
 
 
 class TextFile(RowFile):
@@ -185,7 +214,12 @@ class TableFile(RowFile):
 
 
 class ParquetFile(TableFile):
-    """A .parquet file. A row is read with its row group."""
+    """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
+
+    @cached_property
+    def _cached_row_group(self) -> Callable[[int], Any]:
+        """What reads a row group by its number, and keeps the last one."""
+        return lru_cache(maxsize=1)(self._file.read_row_group)
 
     def _open_batches(self) -> tuple[int, Iterator[Any]]:
         meta = self._file.metadata
@@ -201,7 +235,7 @@ class ParquetFile(TableFile):
 
     def _open_row(self, number: int) -> Any:
         group = bisect_right(self._group_starts, number) - 1
-        return self._file.read_row_group(group).slice(number - self._group_starts[group], 1)
+        return self._cached_row_group(group).slice(number - self._group_starts[group], 1)
 
     @cached_property
     def _file(self) -> Any:
