@@ -10,7 +10,8 @@ from itertools import chain
 from typing import Any
 
 from longspan.layout import Layout
-from longspan.plan import Machine, MemoryBudget, Plan
+from longspan.plan import Machine, MemoryBudget, MemorySettings, Plan
+from longspan.plan.memory.memory_plan import MemoryModel
 from longspan.plan.shape.model_shape import read_experts
 from longspan.resolve.choice import PlannerConfig, query_heads
 
@@ -107,6 +108,17 @@ class Facts:
     @cached_property
     def lengths_differ(self) -> bool:
         return len(set(chain.from_iterable(self._seen_lengths))) > 1
+
+    def memory_model(self, settings: MemorySettings) -> MemoryModel:
+        """Return the model as plans of memory under these settings count it: once for all ways that share them."""
+        models = self._memory_models
+        if settings not in models:
+            models[settings] = MemoryModel(self.model, self.home, settings, self.machine)
+        return models[settings]
+
+    @cached_property
+    def _memory_models(self) -> dict[MemorySettings, MemoryModel]:
+        return {}
 
     def lengths(self, step: int) -> Lengths:
         return tuple(int(n) for n in self.lengths_of_step(step))

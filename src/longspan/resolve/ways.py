@@ -121,8 +121,7 @@ class Way:
         return list(map(self._plan_once, steps))
 
     def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
-        facts = self.facts
-        return MemoryNeeds.of(facts.model, facts.home, list(plans), self.memory_settings, machine=facts.machine)
+        return self.facts.memory_model(self.memory_settings).needs(plans)
 
     def choose_memory(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
         """Choose the fastest plan of memory that fits all these plans. Raises PlanError, with the bytes."""

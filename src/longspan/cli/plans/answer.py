@@ -243,7 +243,7 @@ def _largest_parts(fit: Fit) -> dict[str, int]:
     memory = planned_memory(fit)
     needs = fit.way.memory_needs(fit.plans)
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in CHOSEN_SETTINGS})
-    places = (replace(place, settings=settings) for place in needs.places)
+    places = needs.with_settings(settings).places
     moments = [m for place in places for m in place.bytes_at_moments(needs.loads, memory.measures)]
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 

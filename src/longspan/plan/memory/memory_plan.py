@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, combinations_with_replacement, product
+from itertools import combinations_with_replacement, product
 from statistics import mean
 from typing import Any
 
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
-from longspan.plan.cost.cost import FORWARD_SHARE
+from longspan.plan.cost.cost import FORWARD_SHARE, Cost
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
 from longspan.plan.memory.settings import (
@@ -28,7 +28,7 @@ from longspan.plan.memory.settings import (
     MemoryBudget,
     MemorySettings,
 )
-from longspan.plan.memory.stage_bytes import ModelNumbers, StageBytes, make_stages
+from longspan.plan.memory.stage_bytes import ModelNumbers, Numbers, StageBytes, make_stages
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape
@@ -153,14 +153,75 @@ def measures_text(measures: Sequence[object]) -> str:
 
 
 @dataclass(frozen=True)
+class MemoryModel:
+    """A model on a home and a machine, as plans of memory count and price it: what is the same for all plans of steps.
+    `config` is as in `MemoryPlan.of`.
+
+    >>> MemoryModel(config, Layout(4), MemorySettings(), Machine()).needs([plan]).layers  # doctest: +SKIP
+    """
+
+    config: Any
+    home: Layout
+    settings: MemorySettings
+    machine: Machine
+
+    @cached_property
+    def read(self) -> ConfigReader:
+        return ConfigReader.read_language_model(self.config)
+
+    @cached_property
+    def numbers(self) -> ModelNumbers:
+        return ModelNumbers.from_configuration(self.config, self.home, self.settings)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.of(self.config, depths=self.settings.depths)
+
+    @cached_property
+    def layer_costs(self) -> dict[Recomputation, Cost]:
+        """The cost of a slot where all layers keep all ("none"), "selective" or "full"."""
+        settings = self.settings
+        tp = self.home.tp
+        costs = CostSettings(
+            depths=settings.depths,
+            frozen=not settings.trains_all,
+            float8=settings.float8,
+            compiled=settings.compiled if settings.gpu and tp == 1 else "none",
+            ep=self.home.ep,
+        )
+        kinds: tuple[Recomputation, ...] = ("none", "selective", "full")
+        return {
+            kind: self.machine.cost(self.config, replace(costs, recomputation=kind)).shared_by(tp) for kind in kinds
+        }
+
+    def needs(self, plans: Sequence[Plan]) -> "MemoryNeeds":
+        """Return the bytes of a run of these plans, before it is decided what layers keep."""
+        home = self.home
+        loads = slot_loads(plans, self.read, self.settings, self.machine, home.tp)
+        micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
+        # A group of several slots, but not of all, has a communicator of its own.
+        slots = max((plan.slots for plan in plans), default=1)
+        groups = {group.slots for plan in plans for group in plan.groups}
+        counts = Counter(slot for group in groups if 1 < len(group) < slots for slot in group)
+        most_groups = min(max(counts.values(), default=0), MOST_GROUPS)
+        places = list[StageBytes]()
+        for rank, stage in enumerate(make_stages(self.numbers, home, self.settings)):
+            waiting = _count_waiting_micro_batches(home, self.settings, rank, micro_batches)
+            place = StageBytes(
+                self.read, home, self.settings, self.numbers, stage, waiting, most_groups, micro_batches
+            )
+            places.append(place)
+        return MemoryNeeds(self, tuple(places), loads)
+
+
+@dataclass(frozen=True)
 class MemoryNeeds:
     """The bytes of a run before it is decided what layers keep: made once, asked for many choices.
 
     >>> needs.under("selective").device.total  # doctest: +SKIP
     """
 
-    config: Any
-    machine: Machine
+    model: MemoryModel
     places: tuple[StageBytes, ...]
     loads: tuple[SlotLoad, ...]
 
@@ -175,30 +236,20 @@ class MemoryNeeds:
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
         plans = [plan] if isinstance(plan, Plan) else list(plan)
-        read = ConfigReader.read_language_model(config)
-        machine = machine or Machine()
-        loads = slot_loads(plans, read, settings, machine, home.tp)
-        micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
-        numbers = ModelNumbers.from_configuration(config, home, settings)
-        # A group of several slots, but not of all, has a communicator of its own.
-        slots = max((plan.slots for plan in plans), default=1)
-        groups = {group.slots for plan in plans for group in plan.groups}
-        counts = Counter(slot for group in groups if 1 < len(group) < slots for slot in group)
-        most_groups = min(max(counts.values(), default=0), MOST_GROUPS)
-        places = list[StageBytes]()
-        for rank, stage in enumerate(make_stages(numbers, home, settings)):
-            waiting = _count_waiting_micro_batches(home, settings, rank, micro_batches)
-            places.append(StageBytes(read, home, settings, numbers, stage, waiting, most_groups, micro_batches))
-        return cls(config, machine, tuple(places), loads)
+        return MemoryModel(config, home, settings, machine or Machine()).needs(plans)
 
     @cached_property
     def prices(self) -> "MemoryPrices":
         """Prices of what layers keep of the largest load, on the first pipeline stage."""
-        return MemoryPrices(self.config, self.machine, self.places[0], max(self.loads))
+        return MemoryPrices(self.model, self.places[0], max(self.loads))
 
     @property
     def layers(self) -> int:
         return len(self.places[0].numbers.kinds)
+
+    def with_settings(self, settings: MemorySettings) -> "MemoryNeeds":
+        """Return these needs under settings that differ in those that a plan of memory chooses."""
+        return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
     def measures_of_layers(
         self, first: CheckpointPolicy, count: int, others: CheckpointPolicy
@@ -225,7 +276,7 @@ class MemoryNeeds:
             )
         words: tuple[CheckpointPolicy, ...] = tuple(known[word] for word in layer_words)
         return MemoryPlan(
-            device=max(self._device_bytes(words), key=lambda moment: moment.total),
+            device=max((p.most_bytes(self.loads, words) for p in self.places), key=lambda moment: moment.total),
             host=max(self._host_bytes(words), key=lambda host: host.total),
             measures=words,
             rows=max(load.rows for load in self.loads),
@@ -234,12 +285,11 @@ class MemoryNeeds:
 
     def fit(self, measures: Sequence[CheckpointPolicy], budget: MemoryBudget) -> bool:
         """Return whether a plan of these measures fits; of those that do not, few moments are counted."""
-        return all(moment.total <= budget.device for moment in self._device_bytes(measures)) and all(
-            host.total <= budget.host for host in self._host_bytes(measures)
-        )
-
-    def _device_bytes(self, measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
-        return chain.from_iterable(place.bytes_at_moments(self.loads, measures) for place in self.places)
+        for place in self.places:
+            room = budget.device - place.resident_bytes.total
+            if any(moment.total > room for moment in place.moments(self.loads, measures)):
+                return False
+        return all(host.total <= budget.host for host in self._host_bytes(measures))
 
     def _host_bytes(self, measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
         return (place.host_bytes(self.loads, measures) for place in self.places)
@@ -269,10 +319,13 @@ SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer'
 class MemoryPrices:
     """Prices of what layers keep, for one load: made once for many plans of memory."""
 
-    config: Any
-    machine: Machine
+    model: MemoryModel
     place: StageBytes
     load: SlotLoad
+
+    @property
+    def machine(self) -> Machine:
+        return self.model.machine
 
     def seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, of states and weights on the
@@ -298,12 +351,12 @@ class MemoryPrices:
         place = self.place
         layers = len(place.stage.layers)
         room = layers * max(0.0, self._layer_work[0] * FORWARD_SHARE - self._layer_copy_seconds(memory))
-        root = place.numbers.root_numbers(place.stage).trained / max(1.0, place.all_numbers.trained)
+        root = place.stage.root.trained / max(1.0, place.stage.all.trained)
         return max(root * seconds, seconds - room)
 
     def _layer_copy_seconds(self, memory: MemoryPlan) -> float:
         place = self.place
-        root = place.weight_bytes(place.numbers.root_numbers(place.stage), on_host=True)
+        root = place.weight_bytes(place.stage.root, on_host=True)
         return (memory.host.weights - root) / len(place.stage.layers) / self.machine.paging_bytes_per_second
 
     def streaming_seconds(self, memory: MemoryPlan) -> float:
@@ -312,7 +365,7 @@ class MemoryPrices:
         gradients come back for all micro-batches but the first.
         """
         place = self.place
-        root_numbers = place.numbers.root_numbers(place.stage)
+        root_numbers = place.stage.root
         root = place.weight_bytes(root_numbers, on_host=True)
         root += place.gradient_bytes(root_numbers) * place.trained_on_host
         copy = self._layer_copy_seconds(memory)
@@ -341,8 +394,8 @@ class MemoryPrices:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
         settings = needs.places[0].settings
         # the terms of `seconds` in the same order, or smaller ones: no plan is below it by rounding either
-        fastest = min(words, key=self.layer_prices(settings).__getitem__)
-        return self.seconds_on_device(replace(settings, segment_layers=0), (fastest,) * needs.layers)
+        fastest = min(map(self.layer_prices(settings).__getitem__, words))
+        return sum([fastest] * needs.layers) + self._sharding_seconds(settings)
 
     @cached_property
     def _layer_work(self) -> tuple[float, dict[str, float]]:
@@ -358,22 +411,15 @@ class MemoryPrices:
         layers = len(place.numbers.kinds)
         rows = load.rows * degree
         documents = max(1, load.runs // 2)
-        costs = CostSettings(
-            depths=settings.depths,
-            frozen=not settings.trains_all,
-            float8=settings.float8,
-            compiled=settings.compiled if settings.gpu and place.home.tp == 1 else "none",
-            ep=place.home.ep,
-        )
 
         def layer_seconds(kind: Recomputation) -> float:
-            cost = self.machine.cost(self.config, replace(costs, recomputation=kind)).shared_by(place.home.tp)
+            cost = self.model.layer_costs[kind]
             # the squares' sum last
             return float(cost.work_seconds(rows, rows * rows / documents)) / degree / layers
 
         plain = layer_seconds("none")
         selective, full = (max(0.0, layer_seconds(kind) - plain) for kind in ("selective", "full"))
-        shape = ModelShape.of(self.config, depths=settings.depths)
+        shape = self.model.shape
         # Members that exchange heads are taken to be in one node.
         exchanged = load.exchanged_rows * settings.compute_bytes / place.home.tp
         number_seconds = exchanged / self.machine.inside.point.bytes_per_second  # of a number of each exchanged row
@@ -394,12 +440,18 @@ class MemoryPrices:
         whole = dict[str, float]()
         tiled = dict[str, float]()
         for word in CHECKPOINT_POLICIES:
-            sizes = (place.layer_bytes(layer, self.load, word).host for layer in place.stage.layers)
-            copy = mean(sizes) / self.machine.host_copy_bytes_per_second
+            copy = (
+                mean(layer.host for layer in place.layer_bytes(self.load, word))
+                / self.machine.host_copy_bytes_per_second
+            )
             hidden = min(copy, plain / 3) + min(copy, plain - plain / 3)
             whole[word] = again[word.partition("+")[0]] + 2 * copy - (1 - SHOWN_SHARE) * hidden
             tiled[word] = (again["exchanged"] if word == "none" else whole[word]) + TILED_SHARE * plain
         return {False: whole, True: tiled}
+
+    @cached_property
+    def _all_layers(self) -> Numbers:
+        return sum(self.place.numbers.layers, Numbers())
 
     def _sharding_seconds(self, kept: MemoryPlan | MemorySettings) -> float:
         """Seconds of a micro-batch's gathers of weights and sum of gradients, as far as they do not hide behind other
@@ -412,17 +464,14 @@ class MemoryPrices:
             return 0.0
         gathers = once if kept.gathered_once else 2.0
         sums = once if kept.summed_once else 1.0
-        layers = place.numbers.layers
         settings = place.settings
-        gathered = sum(numbers.whole for numbers in layers)
-        summed = sum(numbers.trained for numbers in layers)
-        packed = sum(numbers.packed for numbers in layers)
-        packed_bytes = sum(numbers.packed_bytes for numbers in layers)
-        gathered += packed_bytes / settings.compute_bytes - packed
+        layers = self._all_layers
+        gathered = layers.whole + (layers.packed_bytes / settings.compute_bytes - layers.packed)
+        summed = layers.trained
         sent = gathers * gathered * settings.compute_bytes + sums * summed * settings.reduce_bytes
         wire_seconds = sent * (place.shards - 1) / place.shards / self.machine.sharding_bytes_per_second
         copies = self.machine.weight_copy_seconds * (gathers * gathered + sums * summed)
-        unpacked = self.machine.unpacking_seconds(packed_bytes, packed * settings.compute_bytes)
+        unpacked = self.machine.unpacking_seconds(layers.packed_bytes, layers.packed * settings.compute_bytes)
         return copies + SHARDING_SHARE * wire_seconds + gathers * unpacked
 
 
@@ -532,12 +581,24 @@ def memory_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> Iterator[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
     """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster.
-    Settings that are not fixed come the fastest first, and only where they change anything. "exchanged" equals
-    "selective" where no load exchanges heads, and is left out.
+    "exchanged" equals "selective" where no load exchanges heads, and is left out.
     """
+    exchanges = any(load.exchanged_rows for load in needs.loads)
+    words: list[CheckpointPolicy] = [word for word in fixed.measures if exchanges or word != "exchanged"]
+    for settings in _settings_to_try(needs, fixed):
+        changed = needs.with_settings(settings)
+        for fast, slow in combinations_with_replacement(words, 2):
+            yield changed, slow, fast
+
+
+def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySettings]:
+    """List the settings with each value of what is not fixed: the fastest first, and only where it changes anything."""
     place = needs.places[0]
     settings = place.settings
-    can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface
+    tiles_open = fixed.mlp_tile_tokens is None
+    tiles = [fixed.mlp_tile_tokens or 0]
+    if tiles_open and max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface:
+        tiles = [0, TILE_ROWS, SMALL_TILE_ROWS]
     states: list[bool] = [False, True][: 1 + (settings.gpu and settings.state_numbers > 0)]
     if fixed.offload_optimizer_states is not None:
         states = [fixed.offload_optimizer_states]
@@ -551,47 +612,43 @@ def memory_choices(
         sharding = [(True, True), (True, False), (False, False)][place.micro_batches == 1 :]
     by_hand = fixed.gathered_once, fixed.summed_once
     sharding = [tuple(a if b is None else b for a, b in zip(once, by_hand, strict=True)) for once in sharding]
-    exchanges = any(load.exchanged_rows for load in needs.loads)
-    words: list[CheckpointPolicy] = [word for word in fixed.measures if exchanges or word != "exchanged"]
-    for segments, tile_rows, (offload_optimizer_states, offload_weights), (gathered_once, summed_once) in product(
-        _segment_sizes_to_try(fixed),
-        [0, TILE_ROWS, SMALL_TILE_ROWS][: 1 + 2 * can_tile]
-        if fixed.mlp_tile_tokens is None
-        else [fixed.mlp_tile_tokens],
-        on_host,
-        dict.fromkeys(once for once in sharding if once[0] or not once[1]),  # sums once keep weights too
-    ):
-        is_open = fixed.mlp_tile_tokens is None
-        if (offload_weights and gathered_once) or (is_open and tile_rows == SMALL_TILE_ROWS and not segments):
-            continue
-        choice = replace(
+    sharding = dict.fromkeys(once for once in sharding if once[0] or not once[1])  # sums once keep weights too
+    return [
+        replace(
             settings,
             segment_layers=segments,
             mlp_tile_tokens=tile_rows,
-            offload_optimizer_states=offload_optimizer_states,
-            offload_weights=offload_weights,
+            offload_optimizer_states=states_move,
+            offload_weights=weights_move,
             gathered_once=gathered_once,
             summed_once=summed_once,
         )
-        changed = replace(needs, places=tuple(replace(place, settings=choice) for place in needs.places))
-        for fast, slow in combinations_with_replacement(words, 2):
-            yield changed, slow, fast
+        for segments, tile_rows, (states_move, weights_move), (gathered_once, summed_once) in product(
+            _segment_sizes_to_try(fixed), tiles, on_host, sharding
+        )
+        if not (weights_move and gathered_once)
+        and (segments or not tiles_open or tile_rows != SMALL_TILE_ROWS)  # small tiles come with segments
+    ]
 
 
 def _leanest_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
-    # Any other choice needs more memory, but in a model of few layers, where another one may need about 1 % less.
+    """List the choices, as `memory_choices` gives them, beside which any other needs more memory, but in a model of few
+    layers, where another one may need about 1 % less.
+    """
     # on the host, or not
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
+    words = [word for word in fixed.measures if word in leanest]
     once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
-    choices = list(memory_choices(needs, replace(fixed, **once)))
-    settings = [choice.places[0].settings for choice, _, _ in choices]
+    settings = _settings_to_try(needs, replace(fixed, **once))
     tile_rows = {one.segment_layers: one.mlp_tile_tokens for one in settings}  # the last, which are fewest
     return [
-        (choice, slow, fast)
-        for one, (choice, slow, fast) in zip(settings, choices, strict=True)
-        if {slow, fast} <= leanest and one.mlp_tile_tokens == tile_rows[one.segment_layers]
+        (changed, slow, fast)
+        for changed in (
+            needs.with_settings(one) for one in settings if one.mlp_tile_tokens == tile_rows[one.segment_layers]
+        )
+        for fast, slow in combinations_with_replacement(words, 2)
     ]
 
 
