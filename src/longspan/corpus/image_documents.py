@@ -36,7 +36,7 @@ from longspan.model.vision.image_tokens import (
     check_image_arguments_of_config,
     image_tokens,
 )
-from longspan.plan.items.encoding_plan import ItemTable, MediaItem
+from longspan.plan.items.item_table import ItemTable, MediaItem
 
 THREADS = 4
 _MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped

@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     )
     from longspan.plan.dynamic.planner import plan_dynamic as plan_dynamic
     from longspan.plan.items.encoder_shape import EncoderShape as EncoderShape
-    from longspan.plan.memory.memory_plan import (
-        MemoryNeeds as MemoryNeeds,
-        MemoryPlan as MemoryPlan,
-        choose_memory as choose_memory,
-    )
+    from longspan.plan.memory.memory_choice import choose_memory as choose_memory
+    from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds, MemoryPlan as MemoryPlan
     from longspan.plan.memory.settings import (
         CHECKPOINT_POLICIES as CHECKPOINT_POLICIES,
         Bytes as Bytes,

@@ -6,7 +6,7 @@ from operator import itemgetter
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.plan import MicroBatch, Plan
-from longspan.plan.memory.memory_plan import any_choice_fits
+from longspan.plan.memory.memory_choice import any_choice_fits
 from longspan.resolve.facts import Facts
 from longspan.resolve.ways import UNIT, Way
 

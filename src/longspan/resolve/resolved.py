@@ -14,7 +14,7 @@ from longspan.config.sections import RunConfig, set_evaluations
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, MemoryPlan, PlanOptions
-from longspan.plan.memory.stage_bytes import ModelNumbers
+from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.resolve.choice import PlannerConfig
 from longspan.resolve.evaluation import PartitionChoice, compare_degrees, compare_partitions
 from longspan.resolve.facts import Facts

@@ -30,7 +30,7 @@ from longspan.plan import (
     MemorySettings,
     Plan,
 )
-from longspan.plan.memory.memory_plan import choose_fastest_memory, leanest_plans
+from longspan.plan.memory.memory_choice import choose_fastest_memory, leanest_plans
 from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
 from longspan.resolve.memory import find_run_cost, fixed_memory_keys, memory_settings_of_run

@@ -18,7 +18,7 @@ from longspan.model.lora import NewAdapter, add_lora
 from longspan.plan import MemoryNeeds, MemorySettings, Plan, messages, plan_fixed
 from longspan.plan.memory import layer_table
 from longspan.plan.memory.layer_table import LayerTable
-from longspan.plan.memory.stage_bytes import ModelNumbers
+from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.plan.messages import count_exchange_slices
 from longspan.testing import backend, run_ranks
 from tests.model.stock import random_model

@@ -31,7 +31,8 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import defer_until_last_pass, reshard, sum_gradients_over_slots
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.plan.items.encoding_plan import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
+from longspan.plan.items.encoding_plan import EncoderPlanning, ModalityPlan, NeededBy, Wave, plan_items
+from longspan.plan.items.item_table import ItemTable
 from longspan.train.device_clock import DeviceClock
 from longspan.train.passes import Term
 from longspan.train.read_rows import LocalBatch, read_and_compare_digest
