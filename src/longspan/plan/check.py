@@ -20,7 +20,7 @@ class LongDocumentError(PlanError):
 
 def replace_argument_names(text: str, names: Mapping[str, str]) -> str:
     """Replace arguments of planners in an error's text by the names that its reader gives them, as keys or flags."""
-    return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda argument: names[argument[0]], text)
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:

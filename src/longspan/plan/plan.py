@@ -177,6 +177,7 @@ class Plan:
         return json.dumps(self._fields_for_digest() | further_fields, indent=indent)
 
     def _fields_for_digest(self) -> dict[str, Any]:
+        """Return all that ranks must agree on, as lists and dicts of integers and strings in a fixed order."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
         return {"slots": self.slots, "lengths": self.lengths} | numbers | {"micro_batches": batches}
@@ -237,6 +238,9 @@ class Plan:
 
 
 def _check_plan_numbers(plan: Plan) -> None:
+    """Raise PlanError for counts, seconds, a mode or lengths that no plan can have, and for a plan without
+    micro-batches.
+    """
     for name in ("slots", "node_size", "row_multiple"):
         check_count(name, getattr(plan, name))
     check_count("targets", plan.targets, least=0)
@@ -255,6 +259,9 @@ def _check_plan_numbers(plan: Plan) -> None:
 
 
 def _check_group(where: str, group: Group, plan: Plan) -> None:
+    """Raise PlanError, beginning with `where`, unless the group has distinct slots of the plan, documents with their
+    rows, and a type, sizes, partition and padding that go together.
+    """
     if not group.slots or not group.documents:
         missing = "slots" if group.documents else "documents"
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
@@ -292,6 +299,9 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_parents(where: str, group: Group) -> None:
+    """Raise PlanError unless each document of a family stands behind its parent, with only descendants of the parent
+    between both (as `Group` says).
+    """
     parents = group.parents or ()
     if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:
         raise PlanError(
@@ -315,6 +325,7 @@ def _check_parents(where: str, group: Group) -> None:
 
 
 def _check_documents(plan: Plan) -> None:
+    """Raise PlanError unless each document of the plan is in exactly one group; ids are in range by now."""
     documents = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
     times = np.bincount(documents, minlength=len(plan.lengths))
     wrong = np.flatnonzero(times != 1)
@@ -329,6 +340,7 @@ def _check_documents(plan: Plan) -> None:
 
 
 def _check_cap(plan: Plan) -> None:
+    """Raise PlanError, naming the first, if a slot holds more rows in a micro-batch than the plan allows."""
     cap = plan.max_tokens_per_slot
     if cap is None:
         return
@@ -345,6 +357,9 @@ def _check_cap(plan: Plan) -> None:
 
 
 def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
+    """Return the lines above the table of a plan: its sizes, documents, predicted time and what it is priced for.
+    `times` are those under `cost`.
+    """
     cap = f"at most {plan.max_tokens_per_slot:,}" if plan.max_tokens_per_slot else "no limit on"
     lengths = sorted(plan.lengths)
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
@@ -385,6 +400,7 @@ def _degrees_text(batch: MicroBatch) -> str:
 
 
 def _group_from_json(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
+    """Make a group of its fields in a JSON document; its lengths may be left out, and are then the plan's."""
     fields: dict[str, Any] = {name: _list_as_tuple(value) for name, value in values.items()}
     fields.setdefault("lengths", tuple(lengths[d] for d in fields["documents"]))
     return Group(**fields)
@@ -456,7 +472,7 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
     the step's line and the one with its cost are parsed. Raises PlanError for a line that holds no plan.
     """
     start = b'{"step":%d,' % step
-    found = None
+    step_and_cost_lines = None
     cost_line = b""
     for line in read_lines(Path(path), MOST_BYTES):
         if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
@@ -464,10 +480,10 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
         if b'"cost":{' in line:
             cost_line = line
         if line.startswith(start):
-            found = line, cost_line
-    if found is None:
+            step_and_cost_lines = line, cost_line
+    if step_and_cost_lines is None:
         return None
-    step_line, cost_line = found
+    step_line, cost_line = step_and_cost_lines
     where = f"{path}, step {step}"
     cost = read_plan_row(cost_line, where=where)[1].cost if cost_line else DEFAULT_COST
     return read_plan_row(step_line, cost, where)[1]

@@ -31,7 +31,7 @@ from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords, Request
 from longspan.plan.shape.model_shape import read_query_heads
 from longspan.plan.shape.positions import LengthLimit
-from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_degree
+from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_dynamic_degree
 from longspan.resolve.memory import cost_without_model
 
 KEYS = {  # of a section of plans, by the planners' arguments
@@ -123,6 +123,9 @@ class PlannerConfig:
 
     @classmethod
     def _from_section(cls, section: PlanSection, options: PlanOptions) -> "PlannerConfig":
+        """Make the choice that the keys of a section leave; the planner "auto" counts as dynamic, and the degree "auto"
+        as 0.
+        """
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -160,6 +163,7 @@ class PlannerConfig:
 
     @property
     def degree_key(self) -> str:
+        """The key of its degree, for messages."""
         return self.prefix + "context_parallel_size"
 
     def at_degree(self, degree: int, *, longest: int) -> "PlannerConfig":
@@ -192,7 +196,7 @@ class PlannerConfig:
             from longspan.plan.dynamic.planner import plan_dynamic
 
             max_cp = self.max_degree or None
-            widest = widest_degree(home, options, self.max_degree)
+            widest = widest_dynamic_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
@@ -241,6 +245,9 @@ class PlannerConfig:
         return plan_families(self.plan, lengths, families, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:
+        """Return the options of plans on a home: its cost is that of a slot, and micro-batches come in multiples of the
+        stages.
+        """
         return replace(self.options, cost=self.options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
 
     def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
@@ -349,7 +356,7 @@ class StepPlanner:
         return self.choice.plan_documents(lengths, documents, self.home, targets=targets, length_limits=limits)
 
 
-def plan_steps(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:
+def plan_steps_ahead(choice: PlannerConfig, order: StepOrder, home: Layout, *, ahead: int = 2) -> AsyncPlanner:
     """Plan the training steps of a run; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
@@ -374,6 +381,9 @@ def check_planner_exists(name: str, key: str) -> None:
 
 
 def _import_planner(name: str, key: str) -> Callable[..., Any]:
+    """Import a planner of one's own by its dotted name. Raises ConfigError, with the key that names it, for anything
+    but a function.
+    """
     planner = import_object(name, f"{key} is {name!r}")
     if not callable(planner):
         raise ConfigError(

@@ -47,6 +47,7 @@ def options_by_comm_type(options: PlanOptions, home: Layout, cp: int) -> list[Pl
 
 
 def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
+    """Return the options of groups of one degree, whose sizes under a2a+p2p are fitted to it."""
     sizes = options.hierarchical_context_parallel_sizes
     if sizes is None or "a2a+p2p" not in options.types:
         return options
@@ -121,7 +122,7 @@ def plan_evaluation(
     return fastest
 
 
-def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
+def widest_dynamic_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
     """Return the highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
     degrees = range(min(most or home.slots, home.slots), 1, -1)
     return next((degree for degree in degrees if options.allows(degree, home.tp)), 1)
@@ -165,6 +166,7 @@ class DegreeComparison:
         return "; ".join([line, *filter(None, [slower]), *dynamic, *self.left_out])
 
     def _plan_time_text(self, plan: Plan) -> str:
+        """Write a plan's seconds, or, under a cost of no machine, how many times as long it takes as the best."""
         if plan.cost.source:
             return f"{plan.predicted_seconds:.3g} s"
         return f"{plan.predicted_seconds / self.best.planned.predicted_seconds:.2f} x as long"
@@ -220,7 +222,7 @@ def compare_degrees(
         return plan_dynamic(lengths, home, min_cp=least_cp, max_cp=most_cp or None, options=options)
 
     try:
-        dynamic = plan_evaluation(make_plan, lengths, home, best, widest_degree(home, best, most_cp))
+        dynamic = plan_evaluation(make_plan, lengths, home, best, widest_dynamic_degree(home, best, most_cp))
     except PlanError as error:
         return replace(comparison, left_out=(*refused, f"no dynamic plan: {error}"))
     return replace(comparison, dynamic=dynamic)

@@ -56,6 +56,7 @@ class Facts:
     """The lengths of each evaluation set, by its name ("": held-out documents)."""
 
     def on_home(self, home: Layout) -> "Facts":
+        """Return these facts for ranks that are factored otherwise."""
         return replace(self, home=home)
 
     @cached_property
@@ -107,6 +108,7 @@ class Facts:
 
     @cached_property
     def lengths_differ(self) -> bool:
+        """Whether documents of the steps that are looked at have several lengths."""
         return len(set(chain.from_iterable(self._seen_lengths))) > 1
 
     def memory_model(self, settings: MemorySettings) -> MemoryModel:
@@ -121,12 +123,15 @@ class Facts:
         return {}
 
     def lengths(self, step: int) -> Lengths:
+        """Return the lengths of the documents of a step."""
         return tuple(int(n) for n in self.lengths_of_step(step))
 
     def targets(self, step: int) -> int | None:
+        """Return how many tokens a step predicts; None: all that its lengths allow."""
         return self.targets_of_step(step) if self.targets_of_step else None
 
     def plan_step(self, choice: PlannerConfig, step: int) -> Plan:
+        """Plan a step of the run on this home, with the prefixes that its documents may share."""
         documents = self.documents_to_share(step) if self.documents_to_share else None
         return choice.plan_documents(self.lengths(step), documents, self.home, targets=self.targets(step))
 

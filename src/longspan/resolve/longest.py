@@ -27,6 +27,9 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
 
 
 def _find_longest_of_way(way: Way) -> tuple[int, Way]:
+    """Find the most tokens of one document that fit under one way (0: none), and return them with the way at their
+    rows.
+    """
     facts = way.facts
     home = facts.home
     budget = facts.budget
@@ -38,6 +41,7 @@ def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     short = way.choice.plan((unit * degree,), home)
 
     def plan_of(units: int) -> Plan:
+        """Change the plan of the short document to one of so many units a slot."""
         (group,) = short.micro_batches[0].groups
         if way.choice.options.cp_comm_type == AUTO:  # another length may get another type
             group = replace(group, cp_comm_type=AUTO, hierarchical_context_parallel_sizes=None)

@@ -182,6 +182,7 @@ def choose_degree(
 
 
 def _set_chosen_degree(entry: EvalConfig, choice: PlannerConfig) -> EvalConfig:
+    """Put the degree, type and levels of a choice in place of those of an evaluation."""
     types = choice.options.cp_comm_type
     sizes = choice.options.hierarchical_context_parallel_sizes
     return replace(
@@ -215,12 +216,14 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
 
 
 def set_default_partition(config: RunConfig) -> RunConfig:
+    """Put "contiguous", which every model can have, in place of a partition "auto"."""
     if config.context.partition == AUTO:
         config = config.with_keys("context", partition="contiguous")
     return config
 
 
 def _choose_fastest_partition(way: Way) -> PartitionChoice:
+    """Price the first PARTITION_STEPS steps under each partition and type that the widest degree allows."""
     choice = way.choice
     facts = way.facts
     widest = choice.widest_degree(facts.home)

@@ -97,6 +97,7 @@ class StateCost:
         return self._scaled(_FORWARD_SHARES)
 
     def shared_by(self, tp: int) -> "StateCost":
+        """Return the cost of a slot of `tp` ranks: all but latencies divide."""
         return self._scaled({name: 1 / tp for name in _FORWARD_SHARES if name != "step_seconds"})
 
     def with_recomputation(self, share: float) -> "StateCost":
@@ -104,6 +105,7 @@ class StateCost:
         return self._scaled({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
 
     def _scaled(self, factors: dict[str, float]) -> "StateCost":
+        """Multiply the constants of these names by their factors."""
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def seconds(self, group: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
@@ -315,6 +317,7 @@ class Cost:
         return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in sizes))
 
     def ways_of(self, degree: ArrayLike) -> "list[Cost]":
+        """Return the ways of `ways` but those of an a2a size above the highest of these degrees."""
         most = np.max(degree, initial=1)
         return [way for way in self.ways if way.a2a_size <= most]
 
@@ -336,6 +339,7 @@ class Cost:
         return degree % self.a2a_size == 0 if self.a2a_size > 1 else degree > 0
 
     def for_partition(self, partition: str) -> "Cost":
+        """Return this cost for groups whose rows are divided so, on which only the price of states depends."""
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
@@ -544,6 +548,9 @@ class PricedRows(NamedTuple):
 
 
 def head_exchange_size(kind: str, a2a_size: int, degree: Floats) -> Floats:
+    """Return how many members of a group of each degree exchange heads among themselves: all under a2a, the common
+    divisor of degree and `a2a_size` under a2a+p2p, else 1. The other factor of the degree is a ring.
+    """
     if kind == "a2a":
         return degree
     if kind == "a2a+p2p":

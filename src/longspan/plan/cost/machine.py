@@ -313,6 +313,7 @@ class Machine:
             check_number(f"{name} of a machine", value, above_zero=name.endswith("_per_second"))
 
     def float_fields(self) -> dict[str, float]:
+        """Return the figures that are numbers of seconds, bytes or speeds, by name: all but counts, links and texts."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
 
     @classmethod
@@ -677,6 +678,7 @@ class Machine:
 
 
 def scale_product_speeds(machine: Machine, factor: float) -> Machine:
+    """Return a machine whose products, of weights, experts and attention, are `factor` times as fast."""
     fields = machine.float_fields().items()
     return replace(machine, **{name: rate * factor for name, rate in fields if name.endswith("flops_per_second")})
 

@@ -166,6 +166,9 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
 
 
 def _sort_documents(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with the documents of each group longest first, of equal length by id; families keep their
+    order, parents first.
+    """
     groups: list[Group] = []
     for group in batch.groups:
         if group.parents is not None:
@@ -227,6 +230,7 @@ def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
 
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
+    """Return the items of each place from 0 to `count`; `places` has one for each item."""
     return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
 
 
@@ -241,7 +245,7 @@ class GroupPrices:
         self.inside = self.degrees <= problem.widest_in_node
         self._seconds: dict[tuple[int, ...], Floats] = {}
 
-    def group_seconds(self, groups: list[list[int]]) -> Floats:
+    def seconds_at_degrees(self, groups: list[list[int]]) -> Floats:
         """Return the seconds of groups of these items (groups, degrees), inside a node if one holds the degree; inf
         where the rows of a slot are above the cap.
         """
@@ -311,8 +315,8 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
     if there are too few slots.
     """
     problem = prices.problem
-    seconds_at_degrees = prices.group_seconds(groups)
-    chosen = _choose_widths(seconds_at_degrees, prices.degrees, problem.request.slots)
+    seconds_by_degree = prices.seconds_at_degrees(groups)
+    chosen = _choose_widths(seconds_by_degree, prices.degrees, problem.request.slots)
     if chosen is None:
         return None
     widths = prices.degrees[chosen]
@@ -324,7 +328,7 @@ def _arrange_groups(prices: GroupPrices, groups: list[list[int]]) -> Arrangement
         parts = free.take_slots(width)
         slots.append(slots_in_parts(parts))
         inside_node.append(len(parts) == 1 and problem.shares_node(*parts[0]))
-    seconds = seconds_at_degrees[order, chosen[order]]
+    seconds = seconds_by_degree[order, chosen[order]]
     items = [groups[g] for g in order.tolist()]
     if inside_node != prices.inside[chosen[order]].tolist():  # some group got slots of several nodes
         tokens, squares, documents = prices.group_sizes(items)

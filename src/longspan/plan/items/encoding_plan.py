@@ -112,6 +112,9 @@ def plan_items(
 
 @lru_cache(maxsize=8)
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
+    """Plan the waves of one modality of a table: who encodes which items, and who needs which of their rows in which
+    micro-batch. Raises PlanError for an item that is too large for its encoder. The last eight answers are kept.
+    """
     rows = table.rows_of_modality(modality)
     home = needed_by.home
     cap = planning.max_rows_per_slot

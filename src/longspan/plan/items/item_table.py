@@ -137,6 +137,7 @@ class ItemTable:
         return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
 
     def rows_of_modality(self, modality: str) -> ModalityRows:
+        """Return the rows of one of `modalities`, numbered through its items in their order."""
         index = self.modalities.index(modality)
         numbers_and_rows = [(i, item.rows) for i, item in enumerate(self.items) if item.modality == modality]
         items = np.array([i for i, _ in numbers_and_rows], dtype=np.int64)
@@ -145,6 +146,7 @@ class ItemTable:
         return ModalityRows(make_read_only(items), make_read_only(base), spans)
 
     def digest(self) -> str:
+        """Return 16 hex digits of SHA-256 by which ranks compare their lengths and items."""
         return hashlib.sha256(repr((self.lengths, self.items)).encode()).hexdigest()[:16]
 
     def item_text(self, item: int) -> str:
@@ -166,6 +168,9 @@ class ItemTable:
         return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
     def _check_item(self, index: int, item: MediaItem) -> None:
+        """Raise DataError unless the item takes positions of a document of the table, in rising spans that do not
+        overlap.
+        """
         if not 0 <= item.document < len(self.lengths):
             raise DataError(
                 f"item {index} ({item.modality}) is of document {item.document}; there are "
@@ -184,6 +189,7 @@ class ItemTable:
             raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
 
     def _check_overlaps(self, table: Integers) -> None:
+        """Raise DataError if two spans of a document overlap; `table` has the rows of `_sort_spans`, sorted."""
         document, start, stop, _, _, index = table.T
         overlaps = np.flatnonzero((start[1:] < stop[:-1]) & (document[1:] == document[:-1]))
         if len(overlaps):
@@ -195,6 +201,7 @@ class ItemTable:
 
 
 def _check_item_types(index: int, item: object) -> None:
+    """Raise DataError unless this is a MediaItem whose document and spans are integers."""
     if not isinstance(item, MediaItem):
         raise DataError(f"item {index} is {item!r}; give MediaItem(document, spans, modality)")
     try:

@@ -153,6 +153,7 @@ class LayerTable:
 
     @cached_property
     def compiled_parts(self) -> str:
+        """What of a layer is compiled, "layers" or "none", with "auto" resolved: nothing is on CPUs."""
         if self.settings.compiled == "auto" and not self.settings.gpu:
             return "none"
         return resolve_compiled_parts(self.settings.compiled, hidden=self.hidden_size, tp=self.tp)

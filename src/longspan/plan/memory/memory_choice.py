@@ -48,6 +48,9 @@ def choose_memory(
 
 
 def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> MemoryPlan:
+    """Choose as `choose_memory` does, for needs that were counted already. Choices are tried by the least seconds that
+    they may add, until the next cannot beat the best that fits.
+    """
     home = needs.places[0].home
     settings = needs.places[0].settings
     if fixed.offload_weights and (reason := needs.places[0].reason_for_weights_on_device):
@@ -105,6 +108,7 @@ def _fixed_by_level(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[list[Fix
 
 
 def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
+    """List the layers of a segment that may be chosen: none first; where layers must keep all, only none."""
     if fixed.segment_layers is not None:
         return [fixed.segment_layers]
     return [0, SEGMENT_LAYERS] if fixed.measure != "none" else [0]
@@ -196,6 +200,7 @@ def _leanest_choices(
 
 
 def any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
+    """Return whether a plan of memory fits under these keys, by the leanest choices alone."""
     return any(
         fit_with_fewest_slow_layers(*choice, budget) is not None for choice in _leanest_choices(needs, fixed)
     )
@@ -221,7 +226,7 @@ def fit_with_fewest_slow_layers(
     search_budget = replace(budget, host=sys.maxsize) if host_rises else budget
 
     def fits(count: int) -> bool:
-        return needs.fit(needs.measures_of_layers(slow, count, fast), search_budget)
+        return needs.measures_fit(needs.measures_of_layers(slow, count, fast), search_budget)
 
     if not fits(high):
         return None

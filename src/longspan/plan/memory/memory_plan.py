@@ -232,6 +232,7 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
+        """Count the needs of a run, with the arguments of `MemoryPlan.of`."""
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         return MemoryModel(config, home, settings, machine or Machine()).needs(plans)
 
@@ -251,6 +252,9 @@ class MemoryNeeds:
     def measures_of_layers(
         self, first: CheckpointPolicy, count: int, others: CheckpointPolicy
     ) -> tuple[CheckpointPolicy, ...]:
+        """Return a measure for each layer: `first` for the first `count` layers of every pipeline stage, `others` for
+        the rest.
+        """
         words: list[CheckpointPolicy] = [others] * self.layers
         for place in self.places:
             for layer in place.stage.layers[:count]:
@@ -280,7 +284,7 @@ class MemoryNeeds:
             **{name: getattr(settings, name) for name in CHOSEN_SETTINGS},
         )
 
-    def fit(self, measures: Sequence[CheckpointPolicy], budget: MemoryBudget) -> bool:
+    def measures_fit(self, measures: Sequence[CheckpointPolicy], budget: MemoryBudget) -> bool:
         """Return whether a plan of these measures fits; of those that do not, few moments are counted."""
         for place in self.places:
             room = budget.device - place.resident_bytes.total
@@ -337,7 +341,7 @@ class MemoryPrices:
         included, or less (negative).
         """
         word: CheckpointPolicy = memory.recomputation
-        one_measure: list[CheckpointPolicy] = ["none" if kept == "none" else word for kept in memory.measures]
+        one_measure: list[CheckpointPolicy] = ["none" if measure == "none" else word for measure in memory.measures]
         return self.seconds_on_device(memory, memory.measures) - self.seconds_on_device(memory, one_measure)
 
     def update_seconds(self, memory: MemoryPlan) -> float:
@@ -352,6 +356,7 @@ class MemoryPrices:
         return max(root * seconds, seconds - room)
 
     def _layer_copy_seconds(self, memory: MemoryPlan) -> float:
+        """Seconds in which the weights of one layer come from the host, in the mean over the layers of the stage."""
         place = self.place
         root = place.weight_bytes(place.stage.root, on_host=True)
         return (memory.host.weights - root) / len(place.stage.layers) / self.machine.paging_bytes_per_second
@@ -374,18 +379,20 @@ class MemoryPrices:
         seconds = len(place.stage.layers) * shown + root / self.machine.paging_bytes_per_second
         return seconds if memory.offload_weights else 0.0
 
-    def seconds_on_device(self, kept: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]) -> float:
-        """Return the seconds of layers and of gathers where layers keep what `measures` say."""
-        layers = sum(map(self.layer_prices(kept).__getitem__, measures))
+    def seconds_on_device(self, choice: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]) -> float:
+        """Return the seconds of layers and of gathers where layers keep what `measures` say and the rest is as in
+        `choice`.
+        """
+        layers = sum(map(self.layer_prices(choice).__getitem__, measures))
         # all but the last layer of a segment run forward once more, attention included
-        if kept.segment_layers > 1:
-            layers_run_again = sum(word != "none" for word in measures) * (1 - 1 / kept.segment_layers)
+        if choice.segment_layers > 1:
+            layers_run_again = sum(word != "none" for word in measures) * (1 - 1 / choice.segment_layers)
             layers += layers_run_again * self._layer_seconds[False]["full"]
-        return layers + self._sharding_seconds(kept)
+        return layers + self._sharding_seconds(choice)
 
-    def layer_prices(self, kept: MemoryPlan | MemorySettings) -> dict[str, float]:
+    def layer_prices(self, choice: MemoryPlan | MemorySettings) -> dict[str, float]:
         """Return the seconds that each measure adds to a layer."""
-        return self._layer_seconds[bool(kept.mlp_tile_tokens)]
+        return self._layer_seconds[bool(choice.mlp_tile_tokens)]
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[CheckpointPolicy]) -> float:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
@@ -448,9 +455,10 @@ class MemoryPrices:
 
     @cached_property
     def _all_layers(self) -> Numbers:
+        """The parameters of all layers of the model, of all stages together."""
         return sum(self.place.numbers.layers, Numbers())
 
-    def _sharding_seconds(self, kept: MemoryPlan | MemorySettings) -> float:
+    def _sharding_seconds(self, choice: MemoryPlan | MemorySettings) -> float:
         """Seconds of a micro-batch's gathers of weights and sum of gradients, as far as they do not hide behind other
         work; what comes once a step counts in equal parts for its micro-batches. 0 where they are unsharded, or always
         whole.
@@ -459,8 +467,8 @@ class MemoryPrices:
         once = 1 / place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:
             return 0.0
-        gathers = once if kept.gathered_once else 2.0
-        sums = once if kept.summed_once else 1.0
+        gathers = once if choice.gathered_once else 2.0
+        sums = once if choice.summed_once else 1.0
         settings = place.settings
         layers = self._all_layers
         gathered = layers.whole + (layers.packed_bytes / settings.compute_bytes - layers.packed)

@@ -119,10 +119,12 @@ class StageBytes:
 
     @property
     def hidden_row_bytes(self) -> int:
+        """Bytes of one row as wide as the model, in the compute dtype."""
         return self.numbers.hidden_size * self.settings.compute_bytes
 
     @cached_property
     def state_bytes(self) -> int:
+        """Bytes of this rank's shard of the optimizer's states, wherever they are."""
         settings = self.settings
         states = self.stage.all.trained_share * settings.state_numbers
         if settings.muon:
@@ -161,6 +163,7 @@ class StageBytes:
 
     @property
     def states_on_host(self) -> bool:
+        """Whether the optimizer's states wait on the host, by themselves or with trained weights."""
         return self.settings.offload_optimizer_states or self.trained_on_host
 
     def weight_bytes(self, numbers: Numbers, *, on_host: bool) -> float:
@@ -246,6 +249,7 @@ class StageBytes:
     def _count_layer_bytes(
         self, layer: int, load: SlotLoad, measure: CheckpointPolicy, *, begins_depth: bool
     ) -> LayerBytes:
+        """Count what one layer, by its index in the model, keeps of a load and holds while it runs."""
         word, _, host = measure.partition("+")
         table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep, lean=word == "selective")
         mixing, feed = table.mixing_and_mlp_parts(self.numbers.kinds[layer])
@@ -300,6 +304,7 @@ class StageBytes:
 
     @cached_property
     def _layer_weights(self) -> "LayerWeights":
+        """Bytes of the weights and gradients of each layer of this stage, under these settings."""
         settings = self.settings
         sharded = settings.shard_parameters
         number = settings.compute_bytes * sharded
@@ -326,6 +331,7 @@ class StageBytes:
         return map(self._bytes_at, self.moments(loads, measures))
 
     def _bytes_at(self, moment: Moment) -> Bytes:
+        """Return the bytes of a moment with those that are always there, each rounded down."""
         sizes = {name: int(size) for name, size in moment._asdict().items()}
         resident = self.resident_bytes
         return replace(resident, communicators=resident.communicators + sizes.pop("reserved"), **sizes)
