@@ -69,7 +69,8 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
             if bound > best:
                 break
             choice = choices[bound[1]]
-            memory = fit_with_fewest_slow_layers(*choice, budget)
+            most = prices.most_slow_layers(*choice, best[0] - bound[0])
+            memory = fit_with_fewest_slow_layers(*choice, budget, most)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
                 fastest = memory
                 best = candidate
@@ -214,14 +215,22 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
 
 
 def fit_with_fewest_slow_layers(
-    needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, budget: MemoryBudget
+    needs: MemoryNeeds,
+    slow: CheckpointPolicy,
+    fast: CheckpointPolicy,
+    budget: MemoryBudget,
+    most: int = sys.maxsize,
 ) -> MemoryPlan | None:
-    """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
+    """Return the plan that fits with the fewest layers of the slower measure, at most `most` of each stage where the
+    measures differ; None where none fits device and host.
     More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
     then the fewest that fit the device take least of the host. So halving finds the fewest.
     """
     high = max(len(place.stage.layers) for place in needs.places)
-    low = high if slow == fast else 1
+    low = high
+    if slow != fast:
+        low = 1
+        high = max(1, min(high, most))
     host_rises = "+" in slow and "+" not in fast
     search_budget = replace(budget, host=sys.maxsize) if host_rises else budget
 

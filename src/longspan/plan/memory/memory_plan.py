@@ -401,6 +401,16 @@ class MemoryPrices:
         fastest = min(map(self.layer_prices(settings).__getitem__, words))
         return sum([fastest] * needs.layers) + self._sharding_seconds(settings)
 
+    def most_slow_layers(
+        self, needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, seconds: float
+    ) -> int:
+        """Return how many layers of a stage may have the slower of two measures if they may add so many seconds."""
+        layer_seconds = self.layer_prices(needs.places[0].settings)
+        more_seconds = layer_seconds[slow] - layer_seconds[fast]
+        if more_seconds <= 0.0 or seconds >= more_seconds * needs.layers:
+            return needs.layers
+        return int(seconds / more_seconds * (1 + 1e-9)) + 1  # one more, as sums are rounded
+
     @cached_property
     def _layer_work(self) -> tuple[float, dict[str, float]]:
         """Seconds of a layer that keeps all, and those that a measure computes and exchanges again: queries, keys and

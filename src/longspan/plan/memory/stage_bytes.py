@@ -343,15 +343,8 @@ class StageBytes:
         gathered = 32 * BUNDLE_NUMBERS if settings.muon else 0
         all_gradients = int(self.gradient_bytes(self.stage.all)) * (not self.trained_on_host)
         yield Moment(gradients=all_gradients, gathered=gathered)
-        gradients_stay_taken = self.gradients_stay_taken
         for load in loads:
-            query = load.rows * self.numbers.query_width // self.home.tp
-            replays = (
-                query * settings.compute_bytes * (settings.gpu and query <= REPLAYED_NUMBERS) * REPLAYED_TENSORS
-            )
-            for moment in self._moments_of_micro_batch(load, measures):
-                reserved = max(0.0, all_gradients - moment.gradients) if gradients_stay_taken else 0.0
-                yield moment._replace(work=moment.work + replays, reserved=reserved)
+            yield from self._moments_of_micro_batch(load, measures)
 
     def _moments_of_micro_batch(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
         """Yield what is held at the loss; at each layer i, the last first, as it runs backward and as its gradients are
@@ -370,6 +363,14 @@ class StageBytes:
         settings = self.settings
         stage = self.stage
         sharded = settings.shard_parameters
+        most_reserved = int(self.gradient_bytes(stage.all)) if self.gradients_stay_taken else 0
+        query = load.rows * self.numbers.query_width // self.home.tp
+        replays = query * settings.compute_bytes * (settings.gpu and query <= REPLAYED_NUMBERS) * REPLAYED_TENSORS
+
+        def moment(gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0) -> Moment:
+            reserved = max(0.0, most_reserved - gradients)
+            return Moment(gradients, gathered, kept, work + replays, logits, reserved)
+
         stays_whole = self.stays_whole
         stays_gathered = self.stays_gathered
         in_place = stays_whole or not sharded  # weights and gradients
@@ -395,7 +396,7 @@ class StageBytes:
             of_layers += arrives * sent_whole[-1] * (not stays_whole)
             tensors = AT_THE_LOSS + settings.depths + OF_WIDE_NORM * (not settings.gpu)
             whole_now = gathered + of_layers + whole_gradients * load.later
-            yield Moment(gradients, whole_now, activations, tensors * row, self._logit_bytes(load))
+            yield moment(gradients, whole_now, activations, tensors * row, self._logit_bytes(load))
         # gradients of the head, and of an embedding that depths read, wait from here on
         heads = (1 + (settings.depths > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
@@ -424,9 +425,9 @@ class StageBytes:
             others += root_ahead * (i == 0)
             work = max(running[i].backward, packed[i])
             kept = here + running[i].kept + running[i].host
-            yield Moment(gradients, others + whole[i] + sent, kept, work)
+            yield moment(gradients, others + whole[i] + sent, kept, work)
             if not stays_whole:  # the layer's gradients are summed over slots, and then sent
-                yield Moment(gradients, others + summing[i], here, row)
+                yield moment(gradients, others + summing[i], here, row)
                 sent = self.numbers.layers[stage.layers[i]].trained * settings.reduce_bytes * sharded
                 gradients += shards[i] * adds_gradients
         # After all layers whole gradients are summed, or those of the root; encoders run last.
@@ -439,12 +440,12 @@ class StageBytes:
             # Without FSDP2 they are summed in flat buffers: as they are sent, gathered and joined, and a slot's part.
             numbers_at_once = max(self.numbers.head.trained, min(stage.all.trained, SUMMED_NUMBERS))
             sums += numbers_at_once * settings.reduce_bytes * (3 + 1 / self.home.slots)
-        yield Moment(gradients, sums, work=row)
+        yield moment(gradients, sums, 0.0, row)
         if self.numbers.tower_shape:
             tower = self.numbers.tower
             _, activations, work = self.image_bytes
             gathered = tower.whole * number * (1 + arrives) + self.summing_bytes(tower)
-            yield Moment(all_gradients, gathered, activations, work)
+            yield moment(all_gradients, gathered, activations, work)
 
     def _logit_bytes(self, load: SlotLoad) -> float:
         """First there are the logits of one chunk and their gradient (on a CPU a float32 copy too), and the chunk's
