@@ -17,13 +17,12 @@ from longspan.plan import Cost, Machine, Plan, PlanOptions, plan_dynamic, plan_f
 from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.plan.micro_batch import comm_type_text
 from longspan.resolve.evaluation import (
-    PartitionChoice,
     compare_degrees,
-    compare_partitions,
     options_by_comm_type,
     plan_evaluation,
     widest_dynamic_degree,
 )
+from longspan.resolve.partition import PartitionChoice, compare_partitions
 from longspan.resolve.text import plan_type_text
 from tests.plan.cases import bounded, plans
 

@@ -45,8 +45,8 @@ from longspan.model.prepared import PrepareOptions
 from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
-from longspan.resolve.memory import find_run_cost
 from longspan.resolve.resolved import Resolved, set_usual_mode
+from longspan.resolve.run_cost import find_run_cost
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.train import PlannerConfig, offload_optimizer_states
 from longspan.train.optim.eight_bit_adamw import EightBitAdamW

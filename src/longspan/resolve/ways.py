@@ -33,7 +33,8 @@ from longspan.plan import (
 from longspan.plan.memory.memory_choice import choose_fastest_memory, leanest_plans
 from longspan.resolve.choice import PlannerConfig, home_of, list_choices
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import find_run_cost, fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.memory import fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.run_cost import find_run_cost
 from longspan.resolve.text import RankedWay
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean

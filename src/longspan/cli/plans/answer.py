@@ -48,7 +48,8 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_rows
 from longspan.resolve.facts import Facts, evenly
 from longspan.resolve.longest import find_longest
-from longspan.resolve.resolved import Reasons, choose_partition, settle
+from longspan.resolve.partition import choose_partition
+from longspan.resolve.resolved import Reasons, settle
 from longspan.resolve.text import plan_type_text
 from longspan.resolve.ways import UNIT, Fit, Given, fit_way, leanest_fit, rank_ways
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
