@@ -16,7 +16,8 @@ _BITS = 31  # of the hash that are compared with the rate
 
 
 def _to_signed_word(word: int) -> int:
-    """Return a word of 64 bits as torch's int64 holds it."""
+    """Return the lowest 64 bits of a word, of either sign, as torch's int64 holds them."""
+    word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
