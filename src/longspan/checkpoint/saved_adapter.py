@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError
 from longspan.model.adapted_modules import belongs_to_adapter
@@ -29,6 +28,7 @@ from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.write import (
     weight_unit,
 )
+from longspan.plain_text import LogLine
 from longspan.train.run_model.depths import add_configured_depths, find_depth_weights
 from longspan.train.run_model.load import add_configured_adapter, load_run_model
 
@@ -136,6 +136,7 @@ def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> No
 
 
 def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    """Raise CheckpointError for an adapter of an embedding that is also the head: the sum would change both."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = [
         name for name, module in model.named_modules() if module in embeddings and f"{name}.weight" in saved.weights

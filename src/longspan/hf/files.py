@@ -5,6 +5,7 @@ epoch, and the states that drew its order), and transformers' own files. Until i
 """
 
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,7 +25,6 @@ from transformers.utils import logging
 import longspan
 from longspan.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import complete_checkpoints, read_state, sync_to_disk
-from longspan.checkpoint.storage import unreadable_data_text
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
@@ -400,3 +400,13 @@ def _make_empty_folder(folder: Path) -> None:
     """Make a folder that is empty: what it held before is deleted."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def unreadable_data_text(file: Path, error: Exception) -> str:
+    """Say why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
+    reason = f"holds something else than tensors and plain values, or is damaged ({type(error).__name__})"
+    if match := re.search(r"GLOBAL (\S+)", " ".join(str(error).split())):
+        reason = f"names {match[1]}, which is neither a tensor nor a plain value and may be code"
+    return (
+        f"{file} {reason}; nothing of it was run. Copy it again from where it was saved, or use another checkpoint"
+    )

@@ -212,6 +212,7 @@ def _(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep x, if its weight is trained, and the weight for backward."""
     x, _, _, weight, _ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 

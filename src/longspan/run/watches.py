@@ -1,13 +1,18 @@
-"""What a run watches in its steps: retries of the allocator, and memory that ran out."""
+"""What a run watches in its steps: retries of the allocator, memory that ran out, and a slot slower than the others."""
 
+import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 
 import torch
 
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine
 from longspan.comm.device import allocator_retries, is_out_of_memory, peak_memory_bytes, peak_reserved_bytes
 from longspan.comm.watch import error_in_one_line
+from longspan.comm.world import open_worlds
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.run.run_data import TrainingRun
@@ -65,6 +70,7 @@ def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
 
 
 def _write_allocator_snapshot(run: TrainingRun) -> str:
+    """Write what the allocator of this rank's GPU holds into the run's folder; returns a line that says where."""
     if run.world.device.type != "cuda":
         return "\non a CPU the most is the whole process's, with Python and its libraries"
     file = run.dir / "memory" / f"rank-{run.world.rank}.pickle"
@@ -77,6 +83,7 @@ def _write_allocator_snapshot(run: TrainingRun) -> str:
 
 
 def _memory_table(run: TrainingRun) -> str:
+    """Return the table of a GPU's memory by part, planned beside measured now, on this rank."""
     planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
     measured = _measured_bytes(run)
     measured["most at one time"] = peak_memory_bytes(run.world.device)
@@ -91,6 +98,7 @@ def _memory_table(run: TrainingRun) -> str:
 
 
 def _measured_bytes(run: TrainingRun) -> dict[str, int]:
+    """Return the bytes of weights, gradients and states that lie on this rank's device now."""
     parameters = list(run.model.parameters())
     optimizer = run.optimizer
     states = optimizer.host_states if isinstance(optimizer, OffloadedStates) else optimizer.state
@@ -109,3 +117,42 @@ def _measured_bytes(run: TrainingRun) -> dict[str, int]:
         )
         for part, values in tensors.items()
     }
+
+
+STEPS = 20  # whose median counts
+SLOWER = 1.10  # than the other slots for the same rows
+MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
+
+
+class SlowSlots:
+    """Watches whether this rank's slot is slower than the others, over the last STEPS steps."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=STEPS)
+        self._is_named = False
+
+    def add_ratio(self, ratio: float | None) -> None:
+        """Add how many times longer than planned this slot took in a step; None where no step could tell."""
+        if ratio is not None:
+            self._ratios.append(ratio)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the slot is slow (by its median ratio over STEPS steps), and not yet logged."""
+        return not self._is_named and len(self._ratios) == STEPS and median(self._ratios) >= SLOWER
+
+    def log_slow_slot(self, rank: int, world: World, log: LogLine) -> None:
+        """Log that the slot of `rank` is slow, and note it for reports of failed collectives; entered by all ranks."""
+        text = ""
+        if rank == world.rank:
+            self._is_named = True
+            slot = f"slot {world.slot} (rank {rank}, host {socket.gethostname()})"
+            text = (
+                f"{slot} has been {100 * (median(self._ratios) - 1):.0f} % slower than its plan for {STEPS} steps: it "
+                "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
+                "its device and at what else runs there"
+            )
+        text = world.control.broadcast_object(text, source=rank, label="name of a slow slot")
+        log(text)
+        for open_world in open_worlds():  # each of which may have to say why it waits
+            open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]

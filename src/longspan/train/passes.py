@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from longspan.comm import World, to_device
 from longspan.model.fsdp_passes import (
     defer_until_last_pass,
-    drop_gradients_after_error,
+    drop_unsummed_gradients,
     keep_parameters_whole,
     keeps_parameters_gathered,
     reshard,
@@ -31,7 +31,8 @@ from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import fsdp_modules, sum_gradients_over_slots
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
-from longspan.train.rows.read_rows import LocalBatch, padding_batch, read_rows_of_step
+from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
+from longspan.train.rows.read_rows import LocalBatch, bring_gathered_rows, padding_batch, read_micro_batches
 from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -157,16 +158,26 @@ class Passes:
             self.routing.compute_load_fractions()
 
 
-def default_divisor(plan: Plan) -> float:
-    """Return what a step's loss is divided by where no divisor is given: the plan's targets, 1 of a plan
-    without any.
-    """
-    return float(max(plan.targets, 1))
+_HINT = (
+    "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
+    "ranks or on none, and temperature= be the same"
+)
 
 
 def read_step_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
-    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks."""
-    batches = read_rows_of_step(inputs, sum(term.depths for term in terms), temperature)
+    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks.
+
+    Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
+    neither inputs nor targets. Depths of multi-token prediction read as many tokens further ahead. Raises DataError, on
+    every rank, where any rank cannot read, and CommError where ranks hold different plans or temperatures.
+    """
+    depths = sum(term.depths for term in terms)
+    inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
+    digest = text_digest(f"{plan.digest()} {float(temperature)}")
+    # One message tells that plans are the same and that every rank could read its rows.
+    batches = read_and_compare_digest(
+        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
+    )
     for term in terms:
         term.read(batches)
     return batches
@@ -204,8 +215,12 @@ def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
-            with sum_gradients_over_slots(model, world), drop_gradients_after_error(model):
-                return run(passes, batches)
+            with sum_gradients_over_slots(model, world):
+                try:
+                    return run(passes, batches)
+                except BaseException:
+                    drop_unsummed_gradients(model)
+                    raise
         try:
             return run(passes, batches)
         finally:

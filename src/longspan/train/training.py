@@ -85,6 +85,11 @@ class Training:
         return PlannerConfig.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 
     @property
+    def time_slots(self) -> bool:
+        """Whether steps time each slot, so that a slow one is named: on GPUs."""
+        return self.world.device.type == "cuda"
+
+    @property
     def router(self) -> RouterCoefficients:
         """The weights of the routers' losses in the gradient; a negative balance stands for the configuration's own."""
         balance = self.config.train.router_aux_loss_coef
@@ -132,6 +137,7 @@ class Training:
             router=self.router,
             mtp=self.mtp,
             loss=loss_of_documents(getattr(documents, "whole", documents), config),
+            time_slots=self.time_slots,
             host_work=host_work,
         )
 

@@ -113,7 +113,10 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
         loads = Loads(loads.device, loads.host_counts())
     multiply = partial(_multiply_by_experts, loads=loads, grouped=grouped)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float8: Any, adapter: _Adapter | None) -> Tensor:
+    def multiply_and_adapt(
+        x: Tensor, weight: Tensor, bias: Tensor | None, float8: Any, adapter: _Adapter | None
+    ) -> Tensor:
+        """Multiply by one of the experts' two matrices, and add what an adapter adds."""
         y = multiply(x, weight, bias, float8, transposed=module.is_transposed)
         if adapter is None:
             return y
@@ -121,9 +124,9 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
         inner = multiply(x, first, None, None, transposed=False)
         return y + scaling * multiply(inner, second, None, None, transposed=False)
 
-    inner = linear(x, up, up_bias, float8_up, up_adapter)  # (S, 2 I), or (S, I) without a gate
+    inner = multiply_and_adapt(x, up, up_bias, float8_up, up_adapter)  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    return linear(inner, down, down_bias, float8_down, down_adapter)
+    return multiply_and_adapt(inner, down, down_bias, float8_down, down_adapter)
 
 
 # Matrices A (e, rank, inputs) and B (e, outputs, rank) of this rank's experts, and the scaling of B A.
@@ -156,6 +159,7 @@ class _NoRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        """Return a copy of x (0, D) in the type of products with rows; only shapes of the weights are kept."""
         ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
         ctx.dtype = x.dtype
         kind = x.device.type
@@ -165,6 +169,7 @@ class _NoRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return gradients of zeros for each weight that needs one."""
         needed = zip(ctx.weights, ctx.needs_input_grad[1:], strict=True)
         zeros = (
             gradients[0].new_zeros(shape, dtype=dtype) if is_needed else None

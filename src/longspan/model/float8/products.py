@@ -265,6 +265,7 @@ class _WeightGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of weight and bias; dy (S, N) comes from `_Product`."""
         (x,) = ctx.saved_tensors
         of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
@@ -299,6 +300,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of the rows, and dy itself for `_WeightGradients`; RuntimeError for a weight that has
+        changed.
+        """
         of_rows = None
         experts = ctx.experts
         if ctx.needs_input_grad[0]:

@@ -450,7 +450,8 @@ class Cost:
 
     def shared_by(self, tp: int) -> "Cost":
         """Return the cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
-        check_count("tp", tp)
+        if check_count("tp", tp) == 1:
+            return self
         return dataclasses.replace(
             self,
             **{name: getattr(self, name) / tp for name in _DIVIDED_BY_TP},

@@ -21,7 +21,6 @@ from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
-from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
 from longspan.train.rows.positions import read_own_positions
 from longspan.train.rows.visible_spans import bind_spans
 from longspan.train.step_inputs import StepInputs
@@ -224,28 +223,6 @@ def check_integers(document: int, values: npt.NDArray[Any], positions: Integers,
         )
 
 
-_HINT = (
-    "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
-    "ranks or on none, and temperature= be the same"
-)
-
-
-def read_rows_of_step(inputs: StepInputs, depths: int, temperature: float) -> list[LocalBatch]:
-    """Bind every micro-batch of the plan and read this rank's rows of a whole step; entered by all ranks.
-
-    Where any rank cannot read, every rank raises DataError. Each slot reads the rows that it computes; its ranks of
-    stages in the middle read none. The places of items are neither inputs nor targets. `depths` of multi-token
-    prediction read as many tokens further ahead. Raises CommError where ranks hold different plans, or a different
-    `temperature`.
-    """
-    inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
-    digest = text_digest(f"{plan.digest()} {float(temperature)}")
-    # One message tells that plans are the same and that every rank could read its rows.
-    return read_and_compare_digest(
-        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
-    )
-
-
 def bring_gathered_rows(inputs: StepInputs, depths: int) -> StepInputs:
     """Return what a step runs over, with rows of GatheredDocuments brought to this rank; entered by all ranks."""
     gathered = inputs.documents.documents
@@ -281,7 +258,7 @@ def read_micro_batches(
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
-        shard = _bind_padded(micro_batch, plan, world)
+        shard = bind(micro_batch, world).with_padding(multiple=plan.row_multiple)
         if rules.prefix or rules.in_spans:
             shard = bind_spans(shard, rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
@@ -293,13 +270,8 @@ def read_micro_batches(
 
 def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
     """Make a micro-batch without documents, of as few rows as the model takes, for all slots to enter together."""
-    batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
+    batch = _padding_rows(bind(MicroBatch(), world).with_padding(multiple=plan.row_multiple))
     return batch._replace(deeper=(batch,) * depths)
-
-
-def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
-    """Bind a micro-batch to this rank, with at least one row, and rows a multiple of the plan's."""
-    return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
 
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:

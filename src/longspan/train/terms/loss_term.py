@@ -15,7 +15,7 @@ from longspan.errors import LongspanError, LossError
 from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
-from longspan.train.passes import Passes, Term, default_divisor
+from longspan.train.passes import Passes, Term
 from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
@@ -114,7 +114,7 @@ def _read_loss(
         default = 1.0
     else:
         sets = ()
-        default = default_divisor(plan)
+        default = float(max(plan.targets, 1))
         loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
     if isinstance(loss, DocumentLoss):
         sets = (*sets, *loss.columns, *loss.also)  # which ranks compare
