@@ -129,7 +129,6 @@ def _measure_way(
             world,
             training.optimizer,
             max_grad_norm=1.0,
-            time_slots=training.time_slots,
             **options,
         )
         losses.append(result.loss)

@@ -102,6 +102,9 @@ class LongspanLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Any, list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        """Return for each (text, context ids, continuation ids) the continuation's log-likelihood, and whether it is
+        the likeliest.
+        """
         documents = [
             Document(context + continuation, loss_mask=[False] * len(context) + [True] * len(continuation))
             for _, context, continuation in requests

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention.attend import refuse_in_families
+from longspan.attention.attend import check_shared_prefixes
 from longspan.attention.blocks import _sum_copies
 from longspan.attention.masks import Mask, branch_tilings
 from longspan.attention.members import Members
@@ -233,7 +233,7 @@ def test_positions_continue_those_of_the_prefix():
 
 OF_FAMILIES = (
     *(Group.bases.func, Group.longest_paths.func, Group.leaf_counts.func, Group.ancestors),
-    *(refuse_in_families, branch_tilings, find_copies, _sum_copies),
+    *(check_shared_prefixes, branch_tilings, find_copies, _sum_copies),
     *(Members._with_prefix_ends, BackwardFold._sum_over_branches),
 )
 

@@ -240,7 +240,7 @@ def test_the_disk_is_compared_with_the_checkpoints_that_it_is_to_hold(
         return SimpleNamespace(free=(free if path == tmp_path else free_for_model) * GB)
 
     monkeypatch.setattr(module.shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr(module, "read_configuration", lambda _: SimpleNamespace(dtype=torch.bfloat16))
+    monkeypatch.setattr(module, "read_json", lambda _: {"dtype": "bfloat16"})
     monkeypatch.setattr(module, "complete_checkpoints", lambda _: [tmp_path] * there)
     monkeypatch.setattr(module, "run_on_first_rank", lambda world, work, kind: work())
     world = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What a run watches: slow slots, retries of an allocator, and what a rank that is out of memory says."""
+"""What a run watches: retries of an allocator, and what a rank that is out of memory says."""
 
 import re
 from pathlib import Path
@@ -11,49 +11,9 @@ import torch
 from longspan.config.sections import RunConfig
 from longspan.run import watches
 from longspan.run.run_data import TrainingRun
-from longspan.run.watches import STEPS, SlowSlots
 from longspan.testing import run_ranks
-from longspan.train.terms import slot_pace
-from longspan.train.training import Training
-from tests.run.runs.homes import ALONE, lines_of
+from tests.run.runs.homes import ALONE
 from tests.train.small import small_config, train_rank
-
-
-def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
-    """What is logged of a run in which the second slot's losses take longer, and three steps count instead of 20."""
-
-    def sums(term: Any) -> list[float]:
-        term._seconds = 1e-3 * term._rows * (1.25 if rank == 1 else 1.0)
-        return [term._seconds, float(term._rows)]
-
-    with (
-        mock.patch.object(watches, "STEPS", 3),
-        mock.patch.object(Training, "time_slots", True),
-        mock.patch.object(slot_pace, "LEAST_LOGITS", 1),
-        mock.patch.object(slot_pace.SlotPaceTerm, "sums", sums),
-    ):
-        return lines_of(rank, config, 2)
-
-
-def test_a_slow_slot_is_named_once_with_its_host(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train__steps=5, evaluation__every=0, evaluation__documents=0)
-    log = run_ranks(train_with_a_slow_slot, 2, config, timeout=120)[0]
-    assert log.count("slower than its plan") == 1
-    assert "slot 1 (rank 1, host " in log and "has been 25 % slower than its plan for 3 steps" in log
-
-
-def test_a_slot_is_slow_by_the_median_of_its_steps() -> None:
-    slots = SlowSlots()
-    for _ in range(STEPS - 1):
-        slots.add_ratio(1.11)
-        slots.add_ratio(None)
-    assert not slots.is_slow
-    slots.add_ratio(5.0)
-    assert slots.is_slow
-    for _ in range(STEPS):
-        slots.add_ratio(1.09)
-    assert not slots.is_slow
-
 
 SHORT = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"
 

@@ -16,13 +16,15 @@ _BITS = 31  # of the hash that are compared with the rate
 
 
 def _to_signed_word(word: int) -> int:
+    """Return the int64 that has the low 64 bits of an integer: torch has no unsigned arithmetic."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
-_GOLDEN = _to_signed_word(0x9E3779B97F4A7C15)
-_FIRST = _to_signed_word(0xBF58476D1CE4E5B9)
-_SECOND = _to_signed_word(0x94D049BB133111EB)
+# words of splitmix64, signed
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Dropout:
 
 
 def mix_seed(*words: int) -> int:
+    """Hash integers, in their order, to a seed: a signed 64-bit word."""
     state = torch.zeros((), dtype=torch.int64)
     for word in words:
         state = _absorb_word(state, torch.tensor(_to_signed_word(word)))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from socket import gethostname
@@ -192,7 +192,6 @@ class CheckpointSaver:
         self._log = log if is_first_rank(world) else lambda _: None
         self._background = background
         self._running: RunningSave | None = None
-        self._stage = HostCopies(world.device)
         self._planner = make_save_planner()
         self._preparing: threading.Thread | None = None
         if background:
@@ -208,6 +207,10 @@ class CheckpointSaver:
                 collectives.reduce_scatter("connecting", str, list)
             world.watch.background = self.activity
             world.on_leaving(self.close)
+
+    @cached_property
+    def _stage(self) -> HostCopies:
+        return HostCopies(self._world.device)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Begin to take the host's memory for the copies, after the optimizer's first step, which makes the moments.

@@ -81,7 +81,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     config = _set_partitions(config)
     if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
         config = config.with_keys("context", planner=planner)
-    if config.evaluation.planner_of_degrees == "dynamic" and config.evaluation.context_parallel_size == NOT_GIVEN:
+    if config.evaluation.context_parallel_size == NOT_GIVEN and config.evaluation.planner_of_degrees == "dynamic":
         config = _set_defaults(config, {"evaluation.planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     # One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps.

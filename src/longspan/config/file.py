@@ -163,16 +163,19 @@ def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
     types = {key.name: key.kind for key in section_keys(type(section))}
 
-    def read(key: str) -> object:
-        if key in types:
-            return convert_value(f"{label}.{key}", values[key], types[key], source)
+    def refuse(key: str) -> object:
         name = f"{label}.{key}"
         if hint := renamed_hint(f"{OLD_SETS}.{key}" if isinstance(section, EvalConfig) else name, values[key]):
             raise ConfigError(f"{name} in {source}: {hint}{_upgrade_advice(source)}")
         raise ConfigError(f"unknown key {name} in {source}: {_unknown_key_hint(section, label, key, types)}")
 
-    changes = dict(zip(values, _collect_values_or_errors(partial(read, key) for key in values), strict=True))
-    return with_key_values(section, changes)
+    calls = [
+        partial(convert_value, f"{label}.{key}", value, types[key], source)
+        if key in types
+        else partial(refuse, key)
+        for key, value in values.items()
+    ]
+    return with_key_values(section, dict(zip(values, _collect_values_or_errors(calls), strict=True)))
 
 
 def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:

@@ -27,9 +27,9 @@ def given_checkpointing(train: TrainConfig) -> Checkpointing | None:
     return None if word == AUTO else word
 
 
-def check_memory_keys(train: TrainConfig, *, gpu: bool | None = None) -> None:
-    """Raise ConfigError for keys of memory that contradict the devices: GPUs, CPUs, or (None) any."""
-    if gpu and 0 < train.device_memory_limit < LEAST_OF_GPU:
+def check_memory_keys(train: TrainConfig) -> None:
+    """Raise ConfigError for keys of memory with which no run on GPUs can begin."""
+    if 0 < train.device_memory_limit < LEAST_OF_GPU:
         raise ConfigError(
             f"train.device_memory_limit is {train.device_memory_limit}: {bytes_hint(train.device_memory_limit)}"
         )

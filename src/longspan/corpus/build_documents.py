@@ -70,8 +70,7 @@ class _Writer:
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb")
-        self._codes = GrowingCodes(folder / "codes.bin")
-        self._has_codes = False
+        self._codes: GrowingCodes | None = None  # until not every token is its own label
         self._images = ImageWriter(folder) if recipe.has_images else None
         self._notes = Notes()
         # written so far
@@ -79,8 +78,10 @@ class _Writer:
         self._texts = 0
 
     def close(self) -> None:
-        for column in (*self._columns.values(), self._codes):
+        for column in self._columns.values():
             column.close()
+        if self._codes is not None:
+            self._codes.close(self.tokens)
         for file in (self._tokens, self._images):
             if file is not None:
                 file.close()
@@ -105,9 +106,10 @@ class _Writer:
             self._images.append(encoded.images, self._columns["lengths"].count)
         for name, column in self._columns.items():
             column.append(values[name])
-        self._has_codes |= encoded.codes is not None
         self._tokens.write(encoded.ids.data)
-        self._codes.append(encoded.codes, len(encoded.ids))
+        if encoded.codes is not None:
+            self._codes = self._codes or GrowingCodes(self._folder / "codes.bin")
+            self._codes.write(encoded.codes, self.tokens)
         self.tokens += len(encoded.ids)
         self._texts = int(values["texts"][-1]) + 1 if len(encoded.lengths) else self._texts
         self._notes.add_notes(encoded.notes)
@@ -120,7 +122,7 @@ class _Writer:
 
         Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text.
         """
-        if not self._has_codes and "labels" not in self._columns:
+        if self._codes is None and "labels" not in self._columns:
             (self._folder / "targets.npy").unlink()
         if self._texts == self._columns["lengths"].count:
             (self._folder / "texts.npy").unlink(missing_ok=True)
@@ -131,7 +133,7 @@ class _Writer:
             dtype=self._recipe.encoder.dtype,
             kinds=tuple(encoding.kind for encoding in self._recipe.encodings),
             columns=encoding.settings.columns,
-            codes=self._codes.dtype,
+            codes="" if self._codes is None else self._codes.dtype,
             rows=notes.rows,
             documents=self._columns["lengths"].count,
             tokens=self.tokens,

@@ -140,7 +140,7 @@ class Corpus:
         return int(np.isin(hashes, np.delete(self.hashes, [*leave_out])).sum())
 
     def origin(self, document: int) -> str:
-        return self.sources[self.file_of(document)].name
+        return self.sources[int(self._origins[document])].name
 
     def file_of(self, document: int) -> int:
         return int(self._origins[document])

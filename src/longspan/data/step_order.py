@@ -148,17 +148,14 @@ class StepOrder:
         6
         """
         while self._begins[-1] < self._last:
-            self._append_begin()
+            self._begins.append(self._end_of_step(self._begins[-1]))
         return bisect_left(self._begins, self._last)
 
     def begin_of_step(self, step: int) -> int:
         """Return how many documents, or units, the steps before a step take."""
         while len(self._begins) <= step:
-            self._append_begin()
+            self._begins.append(self._end_of_step(self._begins[-1]))
         return self._begins[step]
-
-    def _append_begin(self) -> None:
-        self._begins.append(self._end_of_step(self._begins[-1]))
 
     def _units_of_step(self, step: int) -> Integers:
         return self._ids_between(self.begin_of_step(step), self.begin_of_step(step + 1))

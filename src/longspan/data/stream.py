@@ -190,8 +190,10 @@ class DocumentStream:
         shares = [tokens / source.weight for tokens, source in zip(before, self.sources, strict=True)]
         end_share = min(share[-1] for share in shares)
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
-        order = np.argsort(_join_beginnings(shares, counts), kind="stable")
-        ids = _join_beginnings(candidates, counts)[order]
+        order = np.argsort(
+            np.concatenate([share[:n] for share, n in zip(shares, counts, strict=True)]), kind="stable"
+        )
+        ids = np.concatenate([ids[:n] for ids, n in zip(candidates, counts, strict=True)])[order]
         source_of = np.repeat(np.arange(len(counts)), counts)[order]
         ends = self._document_ends(ids)
         if number == len(self._marks) - 1:  # else it was computed before, and dropped from the cache
@@ -205,7 +207,3 @@ class DocumentStream:
         ends = np.zeros(len(ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths[ids], out=ends[1:])
         return ends
-
-
-def _join_beginnings(arrays: Sequence[npt.NDArray[Any]], counts: Sequence[int]) -> npt.NDArray[Any]:
-    return np.concatenate([array[:count] for array, count in zip(arrays, counts, strict=True)])

@@ -36,6 +36,7 @@ class Descriptor:
 
 
 def _receive_descriptor(handle: Any) -> Descriptor:
+    """Return, in the other process, the descriptor that arrived there."""
     return Descriptor(handle.detach())
 
 
@@ -65,6 +66,7 @@ class RankAnswer:
     consequence: bool = False  # an error that reports another rank's failure
 
     def unpickle_value(self) -> Any:
+        """Return the result of a rank that answered with one."""
         assert self.ok and self.pickled is not None
         return pickle.loads(self.pickled)
 
@@ -106,6 +108,7 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
 def _run_rank(
     spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
 ) -> NoReturn:
+    """Set up this process as a rank, answer the call unless the launcher is gone, and end the process."""
     _set_up_process(spec, out, err, launcher)
     if not pipe.poll():  # readable here means closed: the launcher was interrupted
         answer_call(spec, pipe)
@@ -115,6 +118,9 @@ def _run_rank(
 
 
 def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
+    """Start Python anew in this process, with the same id and open ends of pipes, for what was forked here cannot use
+    CUDA.
+    """
     if spec.rank == 0:
         write_error(
             "ranks take longer to start: a module that they import uses CUDA as it is imported\n", err.number
@@ -151,6 +157,7 @@ def continue_restarted_rank() -> NoReturn:
 
 
 def answer_call(spec: Spec, pipe: connection.Connection) -> None:
+    """Run the function, and send its result or its error to the launcher; nothing is raised."""
     ignore_signals(spec.ignored)
     try:
         with unblock_signals():
@@ -166,6 +173,7 @@ def answer_call(spec: Spec, pipe: connection.Connection) -> None:
 
 
 def _read_call(payload: bytes) -> tuple[Any, Any]:
+    """Unpickle the function and its arguments; raise CommError where this process does not find the function."""
     try:
         return pickle.loads(payload)
     except AttributeError as error:
@@ -176,10 +184,11 @@ def _read_call(payload: bytes) -> tuple[Any, Any]:
 
 
 def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
-    """In a group of its own signals come only from the launcher. What the fork server imported is no garbage:
-    collections pass over it, and its memory stays shared. Processes that a rank starts, such as a loader's workers,
-    start as elsewhere in Python, and not from a fork server of their own, which would import torch and transformers
-    again.
+    """Make this process a rank: a group of its own, its output, its stack in a file, its environment, torch's threads.
+
+    In a group of its own signals come only from the launcher. What the fork server imported is no garbage: collections
+    pass over it, and its memory stays shared. Processes that a rank starts, such as a loader's workers, start as
+    elsewhere in Python, and not from a fork server of their own, which would import torch and transformers again.
     """
     gc.freeze()
     gc.enable()
@@ -202,6 +211,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
 
 
 def _error_answer(error: BaseException) -> RankAnswer:
+    """Return the answer for an error: the error itself if it pickles, its traceback as text, and a summary."""
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))

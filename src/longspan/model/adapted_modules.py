@@ -35,7 +35,7 @@ def has_trained_copy(module: nn.Module) -> bool:
 
 def is_peft_module(module: nn.Module) -> bool:
     """Return whether a module is one that peft has put in place of a model's own."""
-    return is_adapted(module) or has_trained_copy(module)
+    return hasattr(module, "adapter_layer_names") and (is_adapted(module) or has_trained_copy(module))
 
 
 def peft_modules(model: nn.Module) -> dict[str, nn.Module]:

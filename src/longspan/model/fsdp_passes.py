@@ -34,16 +34,6 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
             _set_keep_gathered(module, False, reshard_after_forward=bool(reshards_after_forward(module)))
 
 
-@contextmanager
-def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
-    """Drop, after an error inside, gradients that backward passes left unsummed, and free what FSDP2 gathered."""
-    try:
-        yield
-    except BaseException:
-        drop_unsummed_gradients(model)
-        raise
-
-
 def drop_unsummed_gradients(model: nn.Module) -> None:
     """Drop gradients that backward passes left unsummed, which zero_grad() does not, and free what FSDP2 gathered."""
     for group in reduction_groups(fsdp_modules(model)):

@@ -13,7 +13,6 @@ from longspan.checkpoint.files import require_local_root
 from longspan.config.defaults import encoder_is_given
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
 from longspan.config.loss_arguments import loss_arguments
-from longspan.config.memory_keys import check_memory_keys
 from longspan.config.plan_section import EvalConfig, name_of_key
 from longspan.config.sections import RANDOM, RunConfig, held_out_set, section_kinds
 from longspan.config.text_values import BestFigure, NamedGroup
@@ -76,7 +75,6 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
         check_parallel(home)
     if config.encoder.tp > 1:
         check_encoder_divides_ranks(config, home)
-    check_memory_keys(config.train)
     check_optimizer(config)
     check_plans(config, home, training=training)
     return home

@@ -36,8 +36,8 @@ from longspan.run.records import Records, open_records, record_start_seconds, sa
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, check_free_disk, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.warm_up import warm_up_coming_steps
-from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
+from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
+from longspan.run.watches import AllocatorWatch, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
 from longspan.train.start.start_times import Starts
 
@@ -57,7 +57,6 @@ class Steps:
         self._run = run
         self._log = log
         self._reader = StepReader(run, plans)
-        self._slow_slots = SlowSlots()
         steps = run.config.train.profile_steps
         self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
         self._allocator = AllocatorWatch(run.world.device)
@@ -65,9 +64,7 @@ class Steps:
         self._said_what_is_divided = False
 
     def take_step(self, step: int) -> tuple[dict[str, Any], Plan]:
-        """Run one optimizer step (from 0); returns its row of metrics (from 1) and its plan. A profiled step's seconds
-        do not count for slow slots.
-        """
+        """Run one optimizer step (from 0); returns its row of metrics (from 1) and its plan."""
         run = self._run
         reader = self._reader
         started = time.perf_counter()
@@ -78,8 +75,6 @@ class Steps:
         with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
             result = run.take_step(plan, documents, step, partial(self._work_beside_step, step))
         seconds = time.perf_counter() - started
-        if profiles is None or step + 1 not in profiles.steps:
-            self._slow_slots.add_ratio(result.slot_ratio)
         row = {
             "step": step + 1,
             "loss": result.loss,
@@ -128,9 +123,8 @@ class Steps:
         """Return what the ranks agree on after a step, by one message if none received a signal or failed."""
         world = self._run.world
         flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
-        slow = world.rank + 1 if self._slow_slots.is_slow else 0
-        figures = (saves.saver.has_failed, slow, self._allocator.of_step)
-        stops, saves_now, minutes, save_failed, slow_rank, most_retries = world.control.largest_over_ranks(
+        figures = (saves.saver.has_failed, self._allocator.of_step)
+        stops, saves_now, minutes, save_failed, most_retries = world.control.largest_over_ranks(
             [*map(float, flags), *map(float, figures)], "agreement on a flag"
         )
         stopped = save_on = ""
@@ -143,8 +137,6 @@ class Steps:
             save_on = signal_of_any_rank(world, stop.save_asked)
         if text := self._allocator.warning_once(most_retries):
             self._log(text)
-        if slow_rank:
-            self._slow_slots.log_slow_slot(int(slow_rank) - 1, world, self._log)
         return Agreement(stopped, save_on, bool(minutes))
 
 
@@ -228,7 +220,8 @@ class _Loop:
                 check_free_disk(run, self.display.log)
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
-            warm_up_coming_steps(run, self.display.log, self.starts)
+            if needs_warm_up(run.world):
+                warm_up_coming_steps(run, self.display.log, self.starts)
             self.starts.end_part("kernels")
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
@@ -266,11 +259,10 @@ class _Loop:
         stopped = ""
         is_over = False
         with saves.save_before_errors():
-            if run.done < settings.steps:
+            if 0 < run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
-                if run.done:
-                    saves.keep_if_best(self.evaluations.take_new_rows())
-                    is_over = saves.loses_patience(evaluated)
+                saves.keep_if_best(self.evaluations.take_new_rows())
+                is_over = saves.loses_patience(evaluated)
             while saves.done < settings.steps and not stopped and not is_over:
                 self.display.begin_work(f"step {saves.done + 1}/{settings.steps}")
                 row, plan = steps.take_step(saves.done)

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.checkpoint.files import checkpoint_path, complete_checkpoints, remove_old_checkpoints, step_of
 from longspan.checkpoint.saver import CheckpointSaver
@@ -37,7 +39,7 @@ from longspan.errors import (
     RunFolderError,
     plural,
 )
-from longspan.files import write_atomically
+from longspan.files import read_json, write_atomically
 from longspan.model import save_model
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.local_tensors import local_tensor
@@ -275,7 +277,7 @@ def check_free_disk(run: TrainingRun, log: LogLine) -> None:
     groups = run.optimizer.param_groups
     # of muon, which has a second moment of the others
     matrices = {p for group in groups if group.get("is_matrix") for p in group["params"]}
-    saved_dtype: Any = None if lora else read_configuration(run.dir).dtype  # as in `save_final_model`
+    saved_dtype: Any = None if lora else getattr(torch, read_json(run.dir / "config.json")["dtype"])
     local_bytes = 0.0
     local_model = 0
     for parameter in run.model.parameters():

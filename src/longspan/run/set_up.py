@@ -101,8 +101,11 @@ def write_model_files(
 def _add_stops(directory: Path, config: PreTrainedConfig, ends: Ends) -> tuple[list[int], list[str]]:
     """Add `ends` to eos_token_id of generation_config.json; return all ids there, and the names that it lacked."""
     file = directory / GENERATION
-    read_stop_token_ids(directory)  # raises DataError for a file that is none
-    settings = read_json(file) if file.is_file() else GenerationConfig.from_model_config(config).to_diff_dict()
+    if file.is_file():
+        read_stop_token_ids(directory)  # raises DataError for a file that is none
+        settings = read_json(file)
+    else:
+        settings = GenerationConfig.from_model_config(config).to_diff_dict()
     settings.pop("_from_model_config", None)
     eos: Any = settings.get("eos_token_id")
     stops: list[int] = [*eos] if isinstance(eos, list) else [eos] * (eos is not None)
@@ -136,13 +139,10 @@ def set_up_model(
 
         refuse_other_labels(configuration.problem_type, config.model.num_labels, data.corpus.labels.shape[1])
 
-    def load() -> Any:
-        if resumed and not config.lora.rank:
-            return make_model_without_weights(config, configuration=configuration, images=images)
-        return load_run_model(config, configuration, images=images)
-
+    load = make_model_without_weights if resumed and not config.lora.rank else load_run_model
+    load_model = partial(load, config, configuration=configuration, images=images)
     with silence_warnings_of_other_ranks(world):
-        model = run_on_every_rank(world, load, ModelError)
+        model: Any = run_on_every_rank(world, load_model, ModelError)
     if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
         model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
     run_dir = Path(config.run.dir)
@@ -298,7 +298,8 @@ def open_run_documents(
         config = config.with_keys("evaluation", documents=state["config"]["evaluation"]["documents"])
     node_size = config.context.node_size
     config = set_node_size(config, world.node_size)
-    set_world_machine(world, partial(read_run_machine, config), KEY)
+    if config.run.machine:
+        set_world_machine(world, partial(read_run_machine, config), KEY)
     if checkpoint is not None:
         check = partial(check_base_weights_unchanged, Path(config.run.dir), config, goes_on=True)
         run_on_first_rank(world, check, ModelError)

@@ -1,18 +1,13 @@
-"""What a run watches in its steps: retries of the allocator, memory that ran out, and a slot slower than the others."""
+"""What a run watches in its steps: retries of the allocator, and memory that ran out."""
 
-import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 import torch
 
-from longspan.comm import World
-from longspan.comm.all_ranks import LogLine
 from longspan.comm.device import allocator_retries, is_out_of_memory, peak_memory_bytes, peak_reserved_bytes
 from longspan.comm.watch import error_in_one_line
-from longspan.comm.world import open_worlds
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.run.run_data import TrainingRun
@@ -114,45 +109,3 @@ def _measured_bytes(run: TrainingRun) -> dict[str, int]:
         )
         for part, values in tensors.items()
     }
-
-
-STEPS = 20  # whose median counts
-
-
-SLOWER = 1.10  # than the other slots for the same rows
-
-
-MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
-
-
-class SlowSlots:
-    """Watches whether this rank's slot is slower than the others, over the last STEPS steps."""
-
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=STEPS)
-        self._is_named = False
-
-    def add_ratio(self, ratio: float | None) -> None:
-        if ratio is not None:
-            self._ratios.append(ratio)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the slot is slow (by its median ratio over STEPS steps), and not yet logged."""
-        return not self._is_named and len(self._ratios) == STEPS and median(self._ratios) >= SLOWER
-
-    def log_slow_slot(self, rank: int, world: World, log: LogLine) -> None:
-        """Log that the slot of `rank` is slow, and note it for reports of failed collectives; entered by all ranks."""
-        text = ""
-        if rank == world.rank:
-            self._is_named = True
-            slot = f"slot {world.slot} (rank {rank}, host {socket.gethostname()})"
-            text = (
-                f"{slot} has been {100 * (median(self._ratios) - 1):.0f} % slower than its plan for {STEPS} steps: it "
-                "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
-                "its device and at what else runs there"
-            )
-        text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
-        log(text)
-        for open_world in open_worlds():  # each of which may have to say why it waits
-            open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]

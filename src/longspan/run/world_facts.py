@@ -41,7 +41,8 @@ def gather_facts(
     train = config.train
     budget = None
     if more.get("done", 0) < steps:
-        check_memory_keys(train, gpu=gpu)
+        if gpu:
+            check_memory_keys(train)
         if chooses_measures(train, gpu=gpu) or config.context.max_tokens_per_slot == AUTO:
             budget = memory_budget(config, world)
     return Facts(

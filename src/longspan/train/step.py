@@ -22,7 +22,7 @@ from longspan.model.kinds import score_columns
 from longspan.model.replaced_parameters import refuse_other_parameters
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
-from longspan.train.passes import Passes, default_divisor, launch_passes, read_step_batches
+from longspan.train.passes import Passes, launch_passes, read_step_batches
 from longspan.train.step_end import StepEnd
 from longspan.train.step_inputs import check_step_arguments, check_temperature, check_update_arguments
 from longspan.train.terms.step_terms import step_terms
@@ -38,15 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on every rank except `seconds`, `rows` and `slot_ratio`.
+    """The result of a step, the same on every rank except `seconds` and `rows`.
 
     `loss` is `loss_sum / divisor`, where the divisor is the plan's `targets` unless another was given; `tokens` the
     documents' rows; `rows` those that this rank computed, padding included; `grad_norm` (before clipping) is None
     without a backward pass. `router`: balance and z of a model with experts, without their coefficients; they are not
     in `loss`. `forward_twice`: micro-batches that a DocumentLoss ran forward once more, for sets in several of them.
     `mtp_losses`: the mean cross entropy of each depth of multi-token prediction, without its weight; not in `loss`.
-    `encoders`: what encoders took of a step with a backward pass; None without images and the like. `slot_ratio`: this
-    slot's seconds for its rows' loss over those of the other slots for as many; None if they were not timed.
+    `encoders`: what encoders took of a step with a backward pass; None without images and the like.
     `figures` are those of a DocumentLoss, by name.
     """
 
@@ -63,7 +62,6 @@ class StepResult:
     forward_twice: int = 0
     mtp_losses: tuple[float, ...] = ()
     encoders: "EncoderTimes | None" = None
-    slot_ratio: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -81,7 +79,6 @@ def run_step(
     loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
     divisor: float | None = None,
     mtp: "MtpLoss | None" = None,
-    time_slots: bool = False,
     temperature: float = 1.0,
     host_work: Callable[[], None] | None = None,
 ) -> StepResult:
@@ -108,10 +105,10 @@ def run_step(
 
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
     weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of
-    multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient. `time_slots`
-    compares how fast slots work (`StepResult.slot_ratio`). `temperature` divides logits before the softmax, as tokens
-    of a policy are sampled. `host_work` is called once the step is launched, before the host waits for the device: work
-    of the host for the next step, which raises nothing and enters no collective.
+    multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient. `temperature` divides
+    logits before the softmax, as tokens of a policy are sampled. `host_work` is called once the step is launched,
+    before the host waits for the device: work of the host for the next step, which raises nothing and enters no
+    collective.
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -139,13 +136,12 @@ def run_step(
         router=router,
         mtp=mtp,
         chunk_rows=loss_chunk_rows,
-        time_slots=time_slots,
     )
     batches = read_step_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     loss_fn = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
-    passes = Passes.with_terms(inputs, terms, loss_fn, divisor=default_divisor(plan), temperature=temperature)
+    passes = Passes.with_terms(inputs, terms, loss_fn, divisor=float(max(plan.targets, 1)), temperature=temperature)
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()

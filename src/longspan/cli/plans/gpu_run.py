@@ -46,7 +46,7 @@ class GpuRun:
         home = home_of(config.parallel, gpus.count)
         check_precision(config)
         check_keys_needed_by_keys(config)
-        check_memory_keys(config.train, gpu=True)
+        check_memory_keys(config.train)
         check_parallel(home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
         # evaluation.documents is 0), but not those of named evaluation sets.

@@ -36,7 +36,7 @@ from longspan.corpus.rows.preferences import (
     read_preference,
     with_prompt,
 )
-from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, Unseen, count_inside
+from longspan.corpus.rows.sample import DATE, BadRow, Row, RowSettings, Sample, Unseen, count_inside
 from longspan.corpus.rows.token_ids import take_token_ids
 from longspan.corpus.rows.values import (
     RowError,
@@ -130,7 +130,11 @@ class RowEncoding:
         if self.kind in (*CHATS, "prompt+completion", PAIRS):
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self.template)
-        deciding_values = [self.kind, tokenizer, self.settings.deciding_values, template]
+        rows = self.settings
+        # those that came with version 0.4 only where they are set, so that old corpora fit
+        optional = filter(None, (rows.end_of_chat, [*rows.columns], rows.num_labels, rows.preference))
+        settings = [rows.parse_special_tokens, rows.turns, DATE, *optional]
+        deciding_values = [self.kind, tokenizer, settings, template]
         if self.images is not None:
             deciding_values.append(self.images.digest)
         if self.settings.num_labels:

@@ -89,9 +89,3 @@ class RowSettings:
     columns: tuple[str, ...] = ()
     num_labels: int = 0
     preference: RowForm = ""
-
-    @property
-    def deciding_values(self) -> list[Any]:
-        """Those that came with version 0.4 only where they are set, so that old corpora fit."""
-        optional = (self.end_of_chat, [*self.columns], self.num_labels, self.preference)
-        return [self.parse_special_tokens, self.turns, DATE, *filter(None, optional)]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
-from longspan.attention.saved_outputs import Recording, Reentrant, Result
+from longspan.attention.saved_outputs import Recording, ReentrantContext, Result
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.pass_state import (
@@ -155,7 +155,7 @@ class _SegmentCall:
         return (out[0] if isinstance(out, tuple) else out).detach()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return self._record_nothing(), Reentrant(self.replay_attention)
+        return self._record_nothing(), ReentrantContext(self.replay_attention)
 
     def replay_attention(self) -> AbstractContextManager[None]:
         recording = self._recording

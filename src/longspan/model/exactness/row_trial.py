@@ -6,7 +6,7 @@ is compared. Not covered: long documents, gradients (`class_trial.py`), encoders
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ class _TrialRows:
         slots = range(world.home.slots)
         n = len(of_slot)
         groups = tuple(Group((slot,), tuple(range(slot * n, (slot + 1) * n)), of_slot) for slot in slots)
-        shard = SeparateRows.from_shard(bind(MicroBatch(groups), world).with_spans({}))
+        shard = SeparateRows.from_shard(bind(MicroBatch(groups), world))
         return _TrialRows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
 
     def row_numbers(self, rows: int) -> Integers | None:
@@ -126,6 +126,7 @@ class _CallKey(NamedTuple):
     leaf: int
 
 
+@dataclass(eq=False)
 class _ObservedPass:
     """Inputs and outputs of modules in one pass, and how far they are from those of the pass `before`.
 
@@ -133,13 +134,12 @@ class _ObservedPass:
     by its own effect. `errors` are shares of what is allowed, on the device.
     """
 
-    def __init__(self, rows: _TrialRows, allowed: _AllowedDifference, before: "_ObservedPass | None") -> None:
-        """Begin a pass of these rows, which are compared with those of the pass `before`; None: the first one."""
-        self.rows = rows
-        self.allowed = allowed
-        self.before = before
-        self.tensors, self.errors = dict[_CallKey, Tensor](), dict[_CallKey, Tensor]()
-        self._calls = dict[str, int]()
+    rows: _TrialRows
+    allowed: _AllowedDifference
+    before: "_ObservedPass | None"
+    tensors: dict[_CallKey, Tensor] = field(default_factory=dict[_CallKey, Tensor])
+    errors: dict[_CallKey, Tensor] = field(default_factory=dict[_CallKey, Tensor])
+    _calls: dict[str, int] = field(default_factory=dict[str, int])
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:

@@ -6,6 +6,7 @@ call goes through the root module, so that FSDP2's hooks run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -175,14 +176,13 @@ def _try_row_loss(model: PreTrainedModel) -> None:
 # ---- a causal model's own forward behind its base model
 
 
+@dataclass(eq=False)
 class _ModelAfterBase:
-    """A model as a forward sees it, whose base model answers with given hidden states (1, t, D); `calls` notes them."""
+    """A model as a forward sees it, whose base model answers with hidden states (1, t, D); `_calls` notes its calls."""
 
-    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[ModelCall] | None = None) -> None:
-        """Stand for `model`; `calls` is a list that callers share, None for one that nobody reads."""
-        self._model = model
-        self._hidden = hidden
-        self._calls = calls if calls is not None else []
+    _model: PreTrainedModel
+    _hidden: Tensor
+    _calls: list[ModelCall] = field(default_factory=list[ModelCall])
 
     @property
     def __class__(self) -> Any:  # pyright: ignore  # so that a forward may call its parent's: super()
@@ -202,14 +202,14 @@ class _BaseStandIn(_ModelAfterBase):
         return _BaseOutput(self._hidden)
 
 
+@dataclass(eq=False)
 class _BaseOutput:
     """What a stand-in of a base model returns: any field but `last_hidden_state` is None.
 
     Special methods are missing, not None, for Python would call them.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+    last_hidden_state: Tensor
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -15,9 +15,9 @@ class SeparateRows(SequenceShard):
 
     @classmethod
     def from_shard(cls, shard: SequenceShard) -> "SeparateRows":
-        """Make a shard with the rows, positions and documents of another, whose rows do not meet: it has its fields."""
+        """Make a shard with the rows, positions and documents of another, whose rows do not meet, in spans neither."""
         rows = object.__new__(cls)
-        rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
+        rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__} | {"spans": ()})
         return rows
 
 

@@ -5,14 +5,15 @@ and keeps them in run.json under "starts"; `bench/training/first_steps.py` recor
 """
 
 import time
+from dataclasses import dataclass, field
 
 
+@dataclass(eq=False)
 class Starts:
     """Seconds by part of one process's start, which begins here."""
 
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-        self._last = time.time()
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    _last: float = field(default_factory=time.time)  # when the last part ended
 
     def end_part(self, name: str) -> None:
         """Note that a part has ended now; the next one begins. Parts of one name are added."""
@@ -21,6 +22,7 @@ class Starts:
         self._last = now
 
     def to_json(self) -> dict[str, float]:
+        """Return the seconds of each part, and of all, for run.json."""
         return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
             "total": round(sum(self.parts.values()), 2)
         }

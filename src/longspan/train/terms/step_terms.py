@@ -23,7 +23,6 @@ def step_terms(
     router: "RouterCoefficients | None",
     mtp: "MtpLoss | None",
     chunk_rows: int,
-    time_slots: bool,
 ) -> tuple[Term, ...]:
     """Make all terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
 
@@ -59,10 +58,6 @@ def step_terms(
         tokens = inputs.plan.separate_tokens  # a shared row counts in each document that has it
         if (statistics := make_router_statistics(model, inputs.world, tokens, router)) is not None:
             terms.append(RoutersTerm(statistics))
-    if time_slots:
-        from longspan.train.terms.slot_pace import SlotPaceTerm
-
-        terms.append(SlotPaceTerm(inputs.world))  # last: it times the measure of all others
     return (*encoder_terms(inputs, sum(term.depths for term in terms)), *terms)
 
 
