@@ -23,7 +23,7 @@ from longspan.attention.kernels.table import find_kernel
 from longspan.attention.kernels.triton_flash import BlockSizes
 from longspan.attention.masks import Mask, tiles_between
 from longspan.attention.members import Members
-from longspan.attention.rows import accumulation_dtype, fused_deltas
+from longspan.attention.rows import accumulation_dtype, launch_deltas
 from longspan.attention.sums import Partial, RowSum
 from longspan.attention.tiles import Launch, Tile, Tiling, visible_keys
 from longspan.comm import ShardPart
@@ -458,7 +458,7 @@ def interpreted():
         found = triton_flash.forward(q, k, v, launch, call)
         saved = Saved(q, k, v, wanted, lse)
         gradients = [kernel.backward(dout, saved, launch, call) for kernel in (triton_flash, reference)]
-        sums = fused_deltas(dout, wanted)
+        sums = launch_deltas(dout, wanted)
         assert torch.allclose(sums, (dout * wanted).sum(-1), rtol=1e-5, atol=1e-5), (name, size, v_size)
         pairs = zip((*found, *gradients[0]), (wanted, lse, *gradients[1]), strict=True)
         relative = [((a - b).norm() / b.norm()).item() for a, b in pairs]

@@ -71,7 +71,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "slice_index * cuts // self.slices)": "slice_index * (cuts == self.slices))",
         "all_heads[self._swap.own_heads] = torch.cat(dsinks)": "all_heads[: sum(map(len, dsinks))] = torch.cat(dsinks)",
         "self._shared_kv = tuple(kv) or self._shared_kv": "self._shared_kv = self._shared_kv or tuple(kv)",
-        "heads_as_numbers(out) if self._takes_deltas": "0 * heads_as_numbers(out) if self._takes_deltas",
+        "unpack_numbers(out) if self._takes_deltas": "0 * unpack_numbers(out) if self._takes_deltas",
         "self._takes_deltas else out, self._saved": "self._takes_deltas else 0 * out, self._saved",
     },
     "attend": {

@@ -23,11 +23,12 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
-from longspan.plan.memory import memory_plan
+from longspan.plan.memory import memory_choice
 from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.facts import Facts
-from longspan.resolve.memory import find_run_cost, memory_settings_of_run
+from longspan.resolve.memory import memory_settings_of_run
 from longspan.resolve.resolved import resolve
+from longspan.resolve.run_cost import find_run_cost
 from longspan.resolve.ways import UNIT, Ranking, Way, fit_way, rank_ways, set_usual_mode
 from longspan.run.checks import check_config
 from tests.plan.shape.test_packed import LLAMA_70B, QWEN3_32B
@@ -611,7 +612,7 @@ def test_the_page_has_lengths_of_full_training(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if stays:
-        monkeypatch.setattr(memory_plan, "_weight_places_to_try", lambda needs, fixed: [False])
+        monkeypatch.setattr(memory_choice, "_weight_places_to_try", lambda needs, fixed: [False])
     words = ["--model", "Qwen/Qwen3-8B", "--longest", "--host-bytes", str(gib << 30), "--model.dtype", dtype]
     words += ["--optimizer.stochastic_rounding", "true"] * (dtype == "bfloat16")
     answers = [ask([*words, "--gpu", gpu], capsys) for gpu in ("h100", "h200")]

@@ -46,7 +46,11 @@ def backward_head_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]
 def add_block(
     total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], call: AttendCall
 ) -> None:
-    """Add to `total` the attention of q (T, N, H) to this block's k (Tk, K, H), v (Tk, K, Hv)."""
+    """Run the kernel on every launch of a block, and merge into `total`: q (T, N, H) to the block's k (Tk, K, H), v
+    (Tk, K, Hv).
+
+    The tensors hold all rows of this member and of the block; each launch takes its own rows of them.
+    """
     assert call.kernel is not None
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
@@ -83,7 +87,9 @@ def block_gradients(
 
 
 def _sum_copies(gradient: Tensor, copies: Sequence[Tensor]) -> Tensor:
-    """Sum the gradients of a key row's copies, in their order: every sum gives the same bits again."""
+    """Sum the gradients (rows that a kernel received, K, H) of each key row's copies, which `copies` lists
+    (`find_copies`), in their order: every sum gives the same bits again.
+    """
     columns = gradient.flatten(1).contiguous()
     total = columns.new_empty((len(copies[0]), columns.shape[1]), dtype=accumulation_dtype(gradient.dtype))
     sum_rows(total, [(columns, index) for index in copies])
@@ -91,6 +97,9 @@ def _sum_copies(gradient: Tensor, copies: Sequence[Tensor]) -> Tensor:
 
 
 def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, shaped like k and v, as sums of a block's addends in their order; rows without an
+    addend are 0.
+    """
     dk, dv = RowSum(k), RowSum(v)
     for rows, (k_addend, v_addend) in addends:
         dk.add(rows, k_addend)

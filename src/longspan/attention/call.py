@@ -200,12 +200,16 @@ class Kernel:
 
 
 def unsupported_capability_reason(device: torch.device, capabilities: range, named: str) -> str:
-    """Return that a kernel needs the compute capabilities `named`, where the major one of a GPU is none of these."""
+    """Return why a kernel cannot run on this GPU, whose major capability must be in `capabilities`; "" where it can.
+
+    `named` has the capabilities in words, for the text.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     return "" if major in capabilities else f"needs compute capability {named}, got {major}.{minor}"
 
 
 def dtype_name(value: Any) -> str:
+    """Return the name of a dtype without its module, as "bfloat16", for messages."""
     return str(value).removeprefix("torch.")
 
 
@@ -226,6 +230,7 @@ _caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their
 
 
 def cache_of(shard: SequenceShard) -> AttentionCache:
+    """Return what attention has derived from this shard so far; empty at first, and freed with the shard."""
     cache = _caches.get(shard)
     if cache is None:
         has_lists = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)

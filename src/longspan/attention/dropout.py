@@ -16,7 +16,8 @@ _BITS = 31  # of the hash that are compared with the rate
 
 
 def _to_signed_word(word: int) -> int:
-    """Return a word of 64 bits as torch's int64 holds it."""
+    """Return the int64 that has the low 64 bits of an integer: torch has no unsigned arithmetic."""
+    word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -48,6 +49,7 @@ class Dropout:
 
 
 def mix_seed(*words: int) -> int:
+    """Hash integers, in their order, to a seed: a signed 64-bit word."""
     state = torch.zeros((), dtype=torch.int64)
     for word in words:
         state = _absorb_word(state, torch.tensor(_to_signed_word(word)))

@@ -31,7 +31,7 @@ class Mask(NamedTuple):
 
 
 class TileArrays(NamedTuple):
-    """Tiles of many documents, as arrays of equal length; a limit of −1 is none."""
+    """Tiles of many documents, as arrays of equal length: the fields of `Tile`, with −1 for a limit that is none."""
 
     document: Integers
     q_start: Integers
@@ -41,8 +41,8 @@ class TileArrays(NamedTuple):
     left: Integers
     right: Integers
 
-    def select(self, keep: Flags) -> "TileArrays":
-        return TileArrays(*(column[keep] for column in self))
+    def select(self, chosen: Flags) -> "TileArrays":
+        return TileArrays(*(column[chosen] for column in self))
 
 
 def tiles_between(
@@ -66,6 +66,7 @@ def tiles_between(
 
 
 def _window_tilings(q: Segments, k: Segments, window: int, *, repeats_keys: bool = False) -> tuple[Tiling, ...]:
+    """Return the tilings of a causal window in the form that takes the fewest launches; all forms cover the same."""
     band = _band_tiles(q, k, window)
     without_idle = _drop_idle_limits(band)
     candidates = (band, without_idle, split_left_limits(without_idle))
@@ -100,7 +101,11 @@ def branch_tilings(
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
-    """Every document has as many numbers as `longest` positions have chunks, so that no two chunks share one."""
+    """Cut runs at chunk ends, and make each chunk of a document a document of its own, positions unchanged.
+
+    Every document has as many numbers as `longest` positions have chunks, so that no two chunks share one; q and k must
+    be cut with the same `longest`.
+    """
     first_chunk = segments.start // chunk
     end_chunk = -(-segments.stop // chunk)
     number = expand_runs(first_chunk, end_chunk)
@@ -131,18 +136,18 @@ def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tili
     _, first_tiles = np.unique(launch, return_index=True)
     tilings = list[Tiling]()
     for i in np.sort(first_tiles):
-        of_launch = tiles.select(launch == launch[i])
-        bounds = np.stack(of_launch[1:5], axis=1)
-        hides_left, hides_right = _find_hiding_limits(
-            of_launch
-        )  # a limit that hides no key of any tile is left out
-        left = int(of_launch.left[0]) if hides_left.any() else None
-        right = int(of_launch.right[0]) if hides_right.any() else None
+        launch_tiles = tiles.select(launch == launch[i])
+        bounds = np.stack(launch_tiles[1:5], axis=1)
+        # a limit that hides no key of any tile is left out
+        hides_left, hides_right = _find_hiding_limits(launch_tiles)
+        left = int(launch_tiles.left[0]) if hides_left.any() else None
+        right = int(launch_tiles.right[0]) if hides_right.any() else None
         tilings.append(Tiling(bounds, left, right, repeats_keys=repeats_keys))
     return tuple(tilings)
 
 
 def _find_hiding_limits(tiles: TileArrays) -> tuple[Flags, Flags]:
+    """Return of each tile whether its left and its right limit hide a key that the tile has; the others do nothing."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
@@ -164,7 +169,9 @@ def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
 
 
 def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]:
-    """The documents in the tensor's order, and where the rows of each begin and end in it."""
+    """Return the documents in the tensor's order, and where the rows of each begin and end in it; a document's runs
+    follow each other.
+    """
     first_runs = np.flatnonzero(np.diff(segments.document, prepend=-1))
     last_runs = np.append(first_runs, len(segments))[1:] - 1
     stops = segments.offset + segments.stop - segments.start
@@ -172,6 +179,7 @@ def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]
 
 
 def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
+    """Return one tile for each document that both sides have, in which every row sees every key: what is not causal."""
     document, q_start, q_stop = _document_extents(q)
     k_document, k_start, k_stop = _document_extents(k)
     document, q_index, k_index = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
@@ -258,7 +266,9 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
 
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
-    """Tiles whose last row and last key are at one position stay as they are, so that all of them keep one mask."""
+    """Take away limits that hide nothing of tiles whose last row is after their last key; the others, whose last row
+    and last key are at one position, keep theirs, so that all of them have one mask.
+    """
     left, right = _find_hiding_limits(tiles)
     after = tiles.right > 0
     return tiles._replace(

@@ -83,6 +83,11 @@ class Members:
         return self._bind_channel("a2a", slots)
 
     def _bind_channel(self, level: str, slots: Sequence[int]) -> Channel:
+        """Return the channel of these slots, among which this rank's slot is, and note for the warm-up that attention
+        uses it.
+
+        `level` is "ring", "all_gather" or "a2a": what the channel is for in this group.
+        """
         channels = world_of(self.part.world_key).channels
         channel = channels.find_channel(slots)
         if len(slots) > 1:
@@ -99,7 +104,9 @@ class Members:
         return segments_from_runs(document[order], start[order], stop[order])
 
     def _list_runs(self, member: int) -> tuple[Integers, Integers, Integers]:
-        """Document, start and stop of every run, rank after rank."""
+        """Return document, start and stop of every run of a member's rows: rank after rank, each rank's in the order of
+        its tensor.
+        """
         neighbours = range(member * self.inner, (member + 1) * self.inner)
         runs = [(s.document, s.start, s.stop) for s in map(self.part.group.shares.segments, neighbours)]
         document, start, stop = (np.concatenate(column) for column in zip(*runs, strict=True))
@@ -147,9 +154,10 @@ class Members:
 
     @cached_property
     def key_indices_by_launch(self) -> list[Tensor]:
-        """For each launch on all rows an index (S,): which of its keys each row of the group is, −1 for none.
+        """For each launch on all rows (`launches(None)`) an index (S,): which of its keys each row of the group is, −1
+        for none.
 
-        The rows are listed member after member.
+        The rows are listed member after member, as a reduce-scatter sends them.
         """
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
         indices = list[Tensor]()
@@ -174,13 +182,19 @@ class Members:
         return self._launches[owner]
 
     def _document_extents(self) -> tuple[Integers, Integers]:
-        """The rows of each document, padding included, and where each starts among the group's rows."""
+        """Return how many rows each document has, padding included, and where it starts among the group's rows in
+        document order.
+        """
         laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """`positions` returns the position in its document of every row of the key tensor; only dropout and indices
-        call it."""
+        """Return the launches of this member's rows against `keys`, the segments of a key tensor: by mask, spans and
+        shared prefixes.
+
+        `positions` returns the position in its document of every row of the key tensor; only dropout and indices call
+        it.
+        """
         document_ids = np.asarray(self.part.group.documents, dtype=np.int64)
         segments = self.segments(self.member)
 
@@ -207,24 +221,29 @@ class Members:
 
     @cached_property
     def has_narrow_window(self) -> bool:
-        """Members send each other just the rows that are seen, instead of blocks around a ring."""
+        """Whether members send each other just the rows that are seen, because they are fewer than the blocks of a
+        ring.
+        """
         return fetched_share(self.part.group.path_lengths, self.degree, self.mask.window, self.mask.chunk) < 1
 
     @cached_property
     def window_rows(self) -> WindowRows:
+        """The rows that members fetch from each other under a narrow window; every member works out the same, and asks
+        nobody.
+        """
         keys = self.visible_rows(self.member)
         all_members = range(self.degree)
-        seen = [self._find_rows_among_keys(keys, owner) for owner in all_members]
+        seen_by_owner = [self._find_rows_among_keys(keys, owner) for owner in all_members]
         to_send = [self._find_rows_among_keys(self.visible_rows(reader), self.member)[0] for reader in all_members]
-        own_rows, own_places = seen[self.member]
+        own_rows, own_places = seen_by_owner[self.member]
         to_send[self.member] = _NO_ROWS
-        seen[self.member] = (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
+        seen_by_owner[self.member] = (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
         return WindowRows(
             self._make_launches(keys, lambda: keys.positions),
             rows_to_send=tuple(to_device(rows, self.device) for rows in to_send),
             all_rows_to_send=to_device(np.concatenate(to_send), self.device),
-            receive_counts=tuple(len(rows) for rows, _ in seen),
-            received_places=to_device(np.concatenate([places for _, places in seen]), self.device),
+            receive_counts=tuple(len(rows) for rows, _ in seen_by_owner),
+            received_places=to_device(np.concatenate([places for _, places in seen_by_owner]), self.device),
             own_rows=to_device(own_rows, self.device),
             own_places=to_device(own_places, self.device),
             row_count=keys.rows,

@@ -36,10 +36,12 @@ class Queries(NamedTuple):
     dq: RowSum
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
+        """Return dq and the gradient of these heads' sinks (None: there are none), once every block was added."""
         return self.dq.result(), sink_gradient(self.dout, self.saved, self.call.sinks)
 
 
 def make_queries(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
+    """Begin the backward pass of some query heads: the sum of their gradient is still empty."""
     return Queries(dout, saved, call, RowSum(saved.q))
 
 
@@ -97,7 +99,11 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
 
 
 def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
-    """The own block waits for no one: computing it hides the first and the last message."""
+    """Return the gradients of some heads of this member's rows, by one walk around the ring, or one exchange of window
+    rows.
+
+    Around the ring, computing the own block, which waits for no one, hides the first and the last message.
+    """
     queries = make_queries(dout, saved, call)
     if members.has_narrow_window:
         k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
@@ -138,7 +144,9 @@ class RingGradients:
         next(self._blocks)  # the own block: the first of another member is on its way
 
     def compute_next_block(self, queries: Sequence[Queries]) -> None:
-        """A block of another member travels on to the next one; the sums of its dk and dv follow it."""
+        """Receive the next member's block, add to the dq of all `queries`, and send the sums of its dk and dv on behind
+        it.
+        """
         owner, (k, v) = next(self._blocks)
         launches = self._members.launches(owner)
         addends = list[Addend]()
@@ -147,10 +155,13 @@ class RingGradients:
         self._sums.add(owner, addends)
 
     def own_block_gradients(self, queries: Queries) -> tuple[Tensor, Tensor]:
+        """Return dk and dv of the own block, whose part of dq is added to `queries`; it may be called at any time."""
         return _own_block_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
     def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """`own` are this member's dk and dv of the own block, which are added last."""
+        """Return this member's dk and dv, summed over all members; `own` are those of the own block, which are added
+        last.
+        """
         dk, dv = self._sums.finish([Addend(slice(0, len(of_own[0])), of_own) for of_own in own])
         return dk, dv
 
@@ -166,6 +177,9 @@ def _head_slices_of_own_block(saved: Saved) -> list[slice]:
 
 
 def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
+    """Return dk and dv of some key/value heads of the own block, in the accumulation dtype; their part of dq is added
+    to `queries`.
+    """
     dout, (q, k, v, out, lse), call, dq = queries
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)

@@ -21,36 +21,41 @@ Move = tuple[Tensor, Tensor]  # (source, into)
 NO_KEY = -1e30  # log-sum-exp of a row that has chosen no key of a block: finite, so that blocks are merged by it
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
 ALIGNED_BYTES = 16  # Triton compiles a kernel for addresses that this divides, and another for those it does not
-_PAIRS = 16  # (row, head) pairs that one program merges, or whose sums it takes
-_COPIES = 3  # at most, in one launch
-_REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are some dozens
+_PAIRS_AT_ONCE = 16  # (row, head) pairs that one program merges, or whose products it sums
+_MOST_MOVES = 3  # in one launch
+_MOST_COMPILED = 4096  # entries of `_compiled`; one micro-batch has some dozens
 _KERNELS = "longspan.attention.row_kernels"
-_compiled: dict[Hashable, Any] = {}
+_compiled: dict[Hashable, Any] = {}  # kernels, by all that their compiled form depends on
 
 
-def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """Do what `copy_rows` does, in launches of _COPIES moves. Columns are contiguous. Where a launch has fewer, the
-    others repeat its first, and COUNT leaves them out.
+def launch_row_copies(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """Do what `copy_rows` does on a GPU, in launches of at most _MOST_MOVES moves; columns are contiguous.
+
+    Where a launch has fewer, the others repeat its first, and COUNT leaves them out.
     """
     rows, members, _ = moves[0][1].shape
-    for first in range(0, len(moves) if rows and members else 0, _COPIES):
+    for first in range(0, len(moves) if rows and members else 0, _MOST_MOVES):
         launched = [
             (x, x.stride(0), x.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
-            for x, into in moves[first : first + _COPIES]
+            for x, into in moves[first : first + _MOST_MOVES]
         ]
-        a, b, c = (*launched, *[launched[0]] * (_COPIES - len(launched)))
+        a, b, c = (*launched, *[launched[0]] * (_MOST_MOVES - len(launched)))
         widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1]), "C": _padded_width(c[-1])}
         constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
         _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants)
 
 
-def fused_deltas(dout: Tensor, out: Tensor) -> Tensor:
+def launch_deltas(dout: Tensor, out: Tensor) -> Tensor:
+    """Do what `deltas` does on a GPU in one launch, for dout and out with contiguous heads: (T, N) float32."""
     rows, heads, size = out.shape
     sums = out.new_empty((rows, heads), dtype=torch.float32)
     if sums.numel():
         arguments = (dout, out, sums, rows * heads, heads, size, *dout.stride()[:2], *out.stride()[:2])
         _launch_kernel(
-            "deltas", (-(-rows * heads // _PAIRS), 1, 1), arguments, {"PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
+            "deltas",
+            (-(-rows * heads // _PAIRS_AT_ONCE), 1, 1),
+            arguments,
+            {"PAIRS": _PAIRS_AT_ONCE, "WIDTH": _padded_width(size)},
         )
     return sums
 
@@ -82,7 +87,7 @@ def _launch_kernel(
         return
     compiled_kernel = getattr(import_triton_kernels(_KERNELS), name)[grid](*arguments, **constants)
     if not addresses % ALIGNED_BYTES:
-        if len(_compiled) >= _REMEMBERED:
+        if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         _compiled[launch_key] = compiled_kernel
 
@@ -92,11 +97,13 @@ def _padded_width(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def covers_all_rows(rows: RowIndex, count: int) -> bool:
+def are_all_rows(rows: RowIndex, count: int) -> bool:
+    """Whether an index takes all of `count` rows in their order."""
     return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
 
 
 def can_run_row_kernels(x: Tensor) -> bool:
+    """Whether this tensor is on a GPU and Triton is installed."""
     return x.is_cuda and import_triton_kernels(_KERNELS) is not None
 
 
@@ -118,9 +125,9 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
             total_out, total_lse = total_out[rows], total_lse[rows]
         strides = (*total_out.stride()[:2], *total_lse.stride(), *out.stride()[:2], *lse.stride())
         arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
-        constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
+        constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS_AT_ONCE, "WIDTH": _padded_width(size)}
         if count:
-            _launch_kernel("merge_rows", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
+            _launch_kernel("merge_rows", (-(-count * heads // _PAIRS_AT_ONCE), 1, 1), arguments, constants)
         return
     rows_out, rows_lse = total_out[rows], total_lse[rows]
     step = torch.sigmoid(lse - rows_lse)
@@ -138,7 +145,7 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
     width).
     """
     if can_run_row_kernels(moves[0][1]):
-        fused_copy_rows(moves, index)
+        launch_row_copies(moves, index)
         return
     for source, into in moves:
         into.copy_(source if index is None else source.index_select(0, index))
@@ -156,7 +163,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
         for first in range(0, len(moves) if count else 0, 2):
             pair_arguments = [
                 (x, x.stride(0), into, into.stride(0), into.shape[1:].numel())
-                for x, into in ((_contiguous_rows(source), into) for source, into in moves[first : first + 2])
+                for x, into in ((_flat_rows(source), into) for source, into in moves[first : first + 2])
             ]
             a = pair_arguments[0]
             b = pair_arguments[-1]
@@ -172,8 +179,10 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
 
 
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
-    """Add parts of a block's gradient to its sum in place; a `fresh` sum has no values yet, and is overwritten."""
-    if fresh and len(addends) == 1 and covers_all_rows(addends[0].rows, len(total[0])):
+    """Add parts of a block's gradient to its sum `total` in place; a `fresh` sum has no values yet, and is
+    overwritten.
+    """
+    if fresh and len(addends) == 1 and are_all_rows(addends[0].rows, len(total[0])):
         _copy_pairs(list(zip(addends[0].tensors, total, strict=True)))
         return
     for into in total if fresh else ():
@@ -183,7 +192,9 @@ def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None
 
 
 def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Cast tensors (rows, …) to `dtype` and make them contiguous; those that are so already are passed on."""
+    """Cast tensors (rows, …) to `dtype` and make them contiguous; those that are so already are returned themselves,
+    uncopied.
+    """
     converted = [
         x
         if x.dtype == dtype and x.is_contiguous()
@@ -197,23 +208,20 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _copy_pairs(moves: Sequence[Move]) -> None:
-    """Copy whole rows (rows, …); those of `into` are contiguous."""
-    copy_rows([(_contiguous_rows(x).flatten(1).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in moves])
+    """Write the rows of each source (rows, …) over those of its `into`, whose rows are contiguous; dtypes
+    may differ.
+    """
+    copy_rows([(_flat_rows(x).unsqueeze(1), into.flatten(1).unsqueeze(1)) for x, into in moves])
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
-    """Copied where the elements of a row do not follow each other."""
-    step = 1
-    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
-        if size != 1 and stride != step:
-            return x.contiguous()
-        step *= size
-    return x
+def _flat_rows(x: Tensor) -> Tensor:
+    """Return x (rows, …) as a matrix (rows, columns); a copy where the elements of a row do not follow each other."""
+    return contiguous_heads(x.flatten(1))
 
 
 def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
     """Return x[rows]; x itself where that is all of it, which costs the host nothing."""
-    return x if covers_all_rows(rows, x.shape[0]) else x[rows]
+    return x if are_all_rows(rows, x.shape[0]) else x[rows]
 
 
 def join_columns(
@@ -234,42 +242,31 @@ def join_columns(
     return matrix
 
 
-def views_by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
+def views_by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> Sequence[Tensor]:
     """View the columns of a contiguous matrix (members × rows, columns), whose rows lie member after member.
 
     There is a view (rows, members, width) for each of `widths`, into which the columns are cut from left to right.
     """
-    columns = matrix.shape[1]
-    start = matrix.storage_offset()
-    views = list[Tensor]()
-    rows = matrix.shape[0] // members
-    for width in widths:
-        views.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
-        start += width
-    return views
+    by_member = matrix.view(members, matrix.shape[0] // members, matrix.shape[1])
+    return by_member.transpose(0, 1).split(list(widths), 2)
 
 
 def head_slice_by_member(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
-    """Return one slice of every member's heads in x (T, N, size), as (T, members, columns); only read it.
+    """Return one slice of every member's heads in x (T, N, size), as (T, members, columns).
 
-    Where a row's heads follow each other it is a view: members lie `slices · width` columns apart, this slice of the
-    first one `slice_index · width` from the row's start. Elsewhere it may be a copy.
+    It is a view, which may be written to, where a row's heads follow each other; elsewhere it may be a copy.
     """
-    rows, heads, size = x.shape
-    count = heads // (members * slices)
-    row, head, column = x.stride()
-    if head != size or column != 1:
-        return x.unflatten(1, (members, slices, count))[:, :, slice_index].flatten(2)
-    width = count * size
-    return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + slice_index * width)
+    count = x.shape[1] // (members * slices)
+    return x.unflatten(1, (members, slices, count))[:, :, slice_index].flatten(2)
 
 
 def contiguous_heads(x: Tensor) -> Tensor:
-    """Kernels want the numbers of a head, or the last columns of a matrix, to be contiguous."""
+    """Return x, or a copy where its last dim is not contiguous, as kernels want the numbers of a head."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def concat_heads(parts: Sequence[Tensor]) -> Tensor:
+    """Join tensors (rows, heads, …) along their heads; a single one is returned itself."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
@@ -301,7 +298,7 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
     """
     dtype = accumulation_dtype(dout.dtype)
     if dtype == torch.float32 and can_run_row_kernels(dout):
-        return fused_deltas(contiguous_heads(dout), contiguous_heads(out))
+        return launch_deltas(contiguous_heads(dout), contiguous_heads(out))
     at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
     sums = [
         (a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)
@@ -310,4 +307,5 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def pad_heads(x: Tensor, size: int) -> Tensor:
+    """Fill up the heads of x (rows, heads, H) with zeros to `size` numbers each; x itself where they have as many."""
     return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))

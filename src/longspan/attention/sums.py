@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.attention.rows import RowIndex, accumulation_dtype, add_rows, cast_rows, covers_all_rows, merge_rows_
+from longspan.attention.rows import RowIndex, accumulation_dtype, add_rows, are_all_rows, cast_rows, merge_rows_
 
 
 @dataclass(eq=False)
@@ -24,8 +24,10 @@ class Partial:
     _total: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention of some rows to further keys: out (rows, N, Hv) and a finite lse (rows, N)."""
-        if self._total is None and covers_all_rows(rows, len(self._q)):
+        """Merge the attention of some rows to further keys: out (rows, N, Hv) and a finite lse (rows, N). A first one
+        of all rows becomes the total itself, without a copy.
+        """
+        if self._total is None and are_all_rows(rows, len(self._q)):
             self._total = out, lse
             return
         total_out, total_lse = self.result()
@@ -36,8 +38,8 @@ class Partial:
         merge_rows_(total_out, total_lse, rows, out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """In the accumulation dtype; where one launch gave all rows and nothing was merged, out keeps the kernel's
-        dtype.
+        """Return out and lse so far, in the accumulation dtype; out keeps the kernel's dtype where one launch gave all
+        rows and nothing was merged. They are not copies: a later `add` may write into them.
         """
         if self._total is None:
             dtype = accumulation_dtype(self._q.dtype)
@@ -68,7 +70,7 @@ class RowSum:
 
     def add(self, rows: RowIndex, x: Tensor) -> None:
         """Add x (rows, …) to distinct rows; a first x of all rows becomes the sum, without a copy."""
-        if self._total is None and covers_all_rows(rows, len(self._like)):
+        if self._total is None and are_all_rows(rows, len(self._like)):
             self._total = x
             return
         add_rows([(x, self._full_sum())], rows)
@@ -82,6 +84,7 @@ class RowSum:
             add_rows([(x, self._full_sum()[:, heads])], all_rows)
 
     def _full_sum(self) -> Tensor:
+        """Return the sum as a tensor of all rows in the accumulation dtype, which may be added to in place."""
         (self._total,) = cast_rows((self.result(),), accumulation_dtype(self._like.dtype))
         return self._total
 

@@ -44,6 +44,7 @@ class Tile(NamedTuple):
         return self.k_stop - self.k_start
 
     def pieces(self, rows: int) -> "Iterator[Tile]":
+        """Yield this tile cut into parts of at most `rows` query rows each."""
         return (self.part(start, min(start + rows, self.queries)) for start in range(0, self.queries, rows))
 
     def part(self, start: int, stop: int) -> "Tile":
@@ -82,6 +83,7 @@ class Tiling:
 
     @staticmethod
     def from_tiles(tiles: Iterable[Tile]) -> "Tiling":
+        """Return a tiling of some tiles, at least one, that all have the same mask."""
         tile_list = tuple(tiles)
         return Tiling(
             np.asarray([tile[:4] for tile in tile_list], dtype=np.int64), tile_list[0].left, tile_list[0].right
@@ -96,6 +98,9 @@ class Tiling:
         return _row_index(self.bounds[:, 0], self.bounds[:, 1])
 
     def k_rows(self) -> slice | Integers:
+        """Return the key rows of all tiles in order, like `q_rows`; a row that is in several tiles comes
+        once for each.
+        """
         return _row_index(self.bounds[:, 2], self.bounds[:, 3])
 
     @property
@@ -133,18 +138,19 @@ class Tiling:
     def __len__(self) -> int:
         return len(self.bounds)
 
-    def __repr__(self) -> str:
-        return f"Tiling({', '.join(map(str, self.tiles[:6]))}{', …' if len(self) > 6 else ''})"
-
 
 def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
+    """Return the rows from each start to its stop, as a slice where the runs follow each other."""
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     return expand_runs(starts, stops)
 
 
 class RowIdentities(NamedTuple):
-    """Who the rows of a block are: document id and position of every query row, position of every key row."""
+    """Who the rows of a block are: document id and position of every query row, position of every key row.
+
+    They are in the order of the whole tensors, before a launch takes its rows.
+    """
 
     document: Integers
     q_position: Integers
@@ -232,6 +238,9 @@ class Launch:
 
     @cached_property
     def chosen_keys(self) -> ChosenKeys:
+        """The keys by their positions in documents, and how a kernel numbers a bit for each row and key
+        (`ChosenKeys`).
+        """
         assert self._identities is not None, "this launch was made without identities of rows"
         positions = self._identities().k_position[self.tiling.k_rows()]
         starts = self.tiling.packed_tiling().bounds[:, 2]
@@ -271,6 +280,7 @@ def visible_keys(tile: Tile, device: torch.device) -> Tensor | None:
 
 
 def _index_on_device(rows: slice | np.ndarray, device: torch.device) -> slice | Tensor:
+    """Move an index of rows to the device; a slice stays as it is."""
     return rows if isinstance(rows, slice) else to_device(rows, device)
 
 
@@ -286,6 +296,9 @@ class DenseCall(NamedTuple):
     first: bool = True  # whether no call before had these rows
 
     def write_or_merge_result(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Put the result of this call, out (rows, N, Hv) and lse (rows, N), into its rows of the totals: written if it
+        is their first, else merged.
+        """
         if self.first:
             total_out[self.rows] = out
             total_lse[self.rows] = lse

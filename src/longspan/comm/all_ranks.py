@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
+from longspan.plain_text import LogLine as LogLine
 
 Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
@@ -93,11 +94,8 @@ def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
     return error
 
 
-LogLine = Callable[[str], None]
-
-
 def is_first_rank(world: World) -> bool:
-    """This rank writes and prints."""
+    """Whether this is the home's first rank, the one that writes and prints."""
     return world.rank == world.home.ranks[0]
 
 
@@ -133,7 +131,9 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
 
 
 def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
-    """An error that is neither an OSError nor a LongspanError is no caller's mistake: it is raised here."""
+    """Return the error for all ranks: an OSError as `os_error_as`, a LongspanError as it is; raise any other here, as
+    it is no caller's mistake.
+    """
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))
     if isinstance(error, LongspanError):

@@ -14,10 +14,10 @@ def apply_with_gradient(
     """Return `forward(x)`, whose gradient `backward` turns into that of x; no tensor is saved for it."""
     if not torch.is_grad_enabled():  # in evaluation a node of autograd, nine a layer, would only cost the host
         return forward(x)
-    return _Applied.apply(x, forward, backward)  # pyright: ignore[reportReturnType]
+    return _StatedGradient.apply(x, forward, backward)  # pyright: ignore[reportReturnType]
 
 
-class _Applied(torch.autograd.Function):
+class _StatedGradient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]

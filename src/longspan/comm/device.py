@@ -42,17 +42,20 @@ def unused_bytes(device: torch.device, ranks: int) -> int:
 
 
 def _allocator_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
+    """Return a figure of the allocator of a GPU, in bytes over all its pools; 0 before its first allocation."""
     # torch.cuda.memory_allocated and the like take longer: they flatten and sort all two hundred figures
     figures = torch.cuda.memory_stats_as_nested_dict(device)
     return figures[name]["all"][which] if figures else 0
 
 
 def allocator_retries(device: torch.device) -> int:
+    """Return how often the allocator gave back cached memory to get more; 0 on a CPU."""
     figures = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
     return figures.get("num_alloc_retries", 0)
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
+    """Return the most bytes that the allocator has taken from the GPU; 0 on a CPU."""
     return _allocator_figure(device, "reserved_bytes", "peak") if device.type == "cuda" else 0
 
 
@@ -66,6 +69,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the name of a GPU as its driver gives it, else "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

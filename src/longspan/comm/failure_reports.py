@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch.distributed import PrefixStore, Store
 
 from longspan.comm.rendezvous import LimitedStore, clone_store_connection
-from longspan.launch.launcher_watch import has_ended, processes_of_torchrun
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.plain_text import excerpt
 
@@ -97,30 +96,32 @@ class FailureReports:
         self._prefix = prefix
         self.server = server
         self._connect(root)
-        self._processes = processes_of_torchrun()  # process ids of ranks on this host
         self.nodes: Nodes | None = None  # where the ranks run, once the world is open
         self._answered = 0  # the last report that this rank answered for
         self._answered_at = -math.inf
         self._answering = threading.Lock()  # the main thread answers too, where its own collective fails
 
     def open_own_connection(self) -> None:
+        """Ask over a new connection from now on: an earlier request may still hold the old one."""
         self._connect(clone_store_connection(self._connection))
 
     def _connect(self, root: Store) -> None:
+        """Ask the store of all ranks over this connection; every request has a limit."""
         self._connection = root
         self._root = LimitedStore(root)
         self._store = LimitedStore(PrefixStore(self._prefix, root))
 
     def post_departure(self, error: str, *, echo: bool) -> None:
-        """An echo is an error that reports another rank's failure."""
+        """Tell the others that this rank leaves with an error; an `echo` is one that reports another rank's failure."""
         with suppress(RuntimeError):  # the store is gone: the others will notice by themselves
             self._append_entry("left", {"rank": self._rank, "error": error, "echo": echo})
 
     def has_departure_or_request(self) -> bool:
-        """A rank has left with an error or requested a report, so far; one request to the store."""
+        """Whether a rank has left with an error or requested a report, so far; one request to the store."""
         return self._store.check(["news"])
 
     def has_departures(self) -> bool:
+        """Whether a rank has left with an error, so far."""
         return self._store.check(["left"])
 
     def unanswered_request_number(self) -> int:
@@ -158,7 +159,7 @@ class FailureReports:
         return FailureReport(**lists, **values)
 
     def has_died(self, rank: int) -> bool:
-        """A launcher has posted that a rank died; torchrun and others post nothing."""
+        """Whether a launcher has posted that a rank died; torchrun and others post nothing."""
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int, operation: str) -> FailureReport:
@@ -182,36 +183,35 @@ class FailureReports:
             time.sleep(0.05)
 
     def server_text(self) -> str:
-        """Who serves the store, and on which node, rank 0's: the cause where it does not answer."""
+        """Return who serves the store, and on which node, rank 0's: the cause where it does not answer."""
         node = (
             "" if self.nodes is None else f" on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])},"
         )
         return f"{self.server}, which serves the store{node or ','} does not answer: killed, cut off or stopped"
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
-        """Of ranks on this host that torchrun started it is known by their process ids, of others if their launcher has
-        posted it. There, at most 64 ranks are looked up: each takes a request.
+        """Return how missing ranks died, of those whose launcher has posted it; torchrun posts nothing.
+
+        At most 64 ranks are looked up: each takes a request.
         """
-        processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
-        deaths = {
-            rank: f"ended, or was killed: process {pid} is gone"
-            for rank, pid in processes.items()
-            if has_ended(pid)
-        }
         posted = [rank for rank in missing[:64] if self.has_died(rank)]
-        return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
+        return {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
+        """Return the entries that ranks have appended under a key, in the order in which they came."""
         if not self._store.check([key]):
             return []
         return [json.loads(line) for line in self._store.get(key).decode().splitlines()]
 
     def _append_entry(self, key: str, entry: dict[str, Any]) -> None:
+        """Append an entry under a key, and tell all ranks that there is news."""
         self._store.append(key, json.dumps(entry) + "\n")
         self._store.set("news", "")
 
     def _wait_for_key(self, key: str, seconds: float) -> str | None:
-        """A blocking read would hold the connection, which the answering thread shares."""
+        """Return a key's value, or None after these seconds. A blocking read would hold the connection, which the
+        answering thread shares.
+        """
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() > deadline:
@@ -220,6 +220,9 @@ class FailureReports:
         return self._store.get(key).decode()
 
     def _cause_lines(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
+        """Return a line for each rank that left with its own error, died or is silent; none where every
+        rank answered.
+        """
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
@@ -231,6 +234,7 @@ class FailureReports:
 
 
 def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
+    """Return a line for each rank that is in another collective than `operation`, or that all are in it."""
     texts = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
     if not texts:
         return ["all ranks are in it: look at the network and the devices between them"]
@@ -239,6 +243,7 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
+    """Return what ranks do, NAMED at most: first those that are in another collective than `operation`."""
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
     lines = list[str]()
     for rank in ranks[:NAMED]:

@@ -35,6 +35,7 @@ def last_collective_text() -> str:
 
 
 def _read_last_collective_text() -> str:
+    """As `last_collective_text`, but waits for the recorders however long they take."""
     nccl = _entries("_dump_nccl_trace_json")
     unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
     if unfinished is not None:
@@ -46,12 +47,13 @@ def _read_last_collective_text() -> str:
 
 
 def _entries(function: str) -> list[dict[str, Any]]:
-    """The oldest come first; none where this torch has no such recorder."""
+    """Return what one of torch's recorders holds, the oldest first; nothing where this torch has no such recorder."""
     dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
     return [] if dump is None else json.loads(dump()).get("entries", [])
 
 
 def _collective_text(entry: dict[str, Any]) -> str:
+    """Return a recorded collective in words: backend, kind, its number in its group, and sizes."""
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     sizes = ", ".join(
         f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)

@@ -88,7 +88,7 @@ class Meshes:
 
     @cached_property
     def _root_mesh(self) -> DeviceMesh:
-        """(replicate, slots of one replica, tp)"""
+        """The mesh of this stage with axes (replicate, slots of one replica, tp), those of size 1 left out."""
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)
@@ -96,7 +96,7 @@ class Meshes:
 
     @cached_property
     def _expert_root_mesh(self) -> DeviceMesh:
-        """(replicate, outer, ep): neighbours along `ep` together hold all experts."""
+        """The mesh of this stage with axes (replicate, outer, ep): neighbours along `ep` together hold all experts."""
         home = self._home
         width = home.slots // home.dp_replicate
         if width % home.ep:
@@ -109,7 +109,11 @@ class Meshes:
         return self._build_mesh((REPLICATE, OUTER, EP), ranks)
 
     def _build_mesh(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
-        """Axes of size 1 are left out, but for those over slots."""
+        """Return the mesh of this rank's stage, over ranks (stages, *axes); its groups are made where they are missing,
+        by all ranks.
+
+        Axes of size 1 are left out, but for those over slots.
+        """
         ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
         dims = [
@@ -146,10 +150,12 @@ class Meshes:
         return ranks
 
     def _slice_root(self, root: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+        """Return the part of a mesh along those of these axes that it has."""
         assert root.mesh_dim_names is not None
         return root[tuple(axis for axis in axes if axis in root.mesh_dim_names)]
 
     def _check_axis(self, axis: str, size: int) -> None:
+        """Raise CommError where the home has a single rank along an axis, and so no mesh of it."""
         if size == 1:
             raise CommError(
                 f"the home has {axis} 1, so it has no {axis} mesh; use Layout(ranks=…, {axis}=2) or more"
@@ -157,6 +163,7 @@ class Meshes:
 
 
 def _forget_shardings() -> None:
+    """Clear what DTensor has remembered, in this thread, of operations and the meshes of their arguments."""
     from torch.distributed.tensor import DTensor  # here: the import takes half a second
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()

@@ -95,6 +95,9 @@ class ProcessGroups:
         return shareable.group
 
     def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
+        """Make a group of torch, by all ranks of the world together, and note it in `made`; None where this rank is no
+        member.
+        """
         started = time.monotonic()
         timeout = timedelta(seconds=seconds)
         options = None
@@ -116,11 +119,15 @@ class ProcessGroups:
         return group
 
     def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """None where the members talk point to point, as those do whose ranks do not ascend."""
+        """Return the communicator of these ranks in this order; None where they talk point to point, as those do that
+        do not ascend.
+        """
         return self.by_ranks.get(tuple(ranks))
 
     def parent(self, name: ParentName) -> ProcessGroup:
-        """Raises CommError once the world has been left."""
+        """Return the group on which this kind of channel talks point to point. Raises CommError once the world has been
+        left.
+        """
         if name not in self.parents:
             raise CommError("this world has been left; its channels can no longer talk")
         return self.parents[name]
@@ -133,7 +140,9 @@ class ProcessGroups:
                 self.parents[name] = group
 
     def drop_groups(self) -> list[ProcessGroup]:
-        """Drop every reference; returns the groups to destroy, which no world shares."""
+        """Give up all groups, as the world is left; return those that no other world shares, which the
+        caller destroys.
+        """
         for shareable in self._used:
             shareable.users -= 1
         unused = [
@@ -173,6 +182,9 @@ _being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds
 
 
 def init_default_group(place: Place, store: Store, backend: str, timeout: float) -> None:
+    """Make torch's default group of all processes of a launch, which have all come; raise CommError where they do not
+    connect.
+    """
     try:
         with defer_connections():  # longspan itself sends nothing over it
             dist.init_process_group(

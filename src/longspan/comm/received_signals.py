@@ -44,7 +44,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def stop_reason(self) -> str:
-        """Why this rank would stop work that takes long, in words; "" where no signal to stop has come."""
+        """Return why this rank would stop work that takes long, in words; "" where no signal to stop has come."""
         if not self.received:
             return ""
         return "its launcher is gone" if self.received == LAUNCHER_END else f"{self.received} was received"
@@ -54,7 +54,9 @@ class StopSignal:
         self.save_asked = ""
 
     def _remember_signal(self, number: int, _: FrameType | None) -> None:
-        """One press of Ctrl-C may arrive twice. A terminal that closed takes no output any more."""
+        """Note a signal, as its handler. One press of Ctrl-C may arrive twice; a second press to stop raises
+        Interrupted.
+        """
         now = time.monotonic()
         name = signal.Signals(number).name
         if number == signal.SIGTERM and launcher_is_gone():  # this process sent it to itself

@@ -134,7 +134,10 @@ def _register_rank(world_store: Store, place: Place) -> bool:
 
 
 def _leave_unopened_world(world_store: Store, place: Place) -> bool:
-    """Where rank 0 decided first, the key that says that it opened the world may follow up to a second later."""
+    """Leave a world that this rank joined, and return True; False where rank 0 has opened it meanwhile.
+
+    Where rank 0 decided first, the key that says that it opened the world may follow up to a second later.
+    """
     if world_store.add(_DECIDED, 1) != 1 and any(
         _is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)
     ):
@@ -146,6 +149,7 @@ def _leave_unopened_world(world_store: Store, place: Place) -> bool:
 
 
 def _is_open(world_store: Store, size: int) -> bool:
+    """Whether rank 0 has opened this world, for so many ranks."""
     return world_store.check([_OPENED]) and int(world_store.get(_OPENED)) == size
 
 
@@ -164,6 +168,7 @@ def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
 
 
 def _absence_error(world_store: Store, place: Place, timeout: float) -> CommError:
+    """Return the error that names the ranks that did not come to this world, and those that left it again."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
     absent = [rank for rank in peers if not world_store.check([f"rank/{rank}"])]
     departed = [rank for rank in peers if rank not in absent and world_store.get(f"rank/{rank}") == b"left"]
@@ -173,6 +178,7 @@ def _absence_error(world_store: Store, place: Place, timeout: float) -> CommErro
 
 
 def _incomplete_world_error(place: Place, timeout: float, cause: str) -> CommError:
+    """Return the error of a world that did not open in time, for this cause."""
     return CommError(
         f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: {cause}; start "
         "them all, or give more time"
@@ -206,6 +212,7 @@ class LimitedStore:
 
 
 def _fulfil(future: Future[T], request: Callable[[], T]) -> None:
+    """Set a future to the result of a request, or to its error."""
     try:
         future.set_result(request())
     except BaseException as error:
@@ -213,6 +220,7 @@ def _fulfil(future: Future[T], request: Callable[[], T]) -> None:
 
 
 def clone_store_connection(store: Store) -> Store:
+    """Return another connection to the store, whose reads of keys that are not there fail after STORE_SECONDS."""
     connection: Store = LimitedStore(store).clone()
     connection.set_timeout(timedelta(seconds=STORE_SECONDS))  # for keys that are not there
     return connection

@@ -29,6 +29,7 @@ class Immutable:
     __slots__ = ("__weakref__",)
 
     def _set(self, **values: object) -> None:
+        """Set attributes, in the constructor or as the one writer that a class names."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -78,7 +79,7 @@ class ShardPart(Immutable):
         return self.group.degree
 
     def segments(self, member: int | None = None) -> Segments:
-        """The rows of one member (default: this rank) as runs of positions inside documents."""
+        """Return the rows of one member (default: this rank) as runs of positions inside documents."""
         return self.group.shares.segments(self.member if member is None else member)
 
     def __repr__(self) -> str:
@@ -88,9 +89,11 @@ class ShardPart(Immutable):
 
 
 def _lay_out_part(part: ShardPart, base: int) -> tuple[Integers, Integers, Integers, Integers]:
-    """Packed row and position of each row, id and number of rows of each document that has one.
+    """Return packed row and position of each row of a part, then id and number of rows of each document that has one
+    here.
 
-    Rows that pad documents out, and those of a part without a group, have the packed row −1.
+    `base` is the group's first packed row. Rows that pad documents out, and those of a part without a group, have the
+    packed row −1. Positions are counted behind the rows of the documents that a document continues.
     """
     segments = part.segments()
     sizes = segments.stop - segments.start
@@ -166,10 +169,10 @@ class Derived(Immutable):
             leaves=(),
         )
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name} of a shard has one writer, which Derived names; do not set it")
-
     def add_items(self, leaf: Tensor, spliced: Mapping[int, RowsAt], added: Mapping[int, RowsAt]) -> None:
+        """Add the rows of items of one modality, and the leaf that collects their gradients; called by `train/terms`
+        alone.
+        """
         self._set(
             leaves=(*self.leaves, leaf),
             spliced=_join_rows(self.spliced, spliced),
@@ -178,6 +181,7 @@ class Derived(Immutable):
 
 
 def _join_rows(first: Mapping[int, RowsAt], second: Mapping[int, RowsAt]) -> Mapping[int, RowsAt]:
+    """Return both mappings as one, with the entries of `first` first where both have a key."""
     keys = {**first, **second}
     return MappingProxyType({key: (*first.get(key, ()), *second.get(key, ())) for key in keys})
 
@@ -334,6 +338,7 @@ class SequenceShard(Immutable):
         )
 
     def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
+        """Return a copy with these spans, one value a group, and nothing derived yet."""
         shard = object.__new__(SequenceShard)
         values = {name: getattr(self, name) for name in self.__slots__}
         shard._set(**{**values, "spans": spans, "derived": Derived()})
@@ -341,7 +346,7 @@ class SequenceShard(Immutable):
 
     @property
     def has_spans(self) -> bool:
-        """A row of some document of the micro-batch sees later ones."""
+        """Whether a row of some document of the micro-batch sees later ones."""
         return any(map(len, self.spans or ()))
 
     def spans_of(self, part: ShardPart) -> Spans:
@@ -410,6 +415,7 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
 
 
 def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
+    """Gather the rows of all slots of this plane, and lay them in packed order: (S, …)."""
     world = world_of(shard.world_key)
     channel = world.channels.find_channel(range(world.home.slots))
     counts = [0] * world.home.slots
@@ -419,8 +425,8 @@ def _gather_packed_rows(x_local: Tensor, shard: SequenceShard) -> Tensor:
     local = x_local.detach()[: counts[shard.slot]].contiguous()
     rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
     starts = channel.starts(counts)
-    known = shard.derived.packed_order
-    if known is None or known[0] != starts:
-        known = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
-        shard.derived._set(packed_order=known)
-    return rows.index_select(0, known[1])
+    starts_and_order = shard.derived.packed_order
+    if starts_and_order is None or starts_and_order[0] != starts:
+        starts_and_order = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
+        shard.derived._set(packed_order=starts_and_order)
+    return rows.index_select(0, starts_and_order[1])

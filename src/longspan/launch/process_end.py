@@ -18,7 +18,7 @@ _USUAL_CAUSES: dict[int, str] = {
 
 
 def describe_death(code: int | None) -> str:
-    """Of a rank that gave no answer, by its exit code; signals with their usual cause."""
+    """Return how a rank that gave no answer ended, by its exit code; signals with their usual cause."""
     if code is not None and code < 0:
         return describe_end(code) + _USUAL_CAUSES.get(-code, "")
     return f"{describe_end(code)} before it answered"

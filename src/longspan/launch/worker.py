@@ -89,6 +89,9 @@ def main_program() -> dict[str, Any]:
 
 
 def import_main(main: dict[str, Any]) -> None:
+    """Run this program's script in a worker as a module that is not `__main__`, where the call needs its functions; {}
+    is none.
+    """
     if main:
         for name in _TORCHRUN:  # a script that trains when it is imported must not take a rank's place
             os.environ.pop(name, None)

@@ -13,7 +13,6 @@ from longspan.checkpoint.files import require_local_root
 from longspan.config.defaults import encoder_is_given
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
 from longspan.config.loss_arguments import loss_arguments
-from longspan.config.memory_keys import check_memory_keys
 from longspan.config.plan_section import EvalConfig, name_of_key
 from longspan.config.sections import RANDOM, RunConfig, held_out_set, section_kinds
 from longspan.config.text_values import BestFigure, NamedGroup
@@ -27,8 +26,9 @@ from longspan.plain_text import nearest_hint
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.kernel_names import KERNEL_NAMES
 from longspan.plan.memory.settings import UPDATES_PARTS
-from longspan.resolve.choice import PlannerConfig, check_planner_exists, home_of
-from longspan.resolve.memory import read_run_machine
+from longspan.resolve.choice import PlannerConfig, home_of
+from longspan.resolve.custom_planner import check_planner_exists
+from longspan.resolve.run_cost import read_run_machine
 from longspan.run.loggers import check_logger
 from longspan.train.optim.schedule import Schedule
 
@@ -76,7 +76,6 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
         check_parallel(home)
     if config.encoder.tp > 1:
         check_encoder_divides_ranks(config, home)
-    check_memory_keys(config.train)
     check_optimizer(config)
     check_plans(config, home, training=training)
     return home

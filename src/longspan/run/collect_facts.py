@@ -9,6 +9,7 @@ import torch
 
 from longspan.comm import World
 from longspan.config.loss_arguments import loss_arguments, loss_text
+from longspan.config.sections import held_out_set
 from longspan.config.text_values import NamedGroup
 from longspan.data.run_order import most_step_tokens
 from longspan.errors import plural
@@ -20,6 +21,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.shape.model_shape import read_experts
 from longspan.plan.shape.name_patterns import meets_any
+from longspan.resolve.choice import PlannerConfig
 from longspan.run.facts import RunFacts, time_and_command
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
@@ -123,7 +125,8 @@ def _fact_lines(
     reasons = [reason.removeprefix("evaluation ") for reason in run.reasons.degrees]
     # of held-out documents: a line below says it
     is_chosen = any(reason.startswith("at cp ") for reason in reasons)
-    evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out and not is_chosen else ""
+    held_out_plans = PlannerConfig.unpriced(held_out_set(config), config)
+    evaluated = f"; evaluation {held_out_plans.text}" if run.held_out and not is_chosen else ""
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
     yield "plans", f"{run.reasons.planner or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
     yield from (("evaluation", reason) for reason in reasons)

@@ -20,7 +20,7 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.model.stock_copy import StockCopy
 from longspan.plan.shape.positions import position_limit
-from longspan.resolve.choice import PlannerConfig, degrees_to_compare
+from longspan.resolve.choice import PlannerConfig, degrees_to_compare, query_heads
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
@@ -108,8 +108,9 @@ class Evaluations:
 
     def list_work(self) -> Iterator[tuple[int, int, int]]:
         """Yield of each set what `ProgressDisplay.set_length` takes."""
+        heads = query_heads(self.run.model.config)
         for entry in self.run.sets:
-            choice = self.run.evaluation_choice(entry.config)
+            choice = PlannerConfig.unpriced(entry.config, self.run.config, heads)
             # held-out documents are evaluated at every degree
             degrees = () if entry.name else degrees_to_compare(self.run.world.home, choice)
             at_end = len({choice.degree, *degrees})

@@ -4,10 +4,12 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from longspan.checkpoint.files import complete_checkpoints
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.errors import ConfigError, plural
-from longspan.model.weights.hf_folder import read_configuration
+from longspan.files import read_json
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text
 from longspan.run.run_data import TrainingRun
@@ -29,7 +31,9 @@ def check_free_disk(run: TrainingRun, log: LogLine) -> None:
     groups = run.optimizer.param_groups
     # of muon, which has a second moment of the others
     matrices = {p for group in groups if group.get("is_matrix") for p in group["params"]}
-    saved_dtype: Any = None if lora else read_configuration(run.dir).dtype  # as in `save_final_model`
+    saved_dtype: Any = (
+        None if lora else getattr(torch, read_json(run.dir / "config.json")["dtype"])
+    )  # as in `save_final_model`
     local_bytes = 0.0
     local_model = 0
     for parameter in run.model.parameters():

@@ -24,7 +24,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import AsyncPlanner, Plan
 from longspan.plan.plan import group_counts
 from longspan.plan.shape.model_shape import ModelShape, model_flops
-from longspan.resolve.choice import plan_steps
+from longspan.resolve.choice import plan_steps_ahead
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final, open_prompts
 from longspan.run.facts import TrainResult
@@ -37,7 +37,7 @@ from longspan.run.records import Records, open_records, record_start_seconds, sa
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.warm_up import warm_up_coming_steps
+from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
 from longspan.train.optim.schedule import Schedule
 from longspan.train.start.start_times import Starts
@@ -227,12 +227,13 @@ class _Loop:
     def train(self, stop: StopSignal) -> TrainResult:
         """Take the remaining steps; unless a signal stopped them, save the model and make the last evaluations."""
         run = self.run
-        with plan_steps(run.training_choice, run.order, run.world.home) as plans:
+        with plan_steps_ahead(run.training_choice, run.order, run.world.home) as plans:
             if run.done < run.config.train.steps:
                 check_free_disk(run, self.display.log)
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
-            warm_up_coming_steps(run, self.display.log, self.starts)
+            if needs_warm_up(run.world):
+                warm_up_coming_steps(run, self.display.log, self.starts)
             self.starts.end_part("kernels")
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)

@@ -235,11 +235,11 @@ def open_data(
     run_dir = Path(config.run.dir)
 
     def add_images() -> tuple[EvaluationSet, ...]:
-        return tuple(
-            replace(s, documents=fit_documents_to_model(s.documents, model, run_dir), metrics=metrics) for s in sets
-        )
+        return tuple(replace(s, documents=fit_documents_to_model(s.documents, model, run_dir)) for s in sets)
 
-    sets = run_on_every_rank(world, add_images, DataError)
+    if config.evaluation.sets:  # documents that are held out are of the corpus, which has its images
+        sets = run_on_every_rank(world, add_images, DataError)
+    sets = tuple(replace(s, metrics=metrics) for s in sets)
     longest = int(np.argmax(corpus.lengths))
     return RunData(model, corpus, order, sets, (int(corpus.lengths[longest]), corpus.origin(longest)))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from longspan.checkpoint.base import BASE, check_base_weights_unchanged, keep_base
+from longspan.checkpoint.base import BASE, check_base_weights_unchanged, record_base_weights
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
@@ -24,7 +24,7 @@ from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.for_model import check_ids_in_vocabulary
 from longspan.data.corpus_documents import CorpusDocuments
-from longspan.data.run_order import most_step_tokens, set_epoch_steps, share_by_keys, share_none, source_lines
+from longspan.data.run_order import allow_sharing, forbid_sharing, most_step_tokens, set_epoch_steps, source_lines
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, open_references
@@ -38,8 +38,8 @@ from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_i
 from longspan.resolve.choice import PlannerConfig, query_heads
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import keep_rows, read_kept_rows, set_rows
-from longspan.resolve.memory import KEY, read_run_machine, set_node_size
 from longspan.resolve.resolved import Resolved, resolve
+from longspan.resolve.run_cost import KEY, read_run_machine, set_node_size
 from longspan.resolve.ways import Way
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
@@ -142,13 +142,10 @@ def set_up_model(
 
         refuse_other_labels(configuration.problem_type, config.model.num_labels, data.corpus.labels.shape[1])
 
-    def load() -> Any:
-        if resumed and not config.lora.rank:
-            return make_model_without_weights(config, configuration=configuration, images=images)
-        return load_run_model(config, configuration, images=images)
-
+    load = make_model_without_weights if resumed and not config.lora.rank else load_run_model
+    load_model = partial(load, config, configuration=configuration, images=images)
     with silence_warnings_of_other_ranks(world):
-        model = run_on_every_rank(world, load, ModelError)
+        model: Any = run_on_every_rank(world, load_model, ModelError)
     if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
         model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
     run_dir = Path(config.run.dir)
@@ -324,7 +321,7 @@ def open_run_documents(
     if checkpoint is None:  # what is wrong with the model is found before a corpus is made
         for line in run_on_every_rank(world, lambda: check_run_model(config, world, model_config), ModelError):
             log(line)
-        run_on_first_rank(world, partial(keep_base, Path(config.run.dir), config), ModelError)
+        run_on_first_rank(world, partial(record_base_weights, Path(config.run.dir), config), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = config.with_keys("evaluation", documents=data.order.held_out_texts)
     config = set_epoch_steps(config, data.order, log)
@@ -412,7 +409,7 @@ def set_up(
     configuration = fit_configuration(data, config, world, log)
     starts.end_part("data")
     done = int(state.get("step", 0))
-    share_by_keys(config, data.order, data.corpus, log)
+    allow_sharing(config, data.order, data.corpus, log)
     resolved = resolve_run(config, data, configuration, world, log, done=done)
     config = resolved.config
     memory = resolved.memory
@@ -425,7 +422,7 @@ def set_up(
     if data.order.sharing is not None:
         rules = call_rules(find_language_model(model))
         data.order.length_limits = rules.length_limits
-        share_none(data.order, log, *rules.separate_features(training=True))
+        forbid_sharing(data.order, log, *rules.separate_features(training=True))
     starts.end_part("model")
     world.seed = config.train.seed
     optimizer = build_run_optimizer(config, world, model, memory=memory)

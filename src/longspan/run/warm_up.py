@@ -252,11 +252,7 @@ def _sum_scores(scores: Tensor, at: LossTokens) -> Tensor:
 
 
 def warm_up_coming_steps(run: TrainingRun, log: LogLine, starts: Starts) -> None:
-    """Warm a run up for its next steps and its held-out documents, on GPUs; entered by all ranks.
-
-    Raises SlotRowsError where a rank runs out of memory.
-    """
-    if not needs_warm_up(run.world) or run.done == run.config.train.steps:
+    if run.done == run.config.train.steps:
         return
     planner = StepPlanner(run.training_choice, run.order, run.world.home)
     count = COMING if run.training_choice.has_one_degree else COMING_DYNAMIC

@@ -152,7 +152,7 @@ class SlowSlots:
                 "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
                 "its device and at what else runs there"
             )
-        text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
+        text = world.control.broadcast_object(text, source=rank, label="name of a slow slot")
         log(text)
         for open_world in open_worlds():  # each of which may have to say why it waits
             open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]

@@ -22,7 +22,7 @@ from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, check_is_shard, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, ScanKernel, scan_kernel
-from longspan.ssm.kernels.interface import Forward, SavedScan, map_states, state_dtype
+from longspan.ssm.kernels.interface import SavedScan, ScanForward, map_states, state_dtype
 from longspan.ssm.kernels.local_runs import index_on_device, pick_rows, put_rows
 
 
@@ -33,7 +33,7 @@ class ForwardFold:
     sent where no run of the group passes a state on.
     """
 
-    def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
+    def __init__(self, chains: Chains, inputs: Inputs, scan: ScanForward) -> None:
         self.chains: Chains = chains
         self.inputs: Inputs = inputs
         self.transitions = inputs.k.new_zeros(0)
@@ -162,13 +162,18 @@ class _GatheredSummaries:
         self._handle = channel.all_gather_rows(rows, counts, label)
 
     def wait(self) -> "_GatheredSummaries":
+        """Wait until all summaries are here; only then `states` and `transitions` may be called."""
         self._rows = self._handle.wait()
         return self
 
     def states(self, runs: Integers) -> Tensor:
+        """Return the gathered states (n, H, K, V) of these runs, which must be among those that sent one."""
         return self._select_runs(runs, 0)
 
     def transitions(self, runs: Integers) -> Tensor:
+        """Return the gathered transitions (n, H, K, K) or (n, H, 1, 1) of these runs, which must be among those that
+        sent one.
+        """
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:
@@ -186,7 +191,9 @@ class _GatheredSummaries:
 
 
 def _put_local_runs(into: Tensor, values: Tensor, local_number_of_run: Integers) -> None:
-    """`local_number_of_run` are the runs' numbers among this member's (−1: not here, left out)."""
+    """Write the values of the runs that are this member's into `into` (R, …), in place; `local_number_of_run` are their
+    numbers here (−1: not here, left out).
+    """
     local = (local_number_of_run >= 0).nonzero()[0]
     if len(local):
         put_rows(into, local_number_of_run[local], pick_rows(values, local))
@@ -310,12 +317,14 @@ class _StatePass(torch.autograd.Function):
 
 
 def _kernel_unless_empty(kernel: ScanKernel, chains: Chains) -> ScanKernel:
-    """Other kernels than torch's operations need rows."""
+    """Return the kernel, or torch's operations where this member holds no rows, of which other kernels need one."""
     return kernel if len(chains.lengths) else TORCH
 
 
 def join_part_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """A single part is not copied; without a part there are zeros."""
+    """Join the results of a shard's parts by rows; a single part is not copied, and without a part there are zeros like
+    `like`.
+    """
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)

@@ -59,6 +59,7 @@ _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of it
 
 @cache
 def unsupported_reason(device: torch.device) -> str:
+    """Return what this installation or GPU lacks for Triton's kernels, as "needs …"; "" for nothing."""
     if find_spec("triton") is None:
         return "needs triton, which torch's builds for GPUs bring"
     return unsupported_capability_reason(device, range(8, 100), "8.0")
@@ -120,7 +121,9 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor | None]:
-    """A bit for each row and key of each tile, in words of 64, and the word that each tile begins at: int64."""
+    """Return a bit for each row and key of each tile, set where the row has chosen the key, in words of 64, and the
+    word that each tile begins at: both int64, None without indices.
+    """
     if call.indices is None:
         return None, None
     places, place_starts, bit_starts, words = launch.chosen_keys
@@ -142,7 +145,10 @@ def launch_fitting_blocks(
     v: Tensor,
     launch_blocks: Callable[[BlockSizes], None],
 ) -> None:
-    """The first blocks of the table that fit the device's shared memory are taken; later calls begin with them."""
+    """Call `launch_blocks` with the first blocks of the table, by head size, that fit the device's shared memory.
+
+    Which they are is remembered by kernel, head sizes, dtype and device: later calls begin with them.
+    """
     key = (name, padded_size(q), padded_size(v), q.dtype, q.device)
     choices = table[max(_MIN_TABLE_WIDTH, padded_size(q), padded_size(v))]
     for index in range(_fitting.get(key, 0), len(choices)):
@@ -156,11 +162,16 @@ def launch_fitting_blocks(
 
 
 def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
-    """For absent ones, which HAS_… leaves out, any number."""
+    """Return scale, soft cap and limits as the kernels take them; for an absent one, which HAS_… leaves out, any
+    number.
+    """
     return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
 
 
 def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[str, Any]:
+    """Return the compile-time constants of a launch: which parts of the mask it has, and the head sizes with their
+    padded widths.
+    """
     return {
         "HAS_CAP": call.softcap is not None,
         "HAS_LEFT": launch.left is not None,
@@ -174,9 +185,10 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
 
 
 def padded_size(x: Tensor) -> int:
-    """A power of two, 16 at least, as Triton takes it."""
+    """Return the head size of x as the power of two, 16 at least, that Triton's blocks take."""
     return max(16, 1 << (x.shape[2] - 1).bit_length())
 
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of rows and of heads of each tensor, one tensor after another."""
     return tuple(stride for x in tensors for stride in x.stride()[:2])

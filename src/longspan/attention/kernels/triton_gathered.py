@@ -66,9 +66,10 @@ def _launch_on_runs(
     launch: Launch,
     call: AttendCall,
 ) -> None:
-    """Launch a kernel for runs of rows, whose lists of keys are made before: which keys of its choice a row sees here.
+    """Launch the kernel `name` on runs of rows; before each run, list which keys of its choice every row sees here.
 
-    A program has 16 heads at least, as products have.
+    `tensors` are q, k, v and in backward dout; `contiguous` the tensors that the kernel reads or writes besides, in its
+    order. Runs are so long that their lists take _LISTED_BYTES. A program has 16 heads at least, as products have.
     """
     assert call.indices is not None
     kernels = import_triton_kernels("longspan.attention.kernels.triton_gathered_kernels")

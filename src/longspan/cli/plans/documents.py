@@ -16,12 +16,12 @@ from longspan.corpus.sources.find_files import STDLIB, find_rows
 from longspan.corpus.sources.first_rows import text_sizes
 from longspan.data.manifest import SHORTEST
 from longspan.data.run_order import (
+    allow_sharing,
     documents_line,
     make_step_order,
     most_step_tokens,
     order_lengths,
     set_epoch_steps,
-    share_by_keys,
 )
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, plural
@@ -63,7 +63,7 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
         settings = CorpusSettings.for_run(config)
         corpus = open_or_build_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
-        share_by_keys(config, order, corpus, log)
+        allow_sharing(config, order, corpus, log)
         rows = corpus.image_share
         lengths = np.asarray(corpus.lengths)
         yield _describe_documents(run, order, lengths, log, target_share=corpus.target_share, rows_of_token=rows)

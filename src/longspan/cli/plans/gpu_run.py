@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longspan.cli.plans.gpus import Gpus
-from longspan.config.memory_keys import check_memory_keys
+from longspan.config.memory_keys import check_gpu_memory_limit
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.layout import Layout
@@ -51,7 +51,7 @@ class GpuRun:
         home = home_of(config.parallel, gpus.count)
         check_precision(config)
         check_keys_needed_by_keys(config)
-        check_memory_keys(config.train, gpu=True)
+        check_gpu_memory_limit(config.train)
         check_parallel(home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
         # evaluation.documents is 0), but not those of named evaluation sets.

@@ -27,6 +27,7 @@ def scan_kernel(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = Fal
 
 
 def describe_kernels(dtype: torch.dtype, device: torch.device) -> str:
+    """Return in words which kernels scan rows of this dtype here, and what the faster ones would need."""
     if not (lacking := fla_unsupported_call_reason(dtype, device)):
         return "flash-linear-attention's kernels"
     faster = f" (faster kernels, which prices suppose, want {lacking})" if device.type == "cuda" else ""

@@ -1,4 +1,4 @@
-"""flash-linear-attention (extra `fla`), used where it can be: whether that is here, and calls of its functions.
+"""flash-linear-attention (extra `fla`), used where it can be: whether that is here, calls of its functions, and ours.
 
 Its kernels are called part by part, since states are exchanged between the parts. Source: github.com/fla-org/
 flash-linear-attention, `fla.ops` of fla-core 0.6; names moved between versions, so this one is required.
@@ -20,11 +20,14 @@ from longspan.ssm.kernels.local_runs import CHUNK, LocalRuns
 
 
 def add_batch_dim(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The inputs that are not None as the kernels take them: (1, T, ·, ·)."""
+    """Return the inputs that are not None as the kernels take them: (1, T, ·, ·)."""
     return tuple(x.unsqueeze(0) for x in inputs if x is not None)
 
 
 def gradients_like_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+    """Return the kernels' gradients (1, T, ·, ·) as those of the inputs that are not None: (T, ·, ·), in the input's
+    dtype.
+    """
     tensors = (x for x in inputs if x is not None)
     return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(gradients, tensors, strict=True))
 
@@ -41,10 +44,12 @@ def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor
 
 
 def run_index_arguments(runs: LocalRuns) -> dict[str, Tensor]:
+    """Return where runs begin and which run each chunk is of, as keywords of fla's functions."""
     return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
 
 
 def chunk_arguments(runs: LocalRuns) -> dict[str, Any]:
+    """Return `run_index_arguments` and the rows of a chunk, as keywords of fla's functions that work by chunks."""
     return {"chunk_size": CHUNK, **run_index_arguments(runs)}
 
 
@@ -58,7 +63,7 @@ _WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
 
 @cache
 def fla_unsupported_reason(device: torch.device) -> str:
-    """What this installation or CUDA device lacks for fla's kernels, for an error; "" for nothing."""
+    """Return what this installation or CUDA device lacks for fla's kernels, for an error; "" for nothing."""
     try:
         installed = version("fla-core")
     except PackageNotFoundError:
@@ -80,7 +85,9 @@ def fla_unsupported_reason(device: torch.device) -> str:
 def fla_unsupported_call_reason(
     dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2
 ) -> str:
-    """What a recurrence would need to be run by fla's kernels; "" for nothing. Default sizes suit each kernel."""
+    """Return what a recurrence would need to be run by fla's kernels; "" for nothing. Default sizes suit
+    each kernel.
+    """
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     if dtype not in _HALF:

@@ -12,7 +12,7 @@ from longspan.ssm.kernels.local_runs import LocalRuns
 
 
 def map_states(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
-    """M S + B of (n, H, ·, ·); M (n, H, 1, 1) is one number a head, by which S is multiplied."""
+    """Compute M S + B of (n, H, ·, ·) tensors; M (n, H, 1, 1) is one number a head, by which S is multiplied."""
     if transition.shape[2:] == (1, 1):
         return torch.addcmul(added, transition, state)
     shape = added.shape
@@ -32,6 +32,7 @@ class Inputs(NamedTuple):
     beta: Tensor | None
 
     def rows(self, start: int, stop: int) -> "Inputs":
+        """Return the inputs of local rows start to stop."""
         return Inputs(*(None if x is None else x[start:stop] for x in self))  # pyright: ignore[reportArgumentType]
 
     @property
@@ -41,11 +42,11 @@ class Inputs(NamedTuple):
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of states, of folds, and on the wire: float64 for float64, float32 otherwise."""
+    """Return the dtype of states, of folds, and on the wire: float64 for float64, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Forward(Protocol):
+class ScanForward(Protocol):
     """The forward pass over some runs."""
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
@@ -65,7 +66,7 @@ class Forward(Protocol):
         ...
 
 
-class Backward(Protocol):
+class ScanBackward(Protocol):
     """The backward pass over some runs."""
 
     def initial_state_gradients(self, runs: Integers) -> Tensor:
@@ -99,6 +100,6 @@ class ScanKernel:
     """
 
     name: str
-    forward: Callable[[Inputs, LocalRuns, float], Forward]
-    backward: Callable[[Inputs, LocalRuns, float, SavedScan], Backward]
+    forward: Callable[[Inputs, LocalRuns, float], ScanForward]
+    backward: Callable[[Inputs, LocalRuns, float, SavedScan], ScanBackward]
     half: bool = False

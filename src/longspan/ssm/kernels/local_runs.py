@@ -1,4 +1,4 @@
-"""Runs of rows that a rank holds, one after another, and rows picked by number on the host."""
+"""Runs of rows that a rank holds, one after another, and rows picked by numbers that the host knows."""
 
 from functools import cached_property, lru_cache
 from typing import Any
@@ -79,20 +79,22 @@ class LocalRuns:
 
     @cached_property
     def _run_of_chunk(self) -> Integers:
-        """(N,), on the host"""
+        """The run that each chunk is of: (N,), on the host."""
         return np.repeat(np.arange(len(self.lengths)), self._chunks)
 
     @cached_property
     def _place_of_chunk(self) -> Integers:
-        """The number of each chunk in its run: (N,)."""
+        """The number of each chunk in its run: (N,), on the host."""
         return np.arange(int(self._chunks.sum())) - np.repeat(np.cumsum(self._chunks) - self._chunks, self._chunks)
 
     @cached_property
     def _first_rows(self) -> Integers:
+        """The first row of each chunk among all rows: (N,), on the host."""
         return self.starts[self._run_of_chunk] + self._place_of_chunk * CHUNK
 
     @cached_property
     def _sizes(self) -> Integers:
+        """How many rows each chunk has: (N,), on the host."""
         return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * CHUNK, CHUNK)
 
     def _to_device(self, rows: Integers) -> Tensor:
@@ -100,14 +102,14 @@ class LocalRuns:
 
 
 def pick_rows(x: Tensor, rows: Integers) -> Tensor:
-    """A view where the rows are consecutive."""
+    """Return x[rows]; a view where the rows are consecutive, so that callers only read it."""
     if _are_consecutive(rows):
         return x[int(rows[0]) : int(rows[-1]) + 1]
     return x.index_select(0, index_on_device(rows, x.device))
 
 
 def put_rows(into: Tensor, rows: Integers, values: Tensor) -> None:
-    """into[rows] ← values"""
+    """Write into[rows] ← values, in place."""
     if _are_consecutive(rows):
         into[int(rows[0]) : int(rows[-1]) + 1].copy_(values)
     else:
@@ -115,15 +117,18 @@ def put_rows(into: Tensor, rows: Integers, values: Tensor) -> None:
 
 
 def _are_consecutive(rows: Integers) -> bool:
+    """Whether there are rows, each the one after the row before it."""
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 
 def index_on_device(rows: Integers, device: torch.device) -> Tensor:
-    """Every layer uses the same few row numbers, which are copied once."""
+    """Return row numbers as an int64 tensor on the device. Every layer uses the same few, so that each is
+    copied once.
+    """
     return _upload_index(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
 
 
 @lru_cache(maxsize=1024)
 def _upload_index(rows: bytes, device: torch.device) -> Tensor:
-    """As bytes, row numbers can be the key of the cache."""
+    """Copy row numbers to the device. They come as the bytes of an int64 array, which can be the key of the cache."""
     return to_device(np.frombuffer(rows, dtype=np.int64).copy(), device)
